@@ -1,0 +1,42 @@
+# Every target sets up what it needs; `make setup` alone makes the virtual environment.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+ACCELERATE = $(BIN)/accelerate launch
+
+.PHONY: help setup demo test lint tokenizer pretrain bench clean
+
+help:             ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+setup: $(VENV)/.installed  ## virtual environment with requirements.txt
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -r requirements.txt
+	touch $@
+
+demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (made anew in runs/demo)
+	rm -rf runs/demo tokenizer/docstrings
+	$(ACCELERATE) train_mlm.py
+
+test: setup       ## the whole suite, CPU, offline
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
+
+lint: setup       ## ruff, checks and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpus/roberta_160gb.yaml
+	$(BIN)/python tokenizer/train_tokenizer.py --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) --output_dir $(or $(OUT),tokenizer/roberta)
+
+pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
+	$(ACCELERATE) train_mlm.py --config $(or $(CONFIG),presets/mlm/roberta_base.yaml) $(ARGS)
+
+bench: setup      ## speed of the parts beside the stock Hugging Face path
+	$(BIN)/python benchmarks/data_pipeline.py
+	$(BIN)/python benchmarks/mlm_step.py
+
+clean:            ## caches and the demonstration's output
+	rm -rf runs/demo tokenizer/docstrings .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,214 @@
+"""Preset and command line become dataclasses: one parse, one type check.
+
+Order of precedence: dataclass default < preset (YAML) < command line. The paper keeps its settings
+in tables (Tables 9 and 10 of the appendix); a preset is one column of such a table.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class InputError(ValueError):
+    """Something the user can mend. The message names the value and the fix."""
+
+
+def exit_on_input_error(main: Callable[[], Any]) -> None:
+    """Run a script's `main`; an `InputError` becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+class _PresetLoader(yaml.SafeLoader):
+    """YAML 1.2 floats (`6e-4` is a number, not a string) and no duplicate keys."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise InputError(
+                    f"{key_node.start_mark.name}: {key!r} is given twice (line {key_node.start_mark.line + 1}); keep one"
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_PresetLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def resolve_path(path: str | Path) -> Path:
+    """A path as the user gave it, or the same path below the repository where only that exists."""
+    path = Path(path).expanduser()
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `InputError` for a missing file, bad YAML or no mapping."""
+    path = resolve_path(path)
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise InputError(f"no such file: {path}" + (f"; its folder has {', '.join(near)}" if near else ""))
+    try:
+        with path.open(encoding="utf-8") as stream:
+            values = yaml.load(stream, _PresetLoader)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not valid YAML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must hold `key: value` lines, not {type(values).__name__}")
+    return values
+
+
+def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
+    """`"; did you mean 'x'?"`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_type(value: Any, hint: Any) -> Any:
+    """`value` as the annotation `hint` wants it (an int becomes a float there). Raises `TypeError`."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        # An Enum member's value is a plain string in a preset, so the Enum is asked before `str`.
+        for option in sorted(inner, key=lambda o: not (isinstance(o, type) and issubclass(o, Enum))):
+            try:
+                return check_type(value, option)
+            except TypeError:
+                if isinstance(option, type) and issubclass(option, Enum) and isinstance(value, str):
+                    raise
+        raise TypeError(describe_type(hint))
+    if origin is typing.Literal:
+        if any(value == option and type(value) is type(option) for option in inner):
+            return value
+        raise TypeError(describe_type(hint))
+    if origin in (list, dict):
+        if not isinstance(value, origin):
+            raise TypeError(describe_type(hint))
+        if origin is list and inner:
+            return [check_type(item, inner[0]) for item in value]
+        return value
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        if value in [member.value for member in hint]:
+            return value
+        raise TypeError(describe_type(hint))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise TypeError(describe_type(hint))
+
+
+def describe_type(hint: Any) -> str:
+    """The annotation in words, for an error message."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(option) for option in inner)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(option) for option in inner)
+    if origin is list and inner:
+        return f"a list of {describe_type(inner[0])}"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(repr(member.value) for member in hint)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind every flag, the description's lines as they are written."""
+
+
+class RecipeParser(HfArgumentParser):
+    """`HfArgumentParser` that refuses abbreviations and says what was probably meant."""
+
+    def __init__(self, dataclass_types, **kwargs):
+        super().__init__(dataclass_types, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [option for action in self._actions for option in action.option_strings if "-" not in option[2:]]
+            hint = did_you_mean(unknown[0].split("=")[0], flags)
+            self.error(f"unknown argument {unknown[0]!r}{hint} (--help lists all)")
+        return namespace
+
+    def error(self, message):
+        raise InputError(message)
+
+
+def parse(
+    dataclass_types: list[type], argv: list[str], default_config: str, description: str
+) -> tuple[list[Any], dict[str, Any]]:
+    """Read `--config` and the flags on top of it.
+
+    Returns the filled dataclasses, and the resolved values (all of the first dataclass, and of the others what is
+    not their default), which are a valid preset themselves. Raises `InputError`.
+    """
+    parser = RecipeParser(dataclass_types, description=description)
+    parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
+    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config.add_argument("--config", default=default_config)
+    untouched = vars(parser.parse_args([]))
+    parser.set_defaults(**read_preset(config.parse_known_args(argv)[0].config, dataclass_types))
+    namespace = vars(parser.parse_args(argv))
+
+    filled, resolved = [], {}
+    for position, cls in enumerate(dataclass_types):
+        fields = [field for field in dataclasses.fields(cls) if field.init]
+        for field in fields:
+            value = namespace[field.name]
+            if position == 0 or value != untouched[field.name]:
+                resolved[field.name] = value.value if isinstance(value, Enum) else value
+        try:
+            filled.append(cls(**{field.name: namespace[field.name] for field in fields}))
+        except (ValueError, TypeError) as error:
+            raise InputError(str(error)) from None
+    return filled, resolved
+
+
+def read_preset(path: str | Path, dataclass_types: list[type]) -> dict[str, Any]:
+    """The values of a preset, each checked against the field it fills. Raises `InputError`."""
+    return check_mapping(load_yaml(path), dataclass_types, str(path))
+
+
+def check_mapping(
+    values: dict[str, Any], dataclass_types: list[type], where: str, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`values` with each checked against the field it fills, leaving out the fields `without`. Raises `InputError`."""
+    hints = {}
+    for cls in dataclass_types:
+        annotations = typing.get_type_hints(cls)
+        fields = [field.name for field in dataclasses.fields(cls) if field.init and field.name not in without]
+        hints.update({name: annotations[name] for name in fields})
+    checked = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise InputError(f"{where}: unknown key {key!r}{did_you_mean(str(key), hints)}")
+        try:
+            checked[key] = check_type(value, hints[key])
+        except TypeError as error:
+            raise InputError(f"{where}: {key} is {value!r}, and must be {error}") from None
+    return checked

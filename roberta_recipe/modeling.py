@@ -1,0 +1,113 @@
+"""The masked-LM head and its loss (paper, section 2.3 and promise of equal gradients), model from config."""
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import AutoConfig, PreTrainedTokenizerBase, RobertaConfig
+from transformers.modeling_outputs import MaskedLMOutput
+
+from roberta_recipe.args import InputError, resolve_path
+
+PADDING_ROW_BIAS = -1e4  # a logit no softmax sees (and that fp16 can hold)
+
+
+class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
+    """The stock class with the head run only where a label is set, and the loss of the whole effective batch.
+
+    It has the stock class's name, parameters and config, so that what it saves is the stock class's checkpoint.
+    """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> MaskedLMOutput:
+        """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted:
+
+        logits are (predicted positions, vocab_size), in the order of `labels != -100`, and the loss is the sum of
+        their cross-entropies in nats over `num_items_in_batch`, which `Trainer` gives as the number of predicted
+        positions in all micro-batches of the optimizer step (without it: over those here). The stock class divides
+        each micro-batch by its own count and ignores `num_items_in_batch`.
+        """
+        if labels is None:
+            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        hidden = self.roberta(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)[0]
+        predicted = labels != -100
+        logits = self.lm_head(hidden[predicted])  # (predicted positions, vocab_size)
+        total = functional.cross_entropy(logits.float(), labels[predicted], reduction="sum")
+        count = predicted.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        # nothing predicted anywhere: the sum is 0, over 1
+        return MaskedLMOutput(loss=total / count.to(total.device).clamp(min=1), logits=logits)
+
+
+def load_config(config_name: str) -> RobertaConfig:
+    """A RoBERTa config from a JSON file, a folder or the Hub. Raises `InputError`."""
+    path = resolve_path(config_name)
+    try:
+        config = AutoConfig.from_pretrained(path if path.exists() else config_name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no model config at config_name={config_name!r}: {str(error).splitlines()[0]}") from None
+    if config.model_type != "roberta":
+        raise InputError(f"{config_name!r} is a {config.model_type!r} model; this recipe trains 'roberta'")
+    return config
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config_name: str | None = None,
+    model_name_or_path: str | None = None,
+    max_seq_length: int = 512,
+    pad_vocab_to_multiple_of: int | None = None,
+) -> RobertaForMaskedLM:
+    """A model with fresh weights from a config, or with those of a checkpoint, that fits tokenizer and block length.
+
+    `pad_vocab_to_multiple_of` adds rows to the embedding; the bias of such a row keeps it out of the softmax, so
+    losses are those of the unpadded model. Raises `InputError` where vocabularies or lengths disagree.
+    """
+    source = model_name_or_path or config_name
+    config = load_config(source)
+    padded = -(-len(tokenizer) // (pad_vocab_to_multiple_of or 1)) * (pad_vocab_to_multiple_of or 1)
+    if config.vocab_size not in (len(tokenizer), padded):
+        raise InputError(
+            f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size}, the tokenizer {len(tokenizer)} entries; "
+            f"set vocab_size to {len(tokenizer)}, or name the tokenizer that belongs to this model with tokenizer_name"
+        )
+    if config.pad_token_id != tokenizer.pad_token_id:
+        raise InputError(
+            f"vocabularies disagree: {source!r} has pad_token_id={config.pad_token_id}, the tokenizer {tokenizer.pad_token_id}"
+        )
+    # positions count from pad_token_id + 1, so two rows of the table are never used
+    positions = config.max_position_embeddings - config.pad_token_id - 1
+    if max_seq_length > positions:
+        raise InputError(
+            f"max_seq_length={max_seq_length} is longer than the {positions} positions of {source!r}; "
+            f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
+        )
+    if model_name_or_path:
+        path = resolve_path(model_name_or_path)
+        model = RobertaForMaskedLM.from_pretrained(path if path.exists() else model_name_or_path, dtype=torch.float32)
+        if padded != config.vocab_size:
+            model.resize_token_embeddings(padded, mean_resizing=False)
+    else:
+        config.vocab_size = padded
+        model = RobertaForMaskedLM(config)
+    with torch.no_grad():
+        model.lm_head.bias[len(tokenizer) :] = PADDING_ROW_BIAS
+    return model
+
+
+def flops_per_token(config: RobertaConfig, seq_len: int, mlm_probability: float) -> float:
+    """FLOPs of forward and backward for one token of a `seq_len` block, the head on predicted positions only.
+
+    Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p;
+    2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B; 6N).
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    body = 6 * layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    attention = 12 * layers * seq_len * hidden
+    head = 6 * (hidden**2 + hidden * config.vocab_size) * mlm_probability
+    return body + attention + head

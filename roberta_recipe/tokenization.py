@@ -1,0 +1,128 @@
+"""Text encoding: the byte-level BPE vocabulary of RoBERTa (paper, section 4.4; Radford et al. 2019).
+
+Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+
+from sentencex import segment
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
+
+from roberta_recipe.args import InputError, resolve_path
+
+LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
+_LINE_WINDOW = 20_000  # characters
+
+
+def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] | str) -> RobertaTokenizer:
+    """RoBERTa's tokenizer over a vocabulary, given as objects or as the paths of vocab.json and merges.txt."""
+    return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=MASK_TOKEN, model_max_length=512)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
+    """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once, with progress on stderr).
+
+    The result is a function of the texts alone. Memory is that of the distinct words, not of the text. Raises
+    `InputError` where the texts hold too few distinct words for so many entries.
+    """
+    smallest = len(LEADING_TOKENS) + 256 + 1
+    if vocab_size < smallest:
+        raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # <mask> comes last, behind the merges
+        min_frequency=2,
+        special_tokens=LEADING_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    if len(model["vocab"]) < vocab_size - 1:
+        raise InputError(
+            f"the sample gives only {len(model['vocab']) + 1} entries (no pair of tokens is left that occurs twice); "
+            f"ask for vocab_size={len(model['vocab']) + 1} or less, or give it more text"
+        )
+    return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt.
+
+    Raises `InputError` where there is none, or where it lacks a token that masked-LM training needs.
+    """
+    folder = resolve_path(name_or_path)
+    bare = [folder / "vocab.json", folder / "merges.txt"]
+    if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
+        tokenizer = build_tokenizer(*map(str, bare))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder if folder.exists() else name_or_path)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "
+                "model id that the Hub or its local cache could give. "
+                f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
+            ) from None
+    missing = [
+        name for name in ("bos_token", "eos_token", "pad_token", "mask_token") if getattr(tokenizer, name) is None
+    ]
+    if missing:
+        raise InputError(
+            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}; masked-LM training needs all four"
+        )
+    return tokenizer
+
+
+def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to their ids, without special tokens, over all cores.
+
+    Text that reads `</s>` or `<mask>` is text: in a corpus it must not become the special token, as it would in
+    `tokenizer(...)`.
+    """
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return encode
+
+
+def split_sentences(text: str, language: str = "en") -> list[str]:
+    """The sentences of a document, none of them empty; a line break always ends one (wikimedia/sentencex)."""
+    sentences = (sentence.strip() for line in text.splitlines() for sentence in _split_line(line, language))
+    return [sentence for sentence in sentences if sentence]
+
+
+def _split_line(line: str, language: str) -> Iterator[str]:
+    """sentencex over a window of the line at a time: its time grows with the square of a line's length."""
+    start, end = 0, _LINE_WINDOW
+    while end < len(line):
+        *whole, cut = segment(language, line[start:end])
+        if not whole:  # no end of sentence in the window: far longer than a block, so it is split there anyway
+            whole, cut = [cut], ""
+        yield from whole
+        start = end - len(cut)
+        end = start + _LINE_WINDOW
+    yield from segment(language, line[start:])
+
+
+def held_out_statistics(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, float]:
+    """Bytes of UTF-8 a token, and tokens a word (words are what white space parts), over `texts`."""
+    encode, tokens, size, words = corpus_encoder(tokenizer), 0, 0, 0
+    for text in texts:
+        tokens += len(encode([text])[0])
+        size += len(text.encode())
+        words += len(text.split())
+    return {
+        "bytes": size,
+        "words": words,
+        "bytes_per_token": size / max(tokens, 1),
+        "tokens_per_word": tokens / max(words, 1),
+    }

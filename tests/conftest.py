@@ -1,0 +1,135 @@
+"""Fixtures: text made here, tokenizers trained on it, models of a few thousand parameters. No network, no Hub."""
+
+import json
+import os
+import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import RobertaConfig
+
+from roberta_recipe import tokenization
+from roberta_recipe.args import ROOT
+
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+torch.set_num_threads(1)
+
+SUBJECTS = ["the cat", "a small dog", "my old friend", "the red boat", "every child", "no teacher", "the river", "this house"]
+VERBS = ["sees", "follows", "likes", "forgets", "remembers", "paints", "carries", "leaves"]
+PLACES = ["in the garden", "near the sea", "behind a wall", "after the rain", "at night", "without a word", "on Monday"]
+
+
+def make_documents(count: int, seed: int, sentences: tuple[int, int] = (3, 12)) -> list[str]:
+    """Distinct English-like documents, one paragraph a line."""
+    rng = random.Random(seed)
+    documents = []
+    for number in range(count):
+        lines = [
+            f"{rng.choice(SUBJECTS).capitalize()} {rng.choice(VERBS)} {rng.choice(SUBJECTS)} {rng.choice(PLACES)}."
+            for _ in range(rng.randint(*sentences))
+        ]
+        documents.append("\n".join([f"Story {number} of {seed}.", *lines]))
+    return documents
+
+
+def write_parquet(path, texts, column="text", **others):
+    pq.write_table(pa.table({column: texts, **others}), path)
+    return str(path)
+
+
+def write_jsonl(path, texts, column="text"):
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def write_text(path, texts):
+    path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tokenization.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def config(tokenizer):
+    """Two layers of 32, no dropout, so that two ways of computing the same gradient can be compared."""
+    return RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+    )
+
+
+@pytest.fixture
+def config_file(config, tmp_path):
+    path = tmp_path / "config.json"
+    config.to_json_file(path)
+    return str(path)
+
+
+@pytest.fixture
+def train_file(tmp_path):
+    return write_parquet(tmp_path / "train.parquet", make_documents(200, seed=1))
+
+
+@pytest.fixture
+def validation_file(tmp_path):
+    return write_parquet(tmp_path / "validation.parquet", make_documents(20, seed=2))
+
+
+@pytest.fixture
+def preset(tmp_path, tokenizer_dir, config_file, train_file, validation_file):
+    """A preset that trains in a second; tests override it by flags."""
+    path = tmp_path / "preset.yaml"
+    path.write_text(
+        f"""
+train_file: [{train_file}]
+validation_file: [{validation_file}]
+tokenizer_name: {tokenizer_dir}
+config_name: {config_file}
+output_dir: {tmp_path / "run"}
+max_seq_length: 64
+shuffle_window: 32
+global_batch_size: 8
+per_device_train_batch_size: 8
+per_device_eval_batch_size: 4
+max_steps: 4
+learning_rate: 1e-3
+logging_steps: 1
+save_strategy: "no"
+use_cpu: true
+disable_tqdm: true
+""",
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def root():
+    return ROOT

@@ -1,0 +1,382 @@
+"""Sources, mixture and stream: every format, exact shares, one order, and errors before training."""
+
+import gzip
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+from conftest import make_documents, write_jsonl, write_parquet, write_text
+
+from roberta_recipe import corpus as corpora
+from roberta_recipe.args import InputError
+from roberta_recipe.corpus import (
+    BlockStream,
+    Corpus,
+    Source,
+    interleave,
+    read_corpus,
+    sample_documents,
+    shuffle_in_windows,
+)
+from roberta_recipe.docstrings import docstring_file
+
+TEXTS = make_documents(60, seed=4)
+
+
+def texts_of(part="train", seed=0, epoch=0, share=0.01, **source):
+    corpus = Corpus("c", [Source("s", **source)], validation_share=share)
+    return list(corpora.documents(corpus, corpus.sources[0], part, seed=seed, epoch=epoch))
+
+
+def stream_of(corpus, tokenizer, **changes):
+    settings = dict(part="train", input_format="full_sentences", max_seq_length=64, seed=0)
+    return BlockStream(corpus, tokenizer, **{**settings, **changes})
+
+
+# Sources
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt", "jsonl.gz", "txt.gz"])
+def test_every_format_gives_the_same_documents(tmp_path, kind):
+    path = tmp_path / f"data.{kind}"
+    write = {"parquet": write_parquet, "jsonl": write_jsonl, "txt": write_text}[kind.split(".")[0]]
+    write(path, TEXTS)
+    if kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    everything = texts_of(files=str(path), share=1e-9)
+    assert [text.strip() for text in everything] == TEXTS
+
+
+def test_an_empty_line_parts_documents_whatever_the_line_ends(tmp_path):
+    (tmp_path / "a.txt").write_bytes("One.\nStill one.\n\n\n\nTwo é.\r\n\r\nThree.".encode())
+    texts = texts_of(files=str(tmp_path / "a.txt"), share=1e-9)
+    assert [t.strip() for t in texts] == ["One.\nStill one.", "Two é.", "Three."]
+
+
+def test_file_folder_glob_and_list(tmp_path):
+    (tmp_path / "deep").mkdir()
+    names = ["a.parquet", "b.parquet", "deep/c.parquet"]
+    for number, name in enumerate(names):
+        write_parquet(tmp_path / name, TEXTS[number * 20 : number * 20 + 20])
+    (tmp_path / "README.md").write_text("not data")
+    found = [
+        texts_of(files=files, share=1e-9)
+        for files in (str(tmp_path), str(tmp_path / "**/*.parquet"), [str(tmp_path / name) for name in names])
+    ]
+    assert all(sorted(texts) == sorted(TEXTS) for texts in found)
+    assert len(texts_of(files=str(tmp_path / "*.parquet"), share=1e-9)) == 40
+
+
+def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
+    """As a Hub dataset is: its card says which files are which split of which config."""
+    (tmp_path / "card").mkdir()
+    write_parquet(tmp_path / "card" / "one.parquet", TEXTS[:20], column="body")
+    write_parquet(tmp_path / "card" / "two.parquet", TEXTS[20:], column="body")
+    (tmp_path / "card" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: en\n  data_files:\n  - {split: train, path: one.parquet}\n"
+        "  - {split: test, path: two.parquet}\n---\n"
+    )
+    place = dict(dataset=str(tmp_path / "card"), config="en", text_column="body", share=1e-9)
+    assert texts_of(**place) == TEXTS[:20]
+    assert texts_of(**place, split="test") == TEXTS[20:]
+    with pytest.raises(InputError, match=r"has no split 'dev'; it has \['test', 'train'\]"):
+        texts_of(**place, split="dev")
+    with pytest.raises(InputError, match=r"cannot open dataset .*config 'fr'"):
+        texts_of(**{**place, "config": "fr"})
+
+
+def test_filters(tmp_path):
+    languages = ["en" if number % 3 else "de" for number in range(60)]
+    dates = [f"2019-{number % 12 + 1:02d}-15" for number in range(60)]
+    path = write_parquet(tmp_path / "a.parquet", TEXTS, language=languages, date=dates)
+    kept = texts_of(files=path, share=1e-9, filters=[["language", "==", "en"], ["date", "<", "2019-03-01"]])
+    wanted = [t for t, language, date in zip(TEXTS, languages, dates) if language == "en" and date < "2019-03-01"]
+    assert kept == wanted and 0 < len(wanted) < 60
+
+
+def test_held_out_documents_are_no_training_documents(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", TEXTS + TEXTS[:30])  # half of them twice
+    train, validation = (texts_of(part=part, files=path, share=0.3) for part in ("train", "validation"))
+    assert not set(train) & set(validation)  # copies are on one side
+    assert set(train) | set(validation) == set(TEXTS) and len(train) + len(validation) == 90
+    assert 5 < len(set(validation)) < 35
+    assert texts_of(part="validation", files=path, share=0.3, seed=9) == validation
+
+
+def test_validation_files_are_used_where_given(tmp_path):
+    source = dict(
+        files=write_parquet(tmp_path / "a.parquet", TEXTS[:50]),
+        validation_files=write_parquet(tmp_path / "b.parquet", TEXTS[50:]),
+    )
+    assert texts_of(**source) == TEXTS[:50]
+    assert texts_of(part="validation", **source) == TEXTS[50:]
+
+
+def test_empty_documents_are_skipped_and_counted(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "a.parquet", ["", *TEXTS, None, " \n "])
+    stream = stream_of(Corpus("c", [Source("s", files=path)], validation_share=0.2), tokenizer)
+    first_pass = list(itertools.takewhile(lambda block: block["epoch"] == 0, stream))
+    held_out = len(texts_of(part="validation", files=path, share=0.2))
+    counts = stream.count_table()["s"]
+    # the second pass has begun, and with so little text it is read to its end at once
+    assert (counts["passes"], counts["empty_documents"]) == (1, 6)
+    assert counts["held_out_documents"] == 2 * held_out > 0
+    assert sum(b["input_ids"].tolist().count(0) for b in first_pass) == len(first_pass)
+
+
+def test_docstrings_are_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("roberta_recipe.corpus.docstring_file", lambda: docstring_file(max_bytes=300_000))
+    texts = texts_of(builtin="docstrings", share=1e-9)
+    assert 300_000 <= sum(len(text.encode()) for text in texts) < 400_000
+    assert len(set(texts)) == len(texts) and all(text.strip() for text in texts)
+    assert any("Abstract Base Classes" in text for text in texts)  # of abc.py: the standard library comes first
+    (cached,) = (tmp_path / "roberta_recipe").iterdir()
+    written = cached.stat().st_mtime_ns
+    assert texts_of(builtin="docstrings", share=1e-9) == texts and cached.stat().st_mtime_ns == written
+
+
+# Mixture
+
+
+def test_interleave_keeps_shares_at_every_point():
+    shares = [0.5, 0.3, 0.2]
+    streams = [iter([name] * 1000) for name in "abc"]
+    taken = Counter()
+    for number, name in enumerate(itertools.islice(interleave(streams, shares), 1000), 1):
+        taken[name] += 1
+        assert all(abs(taken[n] - number * share) <= 1 for n, share in zip("abc", shares, strict=True))
+
+
+def test_interleave_by_cost_and_to_the_end():
+    long, short = [("long", 100)] * 10, [("short", 1)] * 500
+    items = list(interleave([iter(long), iter(short)], [0.5, 0.5], cost=lambda item: item[1]))
+    assert sorted(items) == sorted(long + short)
+    half = Counter(name for name, _ in items[: items.index(long[0], 1) + 400])
+    assert abs(half["long"] * 100 - half["short"]) <= 100
+
+
+def test_sources_of_their_sizes_end_together():
+    sizes = [7, 13, 100]
+    streams = [iter([number] * size) for number, size in enumerate(sizes)]
+    shares = [size / sum(sizes) for size in sizes]
+    assert Counter(itertools.islice(interleave(streams, shares), 120)) == dict(enumerate(sizes))
+
+
+def test_shuffle_in_windows():
+    def shuffled(seed):
+        return list(shuffle_in_windows(iter(range(250)), 100, seed))
+
+    once = shuffled(1)
+    assert [sorted(once[i : i + 100]) for i in (0, 100, 200)] == [
+        list(range(i, min(i + 100, 250))) for i in (0, 100, 200)
+    ]
+    assert once == shuffled(1) != shuffled(2)
+    assert once[:100] != sorted(once[:100]) and [n % 100 for n in once[:100]] != [n % 100 for n in once[100:200]]
+
+
+def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
+    """Equal shares of two sources, the documents of one 40 times as long as those of the other."""
+    files = {
+        "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
+        "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
+    }
+    corpus = Corpus("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
+    blocks = list(itertools.islice(stream_of(corpus, tokenizer), 400))
+    tokens = Counter()
+    for block in blocks:
+        tokens[block["block_id"] >> 40] += len(block["input_ids"])
+    assert abs(tokens[0] / sum(tokens.values()) - 0.5) < 0.02
+
+
+def test_sample_of_the_mixture(tmp_path):
+    sources = [
+        Source("a", files=write_parquet(tmp_path / "a.parquet", make_documents(300, seed=5)), size_gb=3.0),
+        Source("b", files=write_parquet(tmp_path / "b.parquet", make_documents(300, seed=6)), size_gb=1.0),
+    ]
+    sizes = Counter()
+    for name, text in sample_documents(Corpus("c", sources), "train", max_bytes=40_000, seed=0):
+        sizes[name] += len(text.encode())
+    assert 40_000 <= sum(sizes.values()) < 41_000 and abs(sizes["a"] / sum(sizes.values()) - 0.75) < 0.03
+
+
+# Stream
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(80, seed=n)) for n in range(4)]
+    return Corpus("c", [Source("s", files=paths)])
+
+
+@pytest.mark.parametrize("input_format", ["full_sentences", "contiguous"])
+def test_a_pass_loses_nothing(two_files, tokenizer, input_format):
+    stream = stream_of(two_files, tokenizer, input_format=input_format)
+    blocks = list(itertools.takewhile(lambda block: block["epoch"] == 0, stream))
+    assert [block["block_id"] for block in blocks] == list(range(len(blocks)))
+    special = torch.tensor(tokenizer.all_special_ids)
+    tokens = sum(int((~torch.isin(torch.from_numpy(b["input_ids"].astype(int)), special)).sum()) for b in blocks)
+    texts = list(corpora.documents(two_files, two_files.sources[0], "train", seed=0))
+    units = [s for t in texts for s in ([t] if input_format == "contiguous" else corpora.split_sentences(t))]
+    assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
+    assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
+    if input_format == "contiguous":
+        assert all(len(b["input_ids"]) == 64 for b in blocks[:-1])
+
+
+def first(stream, count=200):
+    return [(b["epoch"], b["block_id"], b["input_ids"].tolist()) for b in itertools.islice(stream, count)]
+
+
+def test_the_stream_is_a_function_of_corpus_and_seed(two_files, tokenizer):
+    once = first(stream_of(two_files, tokenizer, shuffle_window=16))
+    assert once == first(stream_of(two_files, tokenizer, shuffle_window=16))
+    other = first(stream_of(two_files, tokenizer, shuffle_window=16, seed=1))
+    assert [b[1] for b in once] != [b[1] for b in other]
+
+
+def test_every_pass_has_another_order(two_files, tokenizer):
+    passes: list[list[str]] = [[], []]
+    for block in itertools.takewhile(lambda block: block["epoch"] < 2, stream_of(two_files, tokenizer)):
+        passes[block["epoch"]].append(str(block["input_ids"].tolist()))
+    assert passes[0] != passes[1]
+    assert (
+        len(set(passes[0]) ^ set(passes[1])) < len(passes[0]) / 2
+    )  # the same text, packed anew behind joints of files
+
+
+def test_a_data_worker_reads_the_same_blocks_and_its_counts_arrive(two_files, tokenizer):
+    stream = stream_of(two_files, tokenizer, shuffle_window=16)
+    here = first(stream, 40)
+    stream = stream_of(two_files, tokenizer, shuffle_window=16)
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1, collate_fn=lambda block: block)
+    assert first(loader, 40) == here
+    assert stream.count_table()["s"]["blocks"] >= 40
+    with pytest.raises(InputError, match="dataloader_num_workers=2"):
+        next(iter(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2, collate_fn=lambda block: block)))
+
+
+def test_the_first_blocks_only_again_and_again(two_files, tokenizer):
+    blocks = first(stream_of(two_files, tokenizer, limit=10), 30)
+    kept = {block_id for _, block_id, _ in blocks}
+    assert len(kept) == 10
+    for epoch in range(3):
+        part = blocks[10 * epoch : 10 * epoch + 10]
+        assert {b[1] for b in part} == kept and {b[0] for b in part} == {epoch}
+    assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("sources: 3", "`sources:` must be a list"),
+        ("sources: []", "`sources:` must be a list"),
+        ("sources: [{name: a}]", "source 'a' must have exactly one of dataset, files, builtin"),
+        ("sources: [{name: a, files: x, builtin: docstrings}]", "exactly one of"),
+        ("sources: [{name: a, fils: x}]", "unknown key 'fils'; did you mean 'files'"),
+        ("sources: [{files: x}]", "has no name"),
+        ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a number"),
+        ("sources: [{name: a, files: x, weight: 0}]", "weight is 0.0, and must be above 0"),
+        ("sources: [{name: a, dataset: org/data}]", "pin the dataset 'org/data' with `revision:`"),
+        ("sources: [{name: a, files: x, weight: 1}, {name: b, files: y}]", "every source needs a share"),
+        ("sources: [{name: a, files: x, weight: 1}, {name: b, files: y, size_gb: 1}]", "every source needs a share"),
+        ("sources: [{name: a, files: x, weight: 1}, {name: a, files: y, weight: 1}]", "two sources are named 'a'"),
+        ("validation_share: 1.5\nsources: [{name: a, files: x}]", "validation_share is 1.5"),
+        ("valid_share: 0.5\nsources: [{name: a, files: x}]", "unknown key 'valid_share'"),
+    ],
+)
+def test_bad_corpus_presets(tmp_path, text, named):
+    path = tmp_path / "corpus.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        read_corpus(path)
+    assert (named in str(error.value) and "corpus" in str(error.value)) or "source" in str(error.value)
+    assert named in str(error.value)
+
+
+def check(files, tmp_path, **source):
+    corpora.check_sources(Corpus("c", [Source("s", files=str(files), **source)]))
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"'.*absent.parquet' does not exist, or is empty"):
+        check(tmp_path / "absent.parquet", tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"folder' does not exist, or is empty"):
+        check(tmp_path / "folder", tmp_path)
+    (tmp_path / "folder" / "a.docx").write_text("x")
+    with pytest.raises(
+        InputError, match=r"holds no file that can be read \(found .docx\); readable are .parquet, .jsonl"
+    ):
+        check(tmp_path / "folder", tmp_path)
+    write_text(tmp_path / "folder" / "a.txt", TEXTS)
+    write_jsonl(tmp_path / "folder" / "b.jsonl", TEXTS)
+    with pytest.raises(InputError, match=r"mixes formats \(json, text\)"):
+        check(tmp_path / "folder", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_column_that_is_not_there(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    (write_parquet if kind == "parquet" else write_jsonl)(path, TEXTS, column="body")
+    with pytest.raises(InputError, match=rf"{path} has no column 'text'; it has \['body'\] \(set text_column\)"):
+        check(path, tmp_path)
+    check(path, tmp_path, text_column="body")
+
+
+def test_a_column_that_holds_no_text(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [1, 2, 3])
+    with pytest.raises(InputError, match=rf"column 'text' of {path} holds int, not text"):
+        check(path, tmp_path)
+
+
+def test_an_empty_corpus(tmp_path, tokenizer):
+    write_parquet(tmp_path / "blank.parquet", ["", " ", None])
+    (tmp_path / "none.txt").write_text("")
+    for name in ("blank.parquet", "none.txt"):
+        with pytest.raises(InputError, match=r"source 's' is empty"):
+            check(tmp_path / name, tmp_path)
+    corpus = Corpus("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
+    with pytest.raises(InputError, match=r"source 's' is empty"):  # and no endless search for text
+        next(iter(stream_of(corpus, tokenizer)))
+
+
+def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"Fine.\n\nCaf\xe9.\n")
+    with pytest.raises(InputError, match=r"a.txt: line 3 is not UTF-8 \(byte 0xe9\); convert it"):
+        check(tmp_path / "a.txt", tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "Fine."}\n{"text": "Caf\xe9"}\n')
+    with pytest.raises(InputError, match=r"a.jsonl: line 2 is not UTF-8"):
+        check(tmp_path / "a.jsonl", tmp_path)
+    with pytest.raises(InputError, match=r"a.jsonl: line 2 is not UTF-8"):  # past what is checked beforehand
+        texts_of(files=str(tmp_path / "a.jsonl"))
+
+
+def test_broken_files_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}) + "\n{broken\n")
+    with pytest.raises(InputError, match=r"a.jsonl: line 2 is not JSON"):
+        check(tmp_path / "a.jsonl", tmp_path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(InputError, match=r"cannot read .*a.parquet"):
+        check(tmp_path / "a.parquet", tmp_path)
+    path = write_parquet(tmp_path / "b.parquet", TEXTS)
+    with pytest.raises(InputError, match=r"filters work on Parquet only"):
+        check(write_text(tmp_path / "c.txt", TEXTS), tmp_path, filters=[["language", "==", "en"]])
+    with pytest.raises(InputError, match=r"cannot read .*b.parquet.*language"):
+        check(path, tmp_path, filters=[["language", "==", "en"]])
+
+
+def test_corpus_presets_of_the_repository(root):
+    presets = {path.stem: read_corpus(path) for path in (root / "presets" / "corpus").glob("*.yaml")}
+    assert set(presets) == {"docstrings", "roberta_160gb"}
+    paper = presets["roberta_160gb"]
+    sizes = {source.name: source.size_gb for source in paper.sources}
+    assert sizes["bookcorpus"] + sizes["wikipedia"] == pytest.approx(16)
+    assert sum(size for name, size in sizes.items() if name.startswith("cc_news")) == pytest.approx(76)
+    assert (sizes["openwebtext"], sizes["stories"]) == (38, 31)
+    assert all(source.dataset and len(source.revision) == 40 for source in paper.sources)

@@ -1,0 +1,127 @@
+"""Masks: the rates of the paper, a function of (seed, epoch, block) alone, and exact counts as an option."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import DataCollatorForLanguageModeling
+
+from roberta_recipe.masking import IGNORED, MlmCollator, fixed_masks, unigram_entropy
+
+
+@pytest.fixture(scope="module")
+def blocks(tokenizer):
+    rng = np.random.default_rng(0)
+    words = rng.integers(261, len(tokenizer) - 1, size=(400, 60)).astype(np.uint16)
+    words[:, 0] = tokenizer.bos_token_id
+    words[:, [20, 40, 59]] = tokenizer.eos_token_id
+    return [{"input_ids": ids, "epoch": 0, "block_id": number} for number, ids in enumerate(words)]
+
+
+def special(tokenizer, ids):
+    return torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+
+
+def test_rates(tokenizer, blocks):
+    batch = MlmCollator(tokenizer, seed=1)(blocks)
+    original = torch.from_numpy(np.stack([b["input_ids"] for b in blocks]).astype(np.int64))
+    predicted = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][predicted], original[predicted])
+    assert not (predicted & special(tokenizer, original)).any()
+    n = int((~special(tokenizer, original)).sum())
+    shown = batch["input_ids"][predicted]
+    masked = shown == tokenizer.mask_token_id
+    kept = shown == original[predicted]
+    k = int(predicted.sum())
+    # four standard deviations of a binomial
+    assert abs(k / n - 0.15) < 4 * math.sqrt(0.15 * 0.85 / n)
+    assert abs(masked.float().mean() - 0.8) < 4 * math.sqrt(0.8 * 0.2 / k)
+    assert abs(kept.float().mean() - 0.1) < 4 * math.sqrt(0.1 * 0.9 / k) + 1 / len(tokenizer)
+    assert torch.equal(batch["input_ids"][~predicted], original[~predicted])
+
+
+@pytest.mark.parametrize("mask_count", ["bernoulli", "exact"])
+def test_no_special_token_and_no_padding_row_is_drawn(tokenizer, blocks, mask_count):
+    collator = MlmCollator(
+        tokenizer, seed=1, mlm_probability=1.0, mask_replace_prob=0.0, random_replace_prob=1.0, mask_count=mask_count
+    )
+    drawn = collator(blocks)["input_ids"].flatten()
+    original = torch.from_numpy(np.stack([b["input_ids"] for b in blocks]).astype(np.int64)).flatten()
+    replaced = drawn[~special(tokenizer, original)]
+    assert not special(tokenizer, replaced).any()
+    assert replaced.max() < len(tokenizer)
+    # and of some 22,000 draws, each of the other 395 ids gets one
+    assert set(replaced.tolist()) == set(range(len(tokenizer))) - set(tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("mask_count", ["bernoulli", "exact"])
+def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, mask_count):
+    collator = MlmCollator(tokenizer, seed=1, mask_count=mask_count)
+    whole = collator(blocks[:8])
+    for rows in ([5, 2], [7], [0, 1, 2, 3]):
+        part = MlmCollator(tokenizer, seed=1, mask_count=mask_count)([blocks[row] for row in rows])
+        assert torch.equal(part["input_ids"], whole["input_ids"][rows])
+        assert torch.equal(part["labels"], whole["labels"][rows])
+    longer = {**blocks[0], "input_ids": blocks[0]["input_ids"][:30]}  # beside a longer one, so padded
+    alone, beside = collator([longer]), collator([longer, blocks[1]])
+    assert torch.equal(beside["labels"][0, :30], alone["labels"][0])
+
+    def of(**change):
+        return collator([{**block, **change} for block in blocks[:8]])["labels"]
+
+    assert not torch.equal(of(epoch=1), whole["labels"])
+    assert not torch.equal(of(block_id=99), whole["labels"])
+    assert not torch.equal(MlmCollator(tokenizer, seed=2, mask_count=mask_count)(blocks[:8])["labels"], whole["labels"])
+
+
+def test_exact_counts_are_fairseqs(tokenizer, blocks):
+    predicted = MlmCollator(tokenizer, seed=1, mask_count="exact")(blocks)["labels"] != IGNORED
+    counts = predicted.sum(dim=1)
+    assert set(counts.tolist()) == {9}  # 0.15 x 60, whatever u is
+    short = [{**block, "input_ids": block["input_ids"][:50]} for block in blocks]
+    counts = (MlmCollator(tokenizer, seed=1, mask_count="exact")(short)["labels"] != IGNORED).sum(dim=1)
+    assert set(counts.tolist()) == {7, 8}  # 7.5
+    assert abs(counts.float().mean() - 7.5) < 4 * 0.5 / math.sqrt(len(blocks))
+    assert predicted[:, 0].float().mean() == pytest.approx(0.15, abs=0.07)  # <s> is predicted like any other
+
+
+def test_same_law_as_the_stock_collator(tokenizer, blocks):
+    """Share of predicted positions at each place of the block, ours beside Hugging Face's."""
+    stock = DataCollatorForLanguageModeling(tokenizer, seed=3)
+    theirs = stock([{"input_ids": block["input_ids"].tolist()} for block in blocks])["labels"] != IGNORED
+    ours = MlmCollator(tokenizer, seed=3)(blocks)["labels"] != IGNORED
+    assert torch.equal(ours.any(dim=0), theirs.any(dim=0))  # the same places can be predicted
+    assert abs(ours.float().mean() - theirs.float().mean()) < 0.01
+
+
+def test_padding(tokenizer, blocks):
+    collator = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
+    full = MlmCollator(tokenizer, seed=1)(blocks[:4])
+    assert "attention_mask" not in full and full["num_tokens"] == 240
+    short = {**blocks[0], "input_ids": blocks[0]["input_ids"][:37]}
+    batch = collator([short, blocks[1]])
+    assert batch["input_ids"].shape == (2, 64) and batch["num_tokens"] == 97
+    assert batch["attention_mask"].sum(dim=1).tolist() == [37, 60]
+    assert (batch["input_ids"][0, 37:] == tokenizer.pad_token_id).all()
+    assert (batch["labels"][0, 37:] == IGNORED).all()
+
+
+def test_validation_masks_are_those_of_every_run(tokenizer, blocks):
+    first = fixed_masks(blocks, MlmCollator(tokenizer, seed=1))
+    second = fixed_masks(blocks, MlmCollator(tokenizer, seed=2))
+    assert all(np.array_equal(a["labels"], b["labels"]) for a, b in zip(first, second, strict=True))
+    collator = MlmCollator(tokenizer, seed=5)
+    once, again = collator(first[:4]), collator(first[:4])
+    assert torch.equal(once["labels"], again["labels"])
+    assert torch.equal(once["labels"][2], torch.from_numpy(first[2]["labels"]))
+
+
+def test_unigram_entropy(tokenizer):
+    collator = MlmCollator(tokenizer)
+    four_alike = [{"input_ids": np.array([0, 300, 301, 302, 303, 2], dtype=np.uint16)}] * 3
+    assert unigram_entropy(four_alike, collator) == pytest.approx(math.log(4))
+    skewed = [{"input_ids": np.array([0, 300, 300, 300, 301, 2], dtype=np.uint16)}]
+    assert unigram_entropy(skewed, collator) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    exact = MlmCollator(tokenizer, mask_count="exact")  # there <s> and </s> are predicted too
+    assert unigram_entropy(four_alike, exact) == pytest.approx(math.log(6))

@@ -1,0 +1,249 @@
+"""Head and loss: the gradient of the effective batch, and a checkpoint that is the stock class's."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import TrainerCallback
+
+from roberta_recipe.args import ROOT, InputError
+from roberta_recipe.masking import IGNORED, MlmCollator
+from roberta_recipe.modeling import RobertaForMaskedLM, build_model, flops_per_token, load_config
+from roberta_recipe.run import RecipeTrainer
+from train_mlm import MlmTrainingArguments
+
+LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
+
+
+def make_blocks(tokenizer, count=16, seed=0):
+    """Blocks of 20 to 60 ids, so that micro-batches differ in padding and in predicted positions."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "input_ids": np.r_[0, rng.integers(261, len(tokenizer) - 1, rng.integers(20, 60)), 2].astype(np.uint16),
+            "epoch": 0,
+            "block_id": number,
+        }
+        for number in range(count)
+    ]
+
+
+class KeepGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Blocks(torch.utils.data.IterableDataset):
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def __iter__(self):
+        yield from self.blocks
+
+
+def one_step(cls, config, tokenizer, blocks, batch, accumulation, tmp_path):
+    """Loss in the log and gradients of one optimizer step over all of `blocks`."""
+    torch.manual_seed(0)
+    keep = KeepGradients()
+    trainer = RecipeTrainer(
+        model=cls(config),
+        args=MlmTrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=Blocks(blocks),
+        data_collator=MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8),
+        callbacks=[keep],
+        flops_per_token=1.0,
+    )
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], keep.gradients
+
+
+def difference(gradients, reference):
+    """Largest difference of any parameter's gradient, relative to the norm of that gradient.
+
+    A key's bias shifts all scores of a row alike, so its gradient is 0 but for rounding: there, relative to the whole.
+    """
+    whole = torch.stack([g.norm() for g in reference.values()]).norm()
+    return max(
+        float((gradients[name] - g).norm() / (whole if name.endswith("key.bias") else g.norm()))
+        for name, g in reference.items()
+    )
+
+
+@pytest.fixture
+def dense(config, tokenizer):
+    """Loss and gradients by the definition: stock model, all sequences at once, sum over predicted / their number."""
+    torch.manual_seed(0)
+    model = transformers.RobertaForMaskedLM(config)
+    batch = MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)(make_blocks(tokenizer))
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    predicted = batch["labels"] != IGNORED
+    loss = (
+        -torch.log_softmax(logits[predicted], dim=-1).gather(1, batch["labels"][predicted][:, None]).sum()
+        / predicted.sum()
+    )
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), LAYOUTS)
+def test_gradient_of_the_batch_in_any_layout(config, tokenizer, dense, tmp_path, batch, accumulation):
+    blocks = make_blocks(tokenizer)
+    loss, gradients = one_step(RobertaForMaskedLM, config, tokenizer, blocks, batch, accumulation, tmp_path)
+    assert loss == pytest.approx(dense[0], rel=1e-6)
+    assert gradients.keys() == dense[1].keys()
+    assert difference(gradients, dense[1]) < 1e-6
+
+
+def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer, dense, tmp_path):
+    """What the loss above mends; should this fail one day, the stock class has mended it too."""
+    loss, gradients = one_step(
+        transformers.RobertaForMaskedLM, config, tokenizer, make_blocks(tokenizer), 4, 4, tmp_path
+    )
+    assert loss == pytest.approx(4 * dense[0], rel=0.05)
+    assert difference(gradients, dense[1]) > 1
+
+
+def test_a_micro_batch_with_nothing_predicted(config, tokenizer):
+    model = RobertaForMaskedLM(config)
+    ids = torch.full((2, 10), 300)
+    loss = model(ids, labels=torch.full_like(ids, IGNORED)).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None and torch.isfinite(g).all() and not g.any() for g in gradients)
+    assert model(ids, labels=torch.full_like(ids, IGNORED), num_items_in_batch=torch.tensor(0)).loss.item() == 0.0
+    assert model(ids, labels=torch.full_like(ids, IGNORED), num_items_in_batch=torch.tensor(7)).loss.item() == 0.0
+
+
+def test_logits_are_those_of_the_stock_class(config):
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(config).eval()
+    stock = transformers.RobertaForMaskedLM(config).eval()
+    stock.load_state_dict(model.state_dict())
+    ids = torch.randint(5, 390, (3, 12))
+    labels = torch.where(torch.rand(3, 12) < 0.3, ids, IGNORED)
+    with torch.no_grad():
+        everywhere = stock(ids).logits
+        torch.testing.assert_close(model(ids).logits, everywhere, rtol=0, atol=0)
+        out = model(ids, labels=labels)
+    torch.testing.assert_close(out.logits, everywhere[labels != IGNORED])
+    torch.testing.assert_close(out.loss, stock(ids, labels=labels).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite(config, dtype):
+    model = RobertaForMaskedLM(config)
+    ids = torch.randint(5, 390, (3, 12))
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(ids, labels=ids).loss
+    assert loss.dtype == torch.float32 and torch.isfinite(loss)
+    exact = model(ids, labels=ids).loss
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_attention_is_fused(config):
+    assert RobertaForMaskedLM(config).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "flops"),
+    [("base", 124_697_433, 0.602e9), ("large", 355_412_057, 2.010e9), ("small", 38_923_865, None)],
+)
+def test_sizes_are_the_papers(name, parameters, flops):
+    """Parameters of FacebookAI/roberta-base and -large with their MLM head (the paper rounds to 125M and 355M)."""
+    config = load_config(f"presets/model/{name}.json")
+    with torch.device("meta"):
+        model = RobertaForMaskedLM(config)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert (config.max_position_embeddings, config.type_vocab_size, config.layer_norm_eps) == (514, 1, 1e-5)
+    assert config.vocab_size == 50265
+    if flops:
+        assert flops_per_token(config, 512, 0.15) == pytest.approx(flops, rel=1e-3)
+
+
+def test_padding_the_embedding_changes_no_loss_and_no_gradient(config, config_file, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    plain = build_model(tokenizer, config_name=config_file, max_seq_length=64)
+    plain.save_pretrained(tmp_path / "plain")
+    padded = build_model(
+        tokenizer, model_name_or_path=str(tmp_path / "plain"), max_seq_length=64, pad_vocab_to_multiple_of=64
+    )
+    assert padded.config.vocab_size == 448 and plain.config.vocab_size == len(tokenizer) == 400
+    batch = MlmCollator(tokenizer, seed=0)(make_blocks(tokenizer))
+    batch.pop("num_tokens")
+    losses = [model(**batch).loss for model in (plain, padded)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    rows = padded.roberta.embeddings.word_embeddings.weight.grad
+    torch.testing.assert_close(rows[:400], plain.roberta.embeddings.word_embeddings.weight.grad)
+    assert not rows[400:].any() and not padded.lm_head.bias.grad[400:].any()
+    fresh = build_model(tokenizer, config_name=config_file, max_seq_length=64, pad_vocab_to_multiple_of=64)
+    assert fresh.config.vocab_size == 448 and (fresh.lm_head.bias[400:] == -1e4).all()
+    # its checkpoint is taken up again, with the same flag
+    fresh.save_pretrained(tmp_path / "padded")
+    again = build_model(
+        tokenizer, model_name_or_path=str(tmp_path / "padded"), max_seq_length=64, pad_vocab_to_multiple_of=64
+    )
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), again.parameters(), strict=True))
+
+
+def test_a_checkpoint_is_the_stock_classs(config, tokenizer, tmp_path):
+    """Saved here, loaded by a process that cannot import this repository: same logits."""
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = torch.arange(300, 320)[None]
+    script = f"""
+import importlib.util, sys, torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+assert importlib.util.find_spec("roberta_recipe") is None, "this repository can be imported"
+model, report = AutoModelForMaskedLM.from_pretrained({str(tmp_path / "model")!r}, output_loading_info=True)
+assert not any(report.values()), report
+assert AutoTokenizer.from_pretrained({str(tmp_path / "model")!r}).mask_token == "<mask>"
+torch.save(model.eval()(torch.arange(300, 320)[None]).logits, {str(tmp_path / "logits.pt")!r})
+print(type(model).__module__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "transformers.models.roberta.modeling_roberta"
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids).logits, rtol=0, atol=0)
+    assert sorted(p.name for p in (tmp_path / "model").glob("*.safetensors")) == ["model.safetensors"]
+
+
+def test_what_does_not_fit_is_refused(tokenizer, config, tmp_path):
+    def built(**changes):
+        changed = config.__class__.from_dict({**config.to_dict(), **changes})
+        changed.to_json_file(tmp_path / "changed.json")
+        return build_model(tokenizer, config_name=str(tmp_path / "changed.json"), max_seq_length=64)
+
+    with pytest.raises(InputError, match=r"vocab_size=50265, the tokenizer 400 entries; set vocab_size to 400"):
+        built(vocab_size=50265)
+    with pytest.raises(InputError, match=r"max_seq_length=64 is longer than the 62 positions .* to 66"):
+        built(max_position_embeddings=64)
+    with pytest.raises(InputError, match=r"pad_token_id=0, the tokenizer 1"):
+        built(pad_token_id=0)
+    with pytest.raises(InputError, match=r"no model config at config_name='nowhere.json'"):
+        build_model(tokenizer, config_name="nowhere.json")
+    (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(InputError, match=r"is a 'bert' model"):
+        build_model(tokenizer, config_name=str(tmp_path / "bert.json"))
+
+
+def test_root_is_the_repository():
+    assert (ROOT / "train_mlm.py").is_file()

@@ -1,0 +1,173 @@
+"""The tokenizer: RoBERTa's ids and habits, any text there and back, the same bytes from the same text."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import make_documents, write_parquet
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from roberta_recipe import tokenization
+from roberta_recipe.args import InputError
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+def test_ids_are_robertas(loaded):
+    assert [loaded.convert_tokens_to_ids(t) for t in ("<s>", "<pad>", "</s>", "<unk>")] == [0, 1, 2, 3]
+    assert loaded.mask_token_id == len(loaded) - 1 == 399
+    names = ("bos_token", "eos_token", "cls_token", "sep_token", "pad_token", "unk_token", "mask_token")
+    assert [getattr(loaded, n) for n in names] == ["<s>", "</s>", "<s>", "</s>", "<pad>", "<unk>", "<mask>"]
+    assert type(loaded).__name__ == "RobertaTokenizer" and loaded.model_max_length == 512
+
+
+def test_habits_are_robertas(loaded):
+    a, b = (loaded.encode(text, add_special_tokens=False) for text in ("the cat", "a dog"))
+    assert loaded("the cat", "a dog").input_ids == [0, *a, 2, 2, *b, 2]  # <s> A </s></s> B </s>
+    # `<mask>` takes the space before it, not the one behind
+    assert (
+        loaded("the <mask> sees").input_ids == loaded("the<mask> sees").input_ids != loaded("the<mask>sees").input_ids
+    )
+    assert loaded("x", return_tensors="np")["attention_mask"].tolist() == [[1, 1, 1]]
+    assert "token_type_ids" not in loaded("x")
+
+
+AWKWARD = [
+    "",
+    " ",
+    "\n\n\t \r\n",
+    "\x00\x01\x1f\x7f\x85",
+    "e\u0301 \u0301 \u200d\ufeff\u202e",  # combining marks, alone too; joiners, direction
+    "👩‍👩‍👧‍👦🏴󠁧󠁢󠁥󠁮󠁧󠁿 1️⃣",
+    "Ελληνικά العربية עברית हिन्दी 中文 ไทย 한국어",
+    "\U0010ffff\ufffe\ufffd",
+    "x" * 50_000,
+    "word " * 20_000,
+    "  two  spaces  and trailing ",
+    "don't we'll I'VE",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=200))
+def test_any_text_comes_back(loaded, text):
+    check_round_trip(loaded, text)
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=range(len(AWKWARD)))
+def test_awkward_text_comes_back(loaded, text):
+    check_round_trip(loaded, text)
+
+
+def check_round_trip(loaded, text):
+    """Special tokens read as text: what it decodes is what it was given, with no <unk>."""
+    ids = loaded.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert loaded.unk_token_id not in ids
+    assert loaded.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@given(st.lists(st.sampled_from(["<s>", "</s>", "<mask>", "<unk>", "<pad>", " ", "a", "\n"]), max_size=8).map("".join))
+@example("<unk>")
+def test_special_tokens_written_in_a_corpus_are_text(loaded, text):
+    check_round_trip(loaded, text)
+    ids = tokenization.corpus_encoder(loaded)([text])[0]
+    assert not set(ids) & set(loaded.all_special_ids)
+    assert loaded.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tmp_path):
+    write_parquet(tmp_path / "text.parquet", make_documents(300, seed=3))
+    shown = []
+    for folder in ("one", "two"):
+        done = subprocess.run(
+            [sys.executable, root / "tokenizer" / "train_tokenizer.py", "--train_file", "text.parquet"]
+            + ["--vocab_size", "400", "--output_dir", folder],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "RAYON_NUM_THREADS": "1" if folder == "one" else "4", "TOKENIZERS_PARALLELISM": "true"},
+        )
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()} for folder in ("one", "two"))
+    assert one == two and {"tokenizer.json", "tokenizer_config.json"} <= one.keys()
+    assert "400 entries" in shown[0] and "bytes/token" in shown[0] and "tokens/word" in shown[0]
+    assert "peak memory" in shown[0] and "trained on" in shown[0]
+
+
+def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tokenizer_dir, tmp_path):
+    """As RoBERTa's own vocabulary is often passed on: two files and no config."""
+    tokenizer._tokenizer.model.save(str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
+    bare = tokenization.load_tokenizer(str(tmp_path))
+    text = "the cat <mask> a small dog near the sea"
+    assert bare(text).input_ids == tokenizer(text).input_ids
+    assert (bare.mask_token_id, bare.model_max_length) == (399, 512)
+
+
+def test_held_out_statistics(tokenizer):
+    text = "the cat"
+    tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    figures = tokenization.held_out_statistics(tokenizer, [text, text])
+    assert figures == {"bytes": 14, "words": 4, "bytes_per_token": 7 / tokens, "tokens_per_word": tokens / 2}
+
+
+def test_sentences():
+    text = "Dr. Smith went to Washington, D.C. on Jan. 5. He paid $3.50.\nA line is a sentence\n\n  \nLast one? Yes!"
+    assert tokenization.split_sentences(text) == [
+        "Dr. Smith went to Washington, D.C. on Jan. 5.",
+        "He paid $3.50.",
+        "A line is a sentence",
+        "Last one?",
+        "Yes!",
+    ]
+
+
+def test_sentences_of_a_long_line_are_those_of_its_parts():
+    sentence = "这是一个句子。"
+    assert tokenization.split_sentences(sentence * 10_000) == [sentence] * 10_000
+    unbroken = "a" * 45_000
+    assert "".join(tokenization.split_sentences(unbroken)) == unbroken
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "one of --corpus and --train_file"),
+        (["--train_file", "small.txt"], "the sample gives only"),
+        (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
+        (["--train_file", "absent.txt"], "'absent.txt' does not exist"),
+        (["--corpus", "absent.yaml"], "no such file: absent.yaml"),
+        (["--train_file", "small.txt", "--vocab", "300"], "'--vocab'; did you mean '--vocab_size'"),
+    ],
+)
+def test_bad_input(root, tmp_path, monkeypatch, argv, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(root)
+    from tokenizer import train_tokenizer
+
+    (tmp_path / "small.txt").write_text("\n\n".join(make_documents(50, seed=1)))
+    with pytest.raises(InputError, match=named):
+        train_tokenizer.main([*argv, "--output_dir", "out"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_is_not_written_over(tokenizer_dir, tmp_path):
+    from tokenizer import train_tokenizer
+
+    shutil.copytree(tokenizer_dir, tmp_path / "out")
+    with pytest.raises(InputError, match="already holds a tokenizer"):
+        train_tokenizer.main(["--train_file", "x.txt", "--output_dir", str(tmp_path / "out")])
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(InputError, match=r"no tokenizer at tokenizer_name='.*nowhere'.*train_tokenizer.py"):
+        tokenization.load_tokenizer(str(tmp_path / "nowhere"))

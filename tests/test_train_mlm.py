@@ -1,0 +1,309 @@
+"""The main job through its command line: what a run leaves behind, and what is refused before one begins."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import make_documents, write_text
+from transformers import AutoModelForMaskedLM
+
+import train_mlm
+from roberta_recipe import run
+from roberta_recipe.args import InputError
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+def logged_losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
+    """`accelerate launch`, with evaluation, predictions and all that is promised of the output folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+        + ["--mixed_precision", "no", "--dynamo_backend", "no", str(root / "train_mlm.py"), "--config", preset]
+        + ["--max_steps", "6", "--eval_strategy", "steps", "--eval_steps", "3", "--save_strategy", "steps"]
+        + ["--save_steps", "3", "--fill_mask_examples", "The cat <mask> a dog."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "run"
+    names = {path.name for path in out.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert {"preset.yaml", "run_record.json", "loss_curve.png", "checkpoint-3", "checkpoint-6"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+    assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+
+    record = json.loads((out / "run_record.json").read_text())
+    wanted = "metrics unigram_entropy tokens_seen tokens_per_second peak_memory_bytes wall_clock_s counts resolved_args"
+    assert set(wanted.split()) | {"versions", "commit", "hardware", "loss_at_steps", "steps"} <= record.keys()
+    assert record["steps"] == 6 and record["stopped_by"] == "max_steps"
+    assert 0 < record["tokens_seen"] <= 6 * 8 * 64
+    metrics = record["metrics"]
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert metrics["eval_bits"] == pytest.approx(metrics["eval_loss"] / math.log(2))
+    assert [step for step, _ in record["loss_at_steps"]["train"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in record["loss_at_steps"]["validation"]] == [3, 6, 6]
+    counts = record["counts"]["train"]["train_file"]
+    assert counts["documents"] > 0 and counts["blocks"] >= 48 and counts["held_out_documents"] == 0
+
+    assert done.stderr.count("unigram entropy") == 1 and "tokens_per_second" in done.stdout + done.stderr
+    assert "learning_rate" in done.stdout + done.stderr
+    assert "The cat <mask> a dog.\n" in done.stdout and done.stdout.rstrip().endswith("loss_curve.png")
+    assert yaml.safe_load((out / "preset.yaml").read_text())["max_steps"] == 6
+
+    # the checkpoint, in a process that cannot import this repository
+    script = f"""
+import importlib.util
+from transformers import AutoModelForMaskedLM, pipeline
+assert importlib.util.find_spec("roberta_recipe") is None and importlib.util.find_spec("train_mlm") is None
+AutoModelForMaskedLM.from_pretrained({str(out)!r})
+print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
+"""
+    alone = subprocess.run([sys.executable, "-I", "-c", script], cwd=out, capture_output=True, text=True, check=False)
+    assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
+
+
+def test_a_saved_preset_repeats_the_run(preset, tmp_path):
+    first = train(preset, "--mask_count", "exact", "--output_dir", tmp_path / "a")
+    again = train(tmp_path / "a" / "preset.yaml", "--output_dir", tmp_path / "b")
+    assert logged_losses(again) == logged_losses(first) and len(logged_losses(first)) == 4
+    assert again["metrics"]["eval_loss"] == first["metrics"]["eval_loss"]
+    assert again["resolved_args"] == {**first["resolved_args"], "output_dir": str(tmp_path / "b")}
+
+
+def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
+    """Same blocks, same masks, same gradients: one curve, and one validation loss for any evaluation batch."""
+    whole = train(preset, "--output_dir", tmp_path / "a")
+    parts = train(
+        preset, "--output_dir", tmp_path / "b", "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1
+    )
+    assert logged_losses(parts) == pytest.approx(logged_losses(whole), rel=1e-5)
+    assert parts["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
+    assert parts["tokens_seen"] == whole["tokens_seen"]
+    batches = train(preset, "--output_dir", tmp_path / "c", "--per_device_eval_batch_size", 3)
+    assert batches["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-6)
+
+
+def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
+    """By the stock class on the saved checkpoint, one block at a time."""
+    from roberta_recipe import masking
+
+    record = train(preset, "--output_dir", tmp_path / "a")
+    (args, training_args), _ = train_mlm.parse(
+        [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments], ["--config", preset], "", ""
+    )
+    blocks, _ = train_mlm.validation_blocks(args, training_args, train_mlm.read_corpus(args), tokenizer)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
+    total = predicted = 0
+    for example in masking.fixed_masks(blocks, masking.MlmCollator(tokenizer)):
+        labels = torch.from_numpy(example["labels"])[None]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(example["input_ids"])[None]).logits
+        total += torch.nn.functional.cross_entropy(
+            logits[labels != -100], labels[labels != -100], reduction="sum"
+        ).item()
+        predicted += int((labels != -100).sum())
+    assert record["metrics"]["eval_loss"] == pytest.approx(total / predicted, rel=1e-5)
+
+
+def test_training_learns(preset, tmp_path):
+    record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
+    losses = logged_losses(record)
+    assert losses[-1] < losses[0] - 1.0
+    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks and what was packed beside them
+
+
+def test_going_on_from_a_checkpoint(preset, tmp_path):
+    first = train(preset, "--output_dir", tmp_path / "a", "--max_steps", 30, "--learning_rate", "5e-3")
+    second = train(
+        preset, "--output_dir", tmp_path / "b", "--model_name_or_path", tmp_path / "a", "--learning_rate", "1e-9"
+    )
+    assert second["metrics"]["eval_loss"] == pytest.approx(first["metrics"]["eval_loss"], rel=1e-4)
+
+
+def test_formats_precisions_and_sizes(preset, tmp_path):
+    """Fixed-size chunks in bf16 with a padded embedding."""
+    record = train(preset, "--input_format", "contiguous", "--bf16", "--pad_vocab_to_multiple_of", 64)
+    assert record["tokens_seen"] == 4 * 8 * 64  # no padding
+    assert all(math.isfinite(loss) for loss in logged_losses(record))
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
+
+
+def test_time_limit(preset):
+    record = train(preset, "--max_steps", 100000, "--max_train_minutes", 0.02)
+    assert record["stopped_by"] == "max_train_minutes" and 0 < record["steps"] < 100000
+    assert record["metrics"]["eval_loss"] > 0
+
+
+def test_text_files_without_validation_file(tmp_path, preset):
+    """The commonest case: a folder of text, one per cent of it held out."""
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        write_text(tmp_path / "texts" / f"{number}.txt", make_documents(400, seed=10 + number))
+    values = yaml.safe_load(Path(preset).read_text())
+    values.pop("validation_file")
+    values["train_file"] = [str(tmp_path / "texts")]
+    Path(preset).write_text(yaml.safe_dump(values))
+    record = train(preset, "--per_device_eval_batch_size", 2)
+    assert record["counts"]["train"]["train_file"]["held_out_documents"] > 0
+    assert record["counts"]["validation"]["train_file"]["documents"] > 0
+
+
+def test_a_bare_command_is_the_demonstration(root, tmp_path):
+    """With everything small, but no --config: docstrings, and a tokenizer made on the way."""
+    cache = tmp_path / "cache"
+    script = f"""
+import sys
+sys.path.insert(0, {str(root)!r})
+if __name__ == "__main__":
+    from roberta_recipe import docstrings
+    docstrings.MAX_BYTES = 2_000_000
+    docstrings.docstring_file.__defaults__ = (2_000_000,)
+    import train_mlm
+    train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
+                    "--shuffle_window", "64", "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
+"""
+    (tmp_path / "demo.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "demo.py"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
+    assert (tmp_path / "made" / "tokenizer.json").exists()
+    assert done.stdout.count("<mask>") >= 3 and "below the unigram entropy" in done.stdout
+
+
+def test_help_reads_well(root):
+    done = subprocess.run(
+        [sys.executable, root / "train_mlm.py", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("--global_batch_size") < done.stdout.index("--learning_rate")
+    assert "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml" in done.stdout
+
+
+# Bad input
+
+
+BAD = {
+    "unknown key": (["--config", "{bad_key}"], ["bad_key.yaml", "unknown key 'max_stepz'"]),
+    "wrong type": (["--config", "{bad_type}"], ["bad_type.yaml", "max_steps is 'lots'"]),
+    "missing preset": (["--config", "absent.yaml"], ["no such file: absent.yaml"]),
+    "missing file": (["--train_file", "absent.txt"], ["'absent.txt' does not exist"]),
+    "no readable file": (["--train_file", "{unreadable}"], ["holds no file that can be read", ".doc"]),
+    "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
+    "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
+    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: line 1 is not UTF-8"]),
+    "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265, the tokenizer 400"]),
+    "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
+    "small validation set": (
+        ["--validation_file", "{one}", "--per_device_eval_batch_size", "64"],
+        ["less than one batch"],
+    ),
+    "output folder": (["--output_dir", "{full}"], ["already holds", "--output_dir"]),
+    "output file": (["--output_dir", "{one}"], ["is a file"]),
+    "batch": (["--global_batch_size", "12"], ["global_batch_size=12", "8 or 16"]),
+    "accumulation": (["--gradient_accumulation_steps", "3"], ["gradient_accumulation_steps=3", "derived"]),
+    "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
+    "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
+    "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
+    "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
+    "shrinking batch": (["--auto_find_batch_size"], ["auto_find_batch_size"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatch):
+    places = {name: tmp_path / name for name in ("unreadable", "full", "made")}
+    for path in places.values():
+        path.mkdir()
+    (tmp_path / "unreadable" / "a.doc").write_text("x")
+    (tmp_path / "full" / "model.safetensors").write_text("x")
+    for name, content in {"empty": b"\n\n", "latin1": b"Caf\xe9.\n", "one": b"A text.\n"}.items():
+        places[name] = tmp_path / f"{name}.txt"
+        places[name].write_bytes(content)
+    for name, line in {"bad_key": "max_stepz: 3", "bad_type": "max_steps: lots"}.items():
+        places[name] = tmp_path / f"{name}.yaml"
+        places[name].write_text(Path(preset).read_text() + line + "\n" if name == "bad_key" else line)
+    argv, named = BAD[case]
+    monkeypatch.setattr(run.RecipeTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
+    with pytest.raises(InputError) as error:
+        train_mlm.main(["--config", preset, *(arg.format(**places) for arg in argv)])
+    for word in named:
+        assert word in str(error.value)
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())
+    assert (tmp_path / "full" / "model.safetensors").read_text() == "x"
+
+
+def test_bad_input_is_one_line_and_exit_code_2(root, tmp_path):
+    done = subprocess.run(
+        [sys.executable, root / "train_mlm.py", "--config", "absent.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: no such file: absent.yaml"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_finished_run_is_not_written_over(preset, tmp_path):
+    train(preset)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(InputError, match="already holds a finished run"):
+        train(preset)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+def test_resume_takes_the_blocks_that_come_next(preset, tmp_path):
+    """By replaying the stream, as Trainer does: the same curve as a run that was not stopped."""
+    whole = train(
+        preset, "--output_dir", tmp_path / "a", "--max_steps", 8, "--save_strategy", "steps", "--save_steps", 4
+    )
+    resumed = train(
+        preset,
+        "--output_dir",
+        tmp_path / "b",
+        "--max_steps",
+        8,
+        "--resume_from_checkpoint",
+        tmp_path / "a" / "checkpoint-4",
+    )
+    assert logged_losses(resumed)[-4:] == pytest.approx(logged_losses(whole)[-4:], rel=1e-6)
+    assert resumed["tokens_seen"] == whole["tokens_seen"]
+
+
+def test_batch_arithmetic():
+    assert run.accumulation_steps(8192, 32, 8) == 32
+    with pytest.raises(
+        InputError, match=r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; .*8160 or 8256"
+    ):
+        run.accumulation_steps(8192, 32, 3)
+    with pytest.raises(InputError, match=r"the nearest that is: 64,"):
+        run.accumulation_steps(8, 64, 1)
+
+
+def test_loss_at_steps_is_thinned_and_keeps_the_last():
+    history = [{"step": step, "loss": float(step)} for step in range(1, 1004)] + [{"step": 1003, "eval_loss": 2.0}]
+    points = run.loss_at_steps(history, "loss", at_most=200)
+    assert len(points) <= 201 and points[-1] == [1003, 1003.0] and points[0] == [6, 6.0]
+    assert run.loss_at_steps(history, "eval_loss") == [[1003, 2.0]] and run.loss_at_steps(history, "absent") == []
+    assert run.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]

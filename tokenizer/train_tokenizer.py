@@ -1,0 +1,91 @@
+"""Train a byte-level BPE vocabulary with RoBERTa's ids (paper, section 4.4).
+
+    python tokenizer/train_tokenizer.py --corpus presets/corpus/roberta_160gb.yaml --output_dir tokenizer/roberta
+
+50,265 entries from 1 GB of the corpus that the model is trained on, drawn in the proportions of its mixture. What it
+writes loads with `AutoTokenizer`; the same text gives the same bytes. It closes with figures on held-out text.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+from tqdm.auto import tqdm
+
+from roberta_recipe import corpus as corpora
+from roberta_recipe import run, tokenization
+from roberta_recipe.args import InputError, RecipeParser, exit_on_input_error
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--corpus", help="corpus preset, as for train_mlm.py")
+    parser.add_argument("--train_file", nargs="+", help="text, JSONL or Parquet in its place: files, folders or globs")
+    parser.add_argument(
+        "--validation_file", nargs="+", help="held-out text for train_file (default: 1%% of its documents)"
+    )
+    parser.add_argument("--text_column", default="text", help="column of these files")
+    parser.add_argument("--output_dir", required=True, help="folder to write the tokenizer to")
+    parser.add_argument("--vocab_size", type=int, default=50265, help="entries, special tokens included")
+    parser.add_argument("--sample_mb", type=float, default=1000, help="text to train on, in MB")
+    parser.add_argument("--validation_mb", type=float, default=5, help="held-out text to measure on, in MB")
+    parser.add_argument("--seed", type=int, default=42, help="order of the corpus files")
+    args = parser.parse_args(argv)
+    if bool(args.corpus) == bool(args.train_file):
+        raise InputError("give one of --corpus and --train_file")
+    if (Path(args.output_dir) / "tokenizer.json").exists():
+        raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    run.set_up_logging()
+    args = parse(argv)
+    started_s = time.monotonic()
+    if args.train_file:
+        corpus = corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+    else:
+        corpus = corpora.read_corpus(args.corpus)
+
+    sizes: Counter[str] = Counter()
+    tokenizer = tokenization.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
+    tokenizer.save_pretrained(args.output_dir)
+    print(
+        f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
+        f"peak memory {run.peak_memory_bytes() / 1e9:.2f} GB"
+    )
+    print(
+        f"trained on {sum(sizes.values()) / 1e6:.1f} MB: " + ", ".join(f"{n} {s / 1e6:.1f}" for n, s in sizes.items())
+    )
+    print_statistics(corpus, tokenizer, args.validation_mb)
+
+
+def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]) -> Iterator[str]:
+    """The training sample, with a progress bar; bytes by source are added to `sizes`."""
+    max_bytes = int(args.sample_mb * 1e6)
+    with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
+        for name, text in corpora.sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
+            sizes[name] += len(text.encode())
+            bar.update(len(text.encode()))
+            yield text
+
+
+def print_statistics(corpus: corpora.Corpus, tokenizer, validation_mb: float) -> None:
+    """Compression of the held-out text of each source."""
+    print(f"\n{'held-out text':<20}{'MB':>8}{'bytes/token':>14}{'tokens/word':>14}")
+    for source in corpus.sources:
+        alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
+        texts = corpora.sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
+        figures = tokenization.held_out_statistics(tokenizer, (text for _, text in texts))
+        print(
+            f"{source.name:<20}{figures['bytes'] / 1e6:>8.2f}{figures['bytes_per_token']:>14.3f}{figures['tokens_per_word']:>14.3f}"
+        )
+
+
+if __name__ == "__main__":
+    exit_on_input_error(main)

@@ -1,0 +1,312 @@
+"""Pretrain RoBERTa from raw text.
+
+    accelerate launch train_mlm.py                                          # the demonstration: minutes on two CPU cores
+    accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml   # the paper's recipe
+    accelerate launch train_mlm.py --train_file my_text/*.txt --tokenizer_name my_tokenizer --config ...
+
+Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
+in the preset, with its source; any flag overrides it.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import TrainingArguments, pipeline, set_seed
+
+from roberta_recipe import corpus as corpora
+from roberta_recipe import masking, modeling, report, run, tokenization
+from roberta_recipe.args import InputError, exit_on_input_error, parse, resolve_path
+
+DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
+FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
+
+
+def setting(default, help, **kwargs):
+    return field(default=default, metadata={"help": help}, **kwargs)
+
+
+@dataclass
+class MlmArguments:
+    """What `TrainingArguments` has no name for."""
+
+    _argument_group_name = "recipe"
+
+    corpus: str | None = setting(None, "Corpus preset (presets/corpus/*.yaml).")
+    train_file: list[str] | None = setting(
+        None, "Text, JSONL or Parquet to train on, in place of `corpus`: files, folders or globs."
+    )
+    validation_file: list[str] | None = setting(
+        None, "Held-out text for `train_file`; without it, 1%% of its documents."
+    )
+    text_column: str = setting("text", "Column of `train_file` and `validation_file` that holds the text.")
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.")
+    config_name: str | None = setting(None, "Model config for fresh weights: a JSON file, a folder or a Hub id.")
+    model_name_or_path: str | None = setting(
+        None, "Checkpoint whose weights to continue from, in place of `config_name`."
+    )
+    input_format: Literal["full_sentences", "contiguous"] = setting(
+        "full_sentences", "How documents become blocks (paper, section 4.2)."
+    )
+    max_seq_length: int = setting(512, "Tokens in a block, <s> and </s> included.")
+    mlm_probability: float = setting(0.15, "Share of positions that are predicted.")
+    mask_count: Literal["bernoulli", "exact"] = setting(
+        "bernoulli", "Each position by itself (Hugging Face), or an exact number per block (fairseq)."
+    )
+    global_batch_size: int | None = setting(None, "Sequences an optimizer step; accumulation is derived from it.")
+    pad_vocab_to_multiple_of: int | None = setting(
+        None, "Pad the embedding (never the tokenizer) to a multiple of this."
+    )
+    shuffle_window: int = setting(16384, "Blocks that are shuffled together; 0 keeps the order of the corpus.")
+    max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.")
+    max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.")
+    max_train_minutes: float | None = setting(None, "Stop training, then evaluate and save, after so many minutes.")
+    fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.")
+
+
+@dataclass
+class MlmTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with RoBERTa's values where Trainer's own would be wrong for it (paper, Table 9)."""
+
+    _argument_group_name = "Hugging Face TrainingArguments"
+
+    adam_beta2: float = setting(0.98, "Table 9; Trainer has 0.999.")
+    adam_epsilon: float = setting(1e-6, "Table 9; Trainer has 1e-8.")
+    weight_decay: float = setting(
+        0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
+    )
+    max_grad_norm: float = setting(0.0, "Table 9: no clipping; Trainer has 1.0.")
+    logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
+    remove_unused_columns: bool = setting(
+        False, "The collator needs the block's number, which the model does not take."
+    )
+    prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_steps <= 0:
+            raise InputError(
+                f"max_steps={self.max_steps}: the stream of blocks has no end, so set the number of optimizer steps"
+            )
+        if self.remove_unused_columns:
+            raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
+        if self.dataloader_num_workers > 1:
+            raise InputError(
+                f"dataloader_num_workers={self.dataloader_num_workers}: a stream of text has one order; use 0 or 1"
+            )
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the command line `argv`; returns the run record. Raises `InputError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    started_s = time.monotonic()
+    run.set_up_logging()
+    run.use_all_cores()
+
+    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    (args, training_args), resolved = parse([MlmArguments, MlmTrainingArguments], argv, DEMONSTRATION, __doc__)
+    check_arguments(args, training_args)
+    args.global_batch_size = run.derive_batch(training_args, args.global_batch_size)
+    set_seed(training_args.seed)
+    data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+
+    # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
+    corpus = read_corpus(args)
+    if is_demonstration(argv):
+        announce_demonstration(args, corpus)
+    tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
+    model = modeling.build_model(
+        tokenizer,
+        config_name=args.config_name,
+        model_name_or_path=args.model_name_or_path,
+        max_seq_length=args.max_seq_length,
+        pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
+    )
+
+    # 3. Blocks: the stream to train on, the held-out ones with fixed masks.
+    if training_args.dataloader_num_workers:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads here would leave the forked worker without any
+    corpora.check_sources(corpus)
+    stream = build_stream(args, corpus, tokenizer, data_seed)
+    collator = masking.MlmCollator(
+        tokenizer,
+        mlm_probability=args.mlm_probability,
+        pad_to_multiple_of=8,
+        seed=data_seed,
+        mask_count=args.mask_count,
+    )
+    validation, validation_counts = validation_blocks(args, training_args, corpus, tokenizer)
+    entropy = masking.unigram_entropy(validation, collator)
+
+    # 4. Train.
+    trainer = run.RecipeTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=stream,
+        eval_dataset=masking.fixed_masks(validation, collator),
+        data_collator=collator,
+        processing_class=tokenizer,
+        flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
+    )
+    time_limit = run.TimeLimit(args.max_train_minutes or float("inf"))
+    trainer.add_callback(time_limit)
+    announce_run(args, training_args, corpus, model, validation, entropy)
+    run.write_preset(resolved, training_args.output_dir)
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # 5. Evaluate, save a plain Hugging Face checkpoint.
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    os.remove(os.path.join(training_args.output_dir, "training_args.bin"))  # a pickle; preset.yaml says it all
+
+    # 6. Run record and loss curve.
+    record = run.run_record(
+        trainer,
+        metrics,
+        unigram_entropy=entropy,
+        global_batch_size=args.global_batch_size,
+        stopped_by="max_train_minutes" if time_limit.reached else "max_steps",
+        counts={"train": stream.count_table(), "validation": validation_counts},
+        resolved_args=resolved,
+        wall_clock_s=round(time.monotonic() - started_s, 1),
+    )
+    curve = os.path.join(training_args.output_dir, run.CURVE_NAME)
+    report.plot_loss(record, curve)
+    run.write_record(record, training_args.output_dir)
+
+    # 7. What came out.
+    show_predictions(args.fill_mask_examples, training_args.output_dir)
+    announce_result(record, training_args.output_dir, curve)
+    return record
+
+
+def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    if not 0 < args.mlm_probability < 1:
+        raise InputError(f"mlm_probability={args.mlm_probability} must be between 0 and 1; the paper has 0.15")
+    if args.max_seq_length < 8:
+        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
+    for name in ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
+    if not args.tokenizer_name:
+        raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
+    if not args.corpus and not args.train_file:
+        raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
+    if args.validation_file and not args.train_file:
+        raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
+    if not args.config_name and not args.model_name_or_path:
+        raise InputError(
+            "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
+        )
+    if not training_args.output_dir:
+        raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
+    run.check_output_dir(training_args.output_dir, resuming=training_args.resume_from_checkpoint is not None)
+
+
+def is_demonstration(argv: list[str]) -> bool:
+    """Whether the command line names no preset, so that the embedded demonstration's is used."""
+    return not any(flag == "--config" or flag.startswith("--config=") for flag in argv)
+
+
+def announce_demonstration(args: MlmArguments, corpus: corpora.Corpus) -> None:
+    """Say that this is not the recipe, and train the demonstration's tokenizer where it is not there yet."""
+    run.logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
+    run.logger.info(f"The full recipe: {FULL_RECIPE}\n")
+    if args.config_name and not resolve_path(args.tokenizer_name).exists():
+        vocab_size = modeling.load_config(args.config_name).vocab_size
+        run.logger.info(f"Training a tokenizer of {vocab_size:,} entries on the corpus: {args.tokenizer_name}")
+        texts = (text for _, text in corpora.sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
+        tokenization.train_tokenizer(texts, vocab_size).save_pretrained(args.tokenizer_name)
+
+
+def read_corpus(args: MlmArguments) -> corpora.Corpus:
+    """The sources: `train_file` where given, else the corpus preset."""
+    if args.train_file:
+        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+    return corpora.read_corpus(args.corpus)
+
+
+def build_stream(args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: int) -> corpora.BlockStream:
+    """The endless stream of training blocks."""
+    return corpora.BlockStream(
+        corpus,
+        tokenizer,
+        part="train",
+        input_format=args.input_format,
+        max_seq_length=args.max_seq_length,
+        seed=seed,
+        shuffle_window=args.shuffle_window,
+        limit=args.max_train_samples,
+    )
+
+
+def validation_blocks(
+    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer
+) -> tuple[list[dict], dict[str, dict[str, int]]]:
+    """Held-out blocks in the proportions of the mixture, the same for every seed, and what was counted making them."""
+    stream = corpora.BlockStream(
+        corpus,
+        tokenizer,
+        part="validation",
+        input_format=args.input_format,
+        max_seq_length=args.max_seq_length,
+        seed=masking.EVAL_SEED,
+        limit=args.max_eval_samples,
+    )
+    blocks = list(stream)
+    if len(blocks) < training_args.per_device_eval_batch_size:
+        raise InputError(
+            f"validation has {len(blocks)} blocks, less than one batch of per_device_eval_batch_size="
+            f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
+            f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
+        )
+    return blocks, stream.count_table()
+
+
+def announce_run(
+    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, model, validation, entropy
+) -> None:
+    """What is about to be trained, in a few lines."""
+    tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
+    shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
+    run.logger.info(
+        f"Model       {sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {model.config.vocab_size:,}\n"
+        f"Corpus      {corpus.name}: {shares}\n"
+        f"Batch       {args.global_batch_size} sequences = {training_args.world_size} processes x "
+        f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
+        f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
+        f"Validation  {len(validation):,} blocks, unigram entropy {entropy:.3f} nats "
+        "(a loss that stays there has learnt frequencies only)\n"
+        f"Output      {training_args.output_dir}\n"
+    )
+
+
+def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
+    """The five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
+    if not sentences:
+        return
+    fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")
+    print()
+    for sentence in sentences:
+        words = ", ".join(f"{p['token_str'].strip()!r} {p['score']:.0%}" for p in fill_mask(sentence, top_k=5))
+        print(f"{sentence}\n    {words}")
+
+
+def announce_result(record: dict, output_dir: str, curve: str) -> None:
+    """The figures and where the files are."""
+    metrics = record["metrics"]
+    print(
+        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
+        f"{metrics['eval_bits']:.3f} bits), {record['unigram_entropy'] - metrics['eval_loss']:+.3f} nats below the unigram "
+        f"entropy of {record['unigram_entropy']:.3f}\n"
+        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, {record['tokens_per_second']:,} tokens/s, "
+        f"{record['wall_clock_s']:,.0f} s in all\n"
+        f"checkpoint  {output_dir}\nrun record  {os.path.join(output_dir, run.RECORD_NAME)}\nloss curve  {curve}"
+    )
+
+
+if __name__ == "__main__":
+    exit_on_input_error(main)
