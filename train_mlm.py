@@ -1,8 +1,9 @@
 """Pretrain RoBERTa from raw text.
 
-    accelerate launch train_mlm.py                                          # the demonstration: minutes on two CPU cores
-    accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml   # the paper's recipe
-    accelerate launch train_mlm.py --train_file my_text/*.txt --tokenizer_name my_tokenizer --config ...
+    accelerate launch train_mlm.py                       # the demonstration: five minutes on two CPU cores
+    accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml                  # the paper's recipe
+    accelerate launch train_mlm.py --config presets/mlm/roberta_small.yaml \\
+        --train_file my_text/*.txt --tokenizer_name FacebookAI/roberta-base                # your own text
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
 in the preset, with its source; any flag overrides it.
@@ -83,6 +84,10 @@ class MlmTrainingArguments(TrainingArguments):
         False, "The collator needs the block's number, which the model does not take."
     )
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+    accelerator_config: dict | str | None = field(
+        default_factory=lambda: {"dispatch_batches": False, "even_batches": False},
+        metadata={"help": "Each process reads for itself, and no validation block is counted twice."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,8 +119,10 @@ def main(argv: list[str] | None = None) -> dict:
 
     # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
     corpus = read_corpus(args)
-    if is_demonstration(argv):
-        announce_demonstration(args, corpus)
+    with training_args.main_process_first():  # one process makes what is cached
+        if is_demonstration(argv):
+            announce_demonstration(args, corpus)
+        corpora.check_sources(corpus)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     model = modeling.build_model(
         tokenizer,
@@ -128,7 +135,6 @@ def main(argv: list[str] | None = None) -> dict:
     # 3. Blocks: the stream to train on, the held-out ones with fixed masks.
     if training_args.dataloader_num_workers:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads here would leave the forked worker without any
-    corpora.check_sources(corpus)
     stream = build_stream(args, corpus, tokenizer, data_seed)
     collator = masking.MlmCollator(
         tokenizer,
@@ -153,13 +159,13 @@ def main(argv: list[str] | None = None) -> dict:
     time_limit = run.TimeLimit(args.max_train_minutes or float("inf"))
     trainer.add_callback(time_limit)
     announce_run(args, training_args, corpus, model, validation, entropy)
-    run.write_preset(resolved, training_args.output_dir)
+    if trainer.is_world_process_zero():
+        run.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
     # 5. Evaluate, save a plain Hugging Face checkpoint.
     metrics = trainer.evaluate()
     trainer.save_model()
-    os.remove(os.path.join(training_args.output_dir, "training_args.bin"))  # a pickle; preset.yaml says it all
 
     # 6. Run record and loss curve.
     record = run.run_record(
@@ -172,13 +178,15 @@ def main(argv: list[str] | None = None) -> dict:
         resolved_args=resolved,
         wall_clock_s=round(time.monotonic() - started_s, 1),
     )
-    curve = os.path.join(training_args.output_dir, run.CURVE_NAME)
-    report.plot_loss(record, curve)
-    run.write_record(record, training_args.output_dir)
+    if trainer.is_world_process_zero():
+        os.remove(os.path.join(training_args.output_dir, "training_args.bin"))  # a pickle; preset.yaml says it all
+        curve = os.path.join(training_args.output_dir, run.CURVE_NAME)
+        report.plot_loss(record, curve)
+        run.write_record(record, training_args.output_dir)
 
-    # 7. What came out.
-    show_predictions(args.fill_mask_examples, training_args.output_dir)
-    announce_result(record, training_args.output_dir, curve)
+        # 7. What came out.
+        show_predictions(args.fill_mask_examples, training_args.output_dir)
+        announce_result(record, training_args.output_dir, curve)
     return record
 
 
@@ -273,7 +281,7 @@ def announce_run(
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     run.logger.info(
-        f"Model       {sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {model.config.vocab_size:,}\n"
+        f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpus.name}: {shares}\n"
         f"Batch       {args.global_batch_size} sequences = {training_args.world_size} processes x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
@@ -298,12 +306,13 @@ def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
 def announce_result(record: dict, output_dir: str, curve: str) -> None:
     """The figures and where the files are."""
     metrics = record["metrics"]
+    below = record["unigram_entropy"] - metrics["eval_loss"]
     print(
         f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
-        f"{metrics['eval_bits']:.3f} bits), {record['unigram_entropy'] - metrics['eval_loss']:+.3f} nats below the unigram "
-        f"entropy of {record['unigram_entropy']:.3f}\n"
-        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, {record['tokens_per_second']:,} tokens/s, "
-        f"{record['wall_clock_s']:,.0f} s in all\n"
+        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
+        f"of {record['unigram_entropy']:.3f}\n"
+        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
+        f"{record['tokens_per_second']:,} tokens/s, {record['wall_clock_s']:,.0f} s in all\n"
         f"checkpoint  {output_dir}\nrun record  {os.path.join(output_dir, run.RECORD_NAME)}\nloss curve  {curve}"
     )
 

@@ -43,9 +43,8 @@ class _PresetLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise InputError(
-                    f"{key_node.start_mark.name}: {key!r} is given twice (line {key_node.start_mark.line + 1}); keep one"
-                )
+                mark = key_node.start_mark
+                raise InputError(f"{mark.name}: {key!r} is given twice (line {mark.line + 1}); keep one")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

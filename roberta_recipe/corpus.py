@@ -176,9 +176,8 @@ def _local_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
             raise InputError(f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, also compressed")
         found.update(readable)
     if len(set(found.values())) > 1:
-        raise InputError(
-            f"source {name!r}: {patterns!r} mixes formats ({', '.join(sorted(set(found.values())))}); name one with a glob"
-        )
+        kinds = ", ".join(sorted(set(found.values())))
+        raise InputError(f"source {name!r}: {patterns!r} mixes formats ({kinds}); name one with a glob")
     return next(iter(found.values())), sorted(found)
 
 

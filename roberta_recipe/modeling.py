@@ -73,12 +73,13 @@ def build_model(
     padded = -(-len(tokenizer) // (pad_vocab_to_multiple_of or 1)) * (pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):
         raise InputError(
-            f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size}, the tokenizer {len(tokenizer)} entries; "
-            f"set vocab_size to {len(tokenizer)}, or name the tokenizer that belongs to this model with tokenizer_name"
+            f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size}, the tokenizer {len(tokenizer)} "
+            f"entries; set vocab_size to {len(tokenizer)}, or name the model's own tokenizer with tokenizer_name"
         )
     if config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
-            f"vocabularies disagree: {source!r} has pad_token_id={config.pad_token_id}, the tokenizer {tokenizer.pad_token_id}"
+            f"vocabularies disagree: {source!r} has pad_token_id={config.pad_token_id}, the tokenizer "
+            f"{tokenizer.pad_token_id}"
         )
     # positions count from pad_token_id + 1, so two rows of the table are never used
     positions = config.max_position_embeddings - config.pad_token_id - 1

@@ -29,7 +29,7 @@ logger = logging.getLogger("recipe")
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 
-# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets; the first name found in the device's counts.
+# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets; the first name that the device's has.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -49,9 +49,14 @@ PEAK_FLOPS = {
 def set_up_logging() -> None:
     """Our log lines on stderr; the libraries' only where something is wrong."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
-    logger.setLevel(logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     transformers.utils.logging.set_verbosity_warning()
     datasets.utils.logging.set_verbosity_warning()
+
+
+def is_first_process() -> bool:
+    """Whether this is the process, of those that a launcher started, that writes and speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def use_all_cores() -> None:
@@ -66,14 +71,16 @@ def use_all_cores() -> None:
 
 def check_output_dir(output_dir: str, resuming: bool) -> None:
     """Raise `InputError` where the folder holds another run, so that none is written over."""
+    if not is_first_process():
+        return  # the first may have begun to write
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise InputError(f"output_dir={output_dir} is a file; name a folder")
     if path.is_dir() and any(path.iterdir()) and not resuming:
         state = "a finished run" if (path / RECORD_NAME).exists() else "files, perhaps of an unfinished run"
         raise InputError(
-            f"output_dir={output_dir} already holds {state}; name another folder with --output_dir, move this one away, "
-            "or go on from one of its checkpoints with --resume_from_checkpoint"
+            f"output_dir={output_dir} already holds {state}; name another folder with --output_dir, move this one "
+            "away, or go on from one of its checkpoints with --resume_from_checkpoint"
         )
 
 
@@ -88,8 +95,8 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         below, above = global_batch_size // at_once * at_once, -(-global_batch_size // at_once) * at_once
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise InputError(
-            f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per device = "
-            f"{at_once}; the nearest that is: {nearest}, or choose a per_device_train_batch_size that divides it"
+            f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per "
+            f"device = {at_once}; the nearest that is: {nearest}, or choose another per_device_train_batch_size"
         )
     return global_batch_size // at_once
 
@@ -138,24 +145,30 @@ class RecipeTrainer(Trainer):
     def __init__(self, *args, flops_per_token: float, **kwargs):
         super().__init__(*args, **kwargs)
         self.flops_per_token = flops_per_token
-        self._logged_s, self._logged_tokens, self._evaluating_s = None, 0, 0.0
+        self._logged_s, self._tokens, self._evaluating_s = None, 0, 0.0
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
-            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
-        self.state.num_input_tokens_seen += inputs.pop("num_tokens")
+            self._logged_s = time.monotonic()
+        self._tokens += inputs.pop("num_tokens")
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _count_tokens(self) -> int:
+        """Tokens of all processes since the last call, added to those seen."""
+        tokens = int(self.accelerator.reduce(torch.tensor(self._tokens, device=self.args.device), "sum"))
+        self.state.num_input_tokens_seen += tokens
+        self._tokens = 0
+        return tokens
 
     def log(self, logs, start_time=None):
         if "loss" in logs:
             elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
-            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
+            rate = self._count_tokens() / elapsed_s
             logs["tokens_per_second"] = round(rate)
-            if utilisation := model_flops_utilisation(rate * self.flops_per_token):
+            if utilisation := model_flops_utilisation(rate * self.flops_per_token / self.args.world_size):
                 logs["mfu"] = round(utilisation, 4)
             logs["tokens_seen"] = self.state.num_input_tokens_seen
             self._logged_s, self._evaluating_s = time.monotonic(), 0.0
-            self._logged_tokens = self.state.num_input_tokens_seen
         super().log(logs, start_time)
 
     def evaluate(self, *args, **kwargs):
@@ -168,19 +181,21 @@ class RecipeTrainer(Trainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.model_wrapped.eval()
-        total = torch.zeros((), dtype=torch.float64)
-        predicted = examples = 0
+        sums = torch.zeros(
+            3, dtype=torch.float64, device=self.args.device
+        )  # cross-entropy, predicted positions, blocks
         for inputs in dataloader:
             inputs.pop("num_tokens")
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
-                total += self.model_wrapped(**inputs, num_items_in_batch=1).loss.double().cpu()
-            predicted += int((inputs["labels"] != -100).sum())
-            examples += len(inputs["labels"])
-        loss = total.item() / predicted
+                sums[0] += self.model_wrapped(**inputs, num_items_in_batch=1).loss.double()
+            sums[1] += (inputs["labels"] != -100).sum()
+            sums[2] += len(inputs["labels"])
+        total, predicted, examples = self.accelerator.reduce(sums, "sum").tolist()
+        loss = total / predicted
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))
 
 
 def model_flops_utilisation(flops_per_second: float) -> float | None:
@@ -208,6 +223,7 @@ def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 20
 
 def run_record(trainer: RecipeTrainer, metrics: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """What is kept of a run: `parts` as given, with where and on what it ran, and what it cost."""
+    trainer._count_tokens()  # those behind the last log line
     history = trainer.state.log_history
     summary = next((entry for entry in reversed(history) if "train_runtime" in entry), {})
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]

@@ -20,7 +20,16 @@ from roberta_recipe.args import ROOT
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
 
-SUBJECTS = ["the cat", "a small dog", "my old friend", "the red boat", "every child", "no teacher", "the river", "this house"]
+SUBJECTS = [
+    "the cat",
+    "a small dog",
+    "my old friend",
+    "the red boat",
+    "every child",
+    "no teacher",
+    "the river",
+    "this house",
+]
 VERBS = ["sees", "follows", "likes", "forgets", "remembers", "paints", "carries", "leaves"]
 PLACES = ["in the garden", "near the sea", "behind a wall", "after the rain", "at night", "without a word", "on Monday"]
 

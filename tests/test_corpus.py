@@ -92,7 +92,9 @@ def test_filters(tmp_path):
     dates = [f"2019-{number % 12 + 1:02d}-15" for number in range(60)]
     path = write_parquet(tmp_path / "a.parquet", TEXTS, language=languages, date=dates)
     kept = texts_of(files=path, share=1e-9, filters=[["language", "==", "en"], ["date", "<", "2019-03-01"]])
-    wanted = [t for t, language, date in zip(TEXTS, languages, dates) if language == "en" and date < "2019-03-01"]
+    wanted = [
+        t for t, language, date in zip(TEXTS, languages, dates, strict=True) if language == "en" and date < "2019-03-01"
+    ]
     assert kept == wanted and 0 < len(wanted) < 60
 
 

@@ -1,6 +1,7 @@
 """Input formats: exact layout, nothing lost, nothing cut, and a state that a packer can be restored from."""
 
 import copy
+import itertools
 
 import pytest
 from hypothesis import given
@@ -75,7 +76,7 @@ def test_full_sentences_loses_nothing_and_cuts_only_what_cannot_fit(documents, l
     assert sum(block[-1] != EOS for block in blocks) >= state.split_sentences  # only these do not end in </s>
     if not state.split_sentences:
         assert all(block[-1] == EOS for block in blocks)
-        for block, following in zip(blocks, blocks[1:]):  # greedy: what opens the next block did not fit
+        for block, following in itertools.pairwise(blocks):  # greedy: what opens the next block did not fit
             first = following[1 : following.index(EOS, 1) + 1]
             assert len(block) + len(first) > length
     assert (state.blocks, state.documents, state.empty_documents) == (len(blocks), len(documents), documents.count([]))

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
@@ -34,6 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=50265, help="entries, special tokens included")
     parser.add_argument("--sample_mb", type=float, default=1000, help="text to train on, in MB")
     parser.add_argument("--validation_mb", type=float, default=5, help="held-out text to measure on, in MB")
+    parser.add_argument("--compare_with", help="another tokenizer (folder or Hub id) to measure on the same text")
     parser.add_argument("--seed", type=int, default=42, help="order of the corpus files")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.train_file):
@@ -52,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         corpus = corpora.read_corpus(args.corpus)
 
+    others = {args.compare_with: tokenization.load_tokenizer(args.compare_with)} if args.compare_with else {}
     sizes: Counter[str] = Counter()
     tokenizer = tokenization.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
@@ -59,10 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
         f"peak memory {run.peak_memory_bytes() / 1e9:.2f} GB"
     )
-    print(
-        f"trained on {sum(sizes.values()) / 1e6:.1f} MB: " + ", ".join(f"{n} {s / 1e6:.1f}" for n, s in sizes.items())
-    )
-    print_statistics(corpus, tokenizer, args.validation_mb)
+    print_sample(corpus, sizes)
+    print_statistics(corpus, {args.output_dir: tokenizer, **others}, args.validation_mb)
 
 
 def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]) -> Iterator[str]:
@@ -75,16 +76,28 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
             yield text
 
 
-def print_statistics(corpus: corpora.Corpus, tokenizer, validation_mb: float) -> None:
-    """Compression of the held-out text of each source."""
-    print(f"\n{'held-out text':<20}{'MB':>8}{'bytes/token':>14}{'tokens/word':>14}")
+def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
+    """What the tokenizer was trained on, beside the mixture: a source that ran out is under its share."""
+    total = sum(sizes.values())
+    print(f"trained on {total / 1e6:.1f} MB:")
+    for source, share in zip(corpus.sources, corpus.shares, strict=True):
+        got = sizes[source.name]
+        print(f"  {source.name:<16}{got / 1e6:>8.1f} MB  {got / total:>6.1%} (mixture {share:.1%})")
+
+
+def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validation_mb: float) -> None:
+    """Compression of the held-out text of each source, by each tokenizer."""
+    print(f"\n{'held-out text':<16}{'MB':>6}  {'tokenizer':<32}{'bytes/token':>12}{'tokens/word':>12}")
     for source in corpus.sources:
         alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
-        texts = corpora.sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
-        figures = tokenization.held_out_statistics(tokenizer, (text for _, text in texts))
-        print(
-            f"{source.name:<20}{figures['bytes'] / 1e6:>8.2f}{figures['bytes_per_token']:>14.3f}{figures['tokens_per_word']:>14.3f}"
-        )
+        held_out = corpora.sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
+        texts = [text for _, text in held_out]
+        for name, tokenizer in tokenizers.items():
+            figures = tokenization.held_out_statistics(tokenizer, texts)
+            print(
+                f"{source.name:<16}{figures['bytes'] / 1e6:>6.2f}  {name:<32}"
+                f"{figures['bytes_per_token']:>12.3f}{figures['tokens_per_word']:>12.3f}"
+            )
 
 
 if __name__ == "__main__":
