@@ -114,6 +114,8 @@ def main(argv: list[str] | None = None) -> dict:
     (args, training_args), resolved = parse([MlmArguments, MlmTrainingArguments], argv, DEMONSTRATION, __doc__)
     check_arguments(args, training_args)
     args.global_batch_size = run.derive_batch(training_args, args.global_batch_size)
+    if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     set_seed(training_args.seed)
     data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
 
@@ -133,9 +135,9 @@ def main(argv: list[str] | None = None) -> dict:
     )
 
     # 3. Blocks: the stream to train on, the held-out ones with fixed masks.
-    if training_args.dataloader_num_workers:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads here would leave the forked worker without any
-    stream = build_stream(args, corpus, tokenizer, data_seed)
+    stream = build_stream(
+        args, corpus, tokenizer, data_seed, threads_in_worker=bool(training_args.dataloader_num_workers)
+    )
     collator = masking.MlmCollator(
         tokenizer,
         mlm_probability=args.mlm_probability,
@@ -237,7 +239,9 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
     return corpora.read_corpus(args.corpus)
 
 
-def build_stream(args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: int) -> corpora.BlockStream:
+def build_stream(
+    args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: int, threads_in_worker: bool
+) -> corpora.BlockStream:
     """The endless stream of training blocks."""
     return corpora.BlockStream(
         corpus,
@@ -248,6 +252,7 @@ def build_stream(args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: in
         seed=seed,
         shuffle_window=args.shuffle_window,
         limit=args.max_train_samples,
+        threads_in_worker=threads_in_worker,
     )
 
 
@@ -286,8 +291,8 @@ def announce_run(
         f"Batch       {args.global_batch_size} sequences = {training_args.world_size} processes x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
-        f"Validation  {len(validation):,} blocks, unigram entropy {entropy:.3f} nats "
-        "(a loss that stays there has learnt frequencies only)\n"
+        f"Validation  {len(validation):,} blocks of {sum(len(block['input_ids']) for block in validation):,} tokens, unigram "
+        f"entropy {entropy:.3f} nats (a loss that stays there has learnt frequencies only)\n"
         f"Output      {training_args.output_dir}\n"
     )
 

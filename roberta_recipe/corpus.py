@@ -9,6 +9,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -350,7 +351,9 @@ class BlockStream(torch.utils.data.IterableDataset):
     `part="train"` has no end: each source starts again when it is through, its files in a new order, and `epoch`
     counts its passes. `part="validation"` is one pass. `limit` keeps the first blocks only (and `train` then repeats
     these, in a new order each time). `counts` is (sources, len(COUNTS)), in shared memory: it is right also when a
-    data worker does the reading, and runs ahead of training by what is prefetched.
+    data worker does the reading, and runs ahead of training by what is prefetched. `threads_in_worker` lets such a
+    worker tokenize on all cores; a forked one hangs if its parent has done so before (TOKENIZERS_PARALLELISM=false
+    keeps it from that).
     """
 
     def __init__(
@@ -364,10 +367,12 @@ class BlockStream(torch.utils.data.IterableDataset):
         seed: int,
         shuffle_window: int = 0,
         limit: int | None = None,
+        threads_in_worker: bool = False,
     ):
         self.corpus, self.tokenizer, self.part = corpus, tokenizer, part
         self.input_format, self.max_seq_length = input_format, max_seq_length
         self.seed, self.shuffle_window, self.limit = seed, shuffle_window, limit
+        self.threads_in_worker = threads_in_worker
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
         self.counts = torch.zeros(len(corpus.sources), len(COUNTS), dtype=torch.int64).share_memory_()
 
@@ -375,6 +380,8 @@ class BlockStream(torch.utils.data.IterableDataset):
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise InputError(f"dataloader_num_workers={worker.num_workers}: a stream of text has one order; use 0 or 1")
+        if worker is not None and self.threads_in_worker:
+            os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self.counts.zero_()
         encode = corpus_encoder(self.tokenizer)
         streams = [self._source_blocks(number, encode) for number in range(len(self.corpus.sources))]

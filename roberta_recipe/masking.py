@@ -95,7 +95,8 @@ def fixed_masks(blocks: list[dict[str, Any]], collator: MlmCollator) -> list[dic
 def unigram_entropy(blocks: list[dict[str, Any]], collator: MlmCollator) -> float:
     """Entropy in nats of the distribution of the tokens that may be predicted in `blocks`.
 
-    It is the cross-entropy of the best model that ignores context: one that knows these frequencies exactly.
+    It is the cross-entropy of the best model that ignores context: one that knows these frequencies exactly. From few
+    tokens of a large vocabulary that is more than a model can know, and the entropy is too low a bar.
     """
     counts = np.zeros(len(collator.tokenizer), dtype=np.int64)
     for block in blocks:

@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ PEAK_FLOPS = {
 
 
 def set_up_logging() -> None:
-    """Our log lines on stderr; the libraries' only where something is wrong."""
+    """Our log lines and progress bars on stderr; the libraries' only where something is wrong."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     transformers.utils.logging.set_verbosity_warning()
     datasets.utils.logging.set_verbosity_warning()
+    transformers.utils.logging.disable_progress_bar()  # of loading and writing weights, not of training
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
 
 def is_first_process() -> bool:

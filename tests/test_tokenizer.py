@@ -93,6 +93,7 @@ def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tm
             capture_output=True,
             text=True,
             check=False,
+            timeout=300,
             env={**os.environ, "RAYON_NUM_THREADS": "1" if folder == "one" else "4", "TOKENIZERS_PARALLELISM": "true"},
         )
         assert done.returncode == 0, done.stderr

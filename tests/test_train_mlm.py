@@ -37,6 +37,7 @@ def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "run"
@@ -72,7 +73,9 @@ assert importlib.util.find_spec("roberta_recipe") is None and importlib.util.fin
 AutoModelForMaskedLM.from_pretrained({str(out)!r})
 print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
 """
-    alone = subprocess.run([sys.executable, "-I", "-c", script], cwd=out, capture_output=True, text=True, check=False)
+    alone = subprocess.run(
+        [sys.executable, "-I", "-c", script], cwd=out, capture_output=True, text=True, check=False, timeout=300
+    )
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
@@ -184,6 +187,7 @@ if __name__ == "__main__":
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
@@ -260,6 +264,7 @@ def test_bad_input_is_one_line_and_exit_code_2(root, tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: no such file: absent.yaml"
     assert "Traceback" not in done.stderr
@@ -307,3 +312,24 @@ def test_loss_at_steps_is_thinned_and_keeps_the_last():
     assert len(points) <= 201 and points[-1] == [1003, 1003.0] and points[0] == [6, 6.0]
     assert run.loss_at_steps(history, "eval_loss") == [[1003, 2.0]] and run.loss_at_steps(history, "absent") == []
     assert run.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]
+
+
+def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):
+    """Each takes its part of every micro-batch of the one stream."""
+    values = yaml.safe_load(Path(preset).read_text())
+    one = train(preset, "--output_dir", tmp_path / "one")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+        + [str(root / "train_mlm.py"), "--config", preset, "--per_device_train_batch_size", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    two = json.loads((Path(values["output_dir"]) / "run_record.json").read_text())
+    assert logged_losses(two) == pytest.approx(logged_losses(one), rel=1e-5) and len(logged_losses(two)) == 4
+    assert two["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=1e-5)
+    assert two["tokens_seen"] == one["tokens_seen"]
+    assert done.stdout.count("checkpoint  ") == 1  # one of them speaks
