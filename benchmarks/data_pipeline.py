@@ -1,4 +1,4 @@
-"""Where the time between text and batch goes, and whether the GPU would wait for it.
+"""Where the time between text and batch goes.
 
     python benchmarks/data_pipeline.py [--corpus presets/corpus/docstrings.yaml] [--tokenizer_name tokenizer/docstrings]
 

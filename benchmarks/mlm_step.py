@@ -1,6 +1,6 @@
 """One training step beside the stock `RobertaForMaskedLM`: what the head on predicted positions is worth.
 
-    python benchmarks/mlm_step.py [--config_name presets/model/small.json] [--batch 8] [--seq_len 512]
+    python benchmarks/mlm_step.py [--config_name presets/model/small.json] [--batch 4] [--seq_len 512]
 
 Forward and backward, alternating between the two models so that both see the same machine; medians, and the ratio.
 """

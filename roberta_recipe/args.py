@@ -19,6 +19,9 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+# What belongs to one start of a run, or to nobody else.
+_NOT_SAVED = {"resume_from_checkpoint", "local_rank", "hub_token"}
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -31,7 +34,9 @@ def exit_on_input_error(main: Callable[[], Any]) -> None:
     try:
         main()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # one raised in a data worker comes with the worker's traceback around it
+        message = str(error).rsplit("InputError: ", 1)[-1].strip()
+        print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
@@ -137,7 +142,15 @@ def describe_type(hint: Any) -> str:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every flag, the description's lines as they are written."""
+    """Defaults behind every flag, the description's lines as they are written, one spelling of each flag."""
+
+    def _format_action_invocation(self, action):
+        spellings = action.option_strings
+        action.option_strings = [option for option in spellings if "-" not in option.lstrip("-")]
+        try:
+            return super()._format_action_invocation(action)
+        finally:
+            action.option_strings = spellings
 
 
 class RecipeParser(HfArgumentParser):
@@ -159,27 +172,42 @@ class RecipeParser(HfArgumentParser):
 
 
 def parse(
-    dataclass_types: list[type], argv: list[str], default_config: str, description: str
+    dataclass_types: list[type],
+    argv: list[str],
+    default_config: str,
+    description: str,
+    alternatives: tuple[tuple[str, str], ...] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
     """Read `--config` and the flags on top of it.
 
-    Returns the filled dataclasses, and the resolved values (all of the first dataclass, and of the others what is
-    not their default), which are a valid preset themselves. Raises `InputError`.
+    Of two `alternatives`, a flag for the one takes the place of the preset's value for the other; both at once are an
+    error. Returns the filled dataclasses, and all resolved values but those of `_NOT_SAVED`, which are a valid preset
+    themselves. Raises `InputError`.
     """
-    parser = RecipeParser(dataclass_types, description=description)
+    usage = "%(prog)s [--config PRESET] [--flag value ...]"
+    parser = RecipeParser(dataclass_types, description=description, usage=usage)
     parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config", default=default_config)
     untouched = vars(parser.parse_args([]))
-    parser.set_defaults(**read_preset(config.parse_known_args(argv)[0].config, dataclass_types))
+    values = read_preset(config.parse_known_args(argv)[0].config, dataclass_types)
+    flags = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
+    for pair in alternatives:
+        for one, other in (pair, pair[::-1]):
+            if one in flags and other not in flags:
+                values.pop(other, None)
+    parser.set_defaults(**values)
     namespace = vars(parser.parse_args(argv))
+    for one, other in alternatives:
+        if namespace[one] and namespace[other]:
+            raise InputError(f"{one}={namespace[one]} and {other}={namespace[other]} exclude each other; give one")
 
     filled, resolved = [], {}
-    for position, cls in enumerate(dataclass_types):
+    for cls in dataclass_types:
         fields = [field for field in dataclasses.fields(cls) if field.init]
         for field in fields:
             value = namespace[field.name]
-            if position == 0 or value != untouched[field.name]:
+            if field.name not in _NOT_SAVED and not (value is None and untouched[field.name] is None):
                 resolved[field.name] = value.value if isinstance(value, Enum) else value
         try:
             filled.append(cls(**{field.name: namespace[field.name] for field in fields}))

@@ -9,7 +9,9 @@ import glob
 import hashlib
 import itertools
 import json
+import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,8 @@ from roberta_recipe.docstrings import docstring_file
 from roberta_recipe.packing import PACKERS, PackState
 from roberta_recipe.tokenization import corpus_encoder, split_sentences
 
+logger = logging.getLogger("recipe")
+
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 COUNTS = (
@@ -40,7 +44,7 @@ COUNTS = (
     "blocks",
 )
 _TEXT_PER_CALL = 1 << 19  # characters given to the tokenizer at once: enough to occupy the cores, little to wait for
-_CHECKED_BYTES = 64 << 20  # half a second or so
+_CHECKED_BYTES = 4 << 20  # of each file
 _SOURCE_STRIDE = 1 << 40  # block ids of one source in one pass
 
 
@@ -193,16 +197,25 @@ def read_file(source: Source, format: str, path: str) -> Iterator[str | None]:
     """The text of each document in one file, streamed by `datasets`. Raises `InputError` that names the file."""
     options: dict[str, Any] = {}
     if format == "text":
-        options = {"sample_by": "paragraph"}  # an empty line parts documents
+        options = {"sample_by": "paragraph", "encoding": "utf-8-sig"}  # an empty line parts documents
     elif format == "parquet":
-        options = {"columns": [source.text_column]}  # the other columns are not even fetched
+        # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
+        options = {"columns": [source.text_column], "batch_size": 256}
     if source.filters is not None:
         if format != "parquet":
             raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
         options["filters"] = [tuple(condition) for condition in source.filters]
+    local = "://" not in path
+    if local and os.path.getsize(path) == 0:
+        return
+    if local and "::" in path:
+        raise InputError(
+            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
+        )
+    pattern = glob.escape(path) if local else path  # or brackets in a name would be read as a pattern
     column = "text" if format == "text" else source.text_column
     try:
-        for row in datasets.load_dataset(format, data_files=[path], split="train", streaming=True, **options):
+        for row in datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options):
             if column not in row:
                 raise _no_column(source, path, column, sorted(row))
             if not isinstance(row[column], str | None):
@@ -241,12 +254,12 @@ def _reason(format: str, path: str, error: Exception) -> str:
 
 def _bad_line(format: str, path: str, max_bytes: float = float("inf")) -> str | None:
     """The first line of a local text or JSON lines file that cannot be read, looked for in its first `max_bytes`."""
-    if format not in ("text", "json") or not Path(path).is_file() or Path(path).suffix in COMPRESSED:
+    if format not in ("text", "json") or not Path(path).is_file() or Path(path).suffix.lower() in COMPRESSED:
         return None
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
-                decoded = line.decode("utf-8")
+                decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if format == "json" and decoded.strip():
                     json.loads(decoded)
             except UnicodeDecodeError as bad:
@@ -288,8 +301,8 @@ def interleave(
 ) -> Iterator[Any]:
     """Items of several streams, always from the one that is furthest behind its share (ties: the first).
 
-    At any point the costs taken are in proportion to the shares within one item, with no randomness to save. A stream
-    that ends drops out.
+    With no randomness to save: at any point, a stream is at most one item ahead of its share of what was taken, and at
+    most (number of streams x share) items behind. A stream that ends drops out.
     """
     behind = [(0.0, number) for number in range(len(streams))]
     while behind:
@@ -305,20 +318,38 @@ def _generator(seed: int, *position: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *position])))
 
 
-def shuffle_in_windows(items: Iterator[Any], window: int, seed: int) -> Iterator[Any]:
-    """Items of each consecutive `window` in an order drawn from (seed, window number).
+def shuffle_in_windows(numbered: Iterator[tuple[int, Any]], seed: int) -> Iterator[Any]:
+    """Items of (window number, item), those of each window in an order drawn from (seed, window number).
 
-    The next window fills while this one empties: after the first, no step waits for a whole window.
+    For each item that goes out one is read ahead: after the first window, no step waits for a whole one.
     """
-    current = list(itertools.islice(items, window))
-    for number in itertools.count():
-        following: list[Any] = []
-        for position in _generator(seed, number).permutation(len(current)):
+    ahead = deque(itertools.islice(numbered, 1))
+    while ahead:
+        window = ahead[0][0]
+        while ahead[-1][0] == window and (following := next(numbered, None)) is not None:
+            ahead.append(following)
+        current = []
+        while ahead and ahead[0][0] == window:
+            current.append(ahead.popleft()[1])
+        for position in _generator(seed, window).permutation(len(current)):
             yield current[position]
-            following.extend(itertools.islice(items, 1))
-        if not following:
-            return
-        current = following
+            ahead.extend(itertools.islice(numbered, 1))
+
+
+def number_windows(blocks: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(window, block): a window ends after `size` blocks, or where all of its sources have begun another pass.
+
+    So a corpus smaller than a window is shuffled whole, pass by pass, and no block comes twice before all have come.
+    """
+    window, count, first_pass, ended = 0, 0, {}, set()
+    for block in blocks:
+        source = block["block_id"] // _SOURCE_STRIDE
+        if block["epoch"] > first_pass.setdefault(source, block["epoch"]):
+            ended.add(source)
+        if count == size or len(ended) == len(first_pass):
+            window, count, first_pass, ended = window + 1, 0, {source: block["epoch"]}, set()
+        count += 1
+        yield window, block
 
 
 def sample_documents(corpus: Corpus, part: str, *, max_bytes: int, seed: int) -> Iterator[tuple[str, str]]:
@@ -333,14 +364,16 @@ def sample_documents(corpus: Corpus, part: str, *, max_bytes: int, seed: int) ->
 
 
 def check_sources(corpus: Corpus) -> None:
-    """Raise `InputError` for what cannot be read, before training: the first document of every source, and the
-    encoding of local text and JSON lines as far as `_CHECKED_BYTES` a file go."""
+    """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
+    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines."""
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
-        if format == "text" or Path(files[0]).suffix == ".jsonl":
-            for path in files:
-                if bad := _bad_line(format, path, _CHECKED_BYTES):
-                    raise InputError(f"source {source.name!r}: cannot read {path}: {bad}")
+        for path in files:
+            if (format == "text" or Path(path).suffix == ".jsonl") and (bad := _bad_line(format, path, _CHECKED_BYTES)):
+                raise InputError(f"source {source.name!r}: cannot read {path}: {bad}")
+            columns = _parquet_columns(path) if format == "parquet" and "://" not in path else []
+            if columns and source.text_column not in columns:
+                raise _no_column(source, path, source.text_column, columns)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
 
@@ -386,12 +419,18 @@ class BlockStream(torch.utils.data.IterableDataset):
         encode = corpus_encoder(self.tokenizer)
         streams = [self._source_blocks(number, encode) for number in range(len(self.corpus.sources))]
         blocks = interleave(streams, self.corpus.shares)
+        if self.limit is not None and self.part == "train":
+            yield from self._first_blocks(blocks, self.limit)
         if self.shuffle_window > 1:
-            blocks = shuffle_in_windows(blocks, self.shuffle_window, self.seed)
-        if self.limit is None or self.part == "validation":
-            yield from itertools.islice(blocks, self.limit)
-            return
-        kept = list(itertools.islice(blocks, self.limit))
+            blocks = shuffle_in_windows(number_windows(blocks, self.shuffle_window), self.seed)
+        yield from itertools.islice(blocks, self.limit)
+
+    def _first_blocks(self, blocks: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+        """The first blocks, at most `limit` and one pass, again and again, in a new order each time."""
+        first = itertools.takewhile(lambda numbered: numbered[0] == 0, number_windows(blocks, limit))
+        kept = list({block["block_id"]: block for _, block in first}.values())
+        if len(kept) < limit:
+            logger.warning(f"max_train_samples={limit}: the corpus has {len(kept)} blocks, and all are used")
         for epoch in itertools.count():
             for position in _generator(self.seed, epoch).permutation(len(kept)):
                 yield {**kept[position], "epoch": epoch}

@@ -29,12 +29,13 @@ _FILES_PER_TASK = 64
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def docstring_file(max_bytes: int = MAX_BYTES) -> Path:
+def docstring_file(max_bytes: int | None = None) -> Path:
     """A Parquet file (column `text`, a docstring a row), made on first use and cached by installed versions.
 
     Documents are the distinct docstrings of the standard library, then of the distributions in requirements.txt
-    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 are reached.
+    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 (`MAX_BYTES`) are reached.
     """
+    max_bytes = max_bytes or MAX_BYTES
     distributions = _required_distributions()
     versions = [f"python=={sys.version}"] + [f"{d.metadata['Name']}=={d.version}" for d in distributions]
     fingerprint = hashlib.sha256("\n".join([*versions, str(max_bytes)]).encode()).hexdigest()[:16]
@@ -69,10 +70,8 @@ def _required_distributions() -> list[importlib.metadata.Distribution]:
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        p for p in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(p.parts)
-    )
+    root, outside = Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests"}
+    return sorted(path for path in root.rglob("*.py") if not outside & set(path.relative_to(root).parts))
 
 
 def _python_files(distribution: importlib.metadata.Distribution) -> list[Path]:

@@ -41,7 +41,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def mask_block(self, input_ids: np.ndarray, epoch: int, block_id: int) -> tuple[np.ndarray, np.ndarray]:
         """The block as the model sees it, and its labels; both (length,) int64."""
         ids = input_ids.astype(np.int64)
-        # key and counter are the place in the run; four draws a position
+        # key and counter are the place in the run: three draws a position
         rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, block_id, epoch, 0]))
         pick, action, token = rng.random((3, len(ids)))
         if self.mask_count == "exact":

@@ -1,4 +1,4 @@
-"""The masked-LM head and its loss (paper, section 2.3 and promise of equal gradients), model from config."""
+"""The masked-LM head and its loss over the whole effective batch (paper, section 2.3), and the model from a config."""
 
 import torch
 import transformers
@@ -43,13 +43,13 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         return MaskedLMOutput(loss=total / count.to(total.device).clamp(min=1), logits=logits)
 
 
-def load_config(config_name: str) -> RobertaConfig:
-    """A RoBERTa config from a JSON file, a folder or the Hub. Raises `InputError`."""
+def load_config(config_name: str, argument: str = "config_name") -> RobertaConfig:
+    """A RoBERTa config from a JSON file, a folder or the Hub; `argument` is what it is called in an `InputError`."""
     path = resolve_path(config_name)
     try:
         config = AutoConfig.from_pretrained(path if path.exists() else config_name)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no model config at config_name={config_name!r}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"no model config at {argument}={config_name!r}: {str(error).splitlines()[0]}") from None
     if config.model_type != "roberta":
         raise InputError(f"{config_name!r} is a {config.model_type!r} model; this recipe trains 'roberta'")
     return config
@@ -69,12 +69,17 @@ def build_model(
     losses are those of the unpadded model. Raises `InputError` where vocabularies or lengths disagree.
     """
     source = model_name_or_path or config_name
-    config = load_config(source)
+    config = load_config(source, "model_name_or_path" if model_name_or_path else "config_name")
     padded = -(-len(tokenizer) // (pad_vocab_to_multiple_of or 1)) * (pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size}, the tokenizer {len(tokenizer)} "
             f"entries; set vocab_size to {len(tokenizer)}, or name the model's own tokenizer with tokenizer_name"
+            + (
+                ", or set pad_vocab_to_multiple_of to what it was padded to"
+                if config.vocab_size > len(tokenizer)
+                else ""
+            )
         )
     if config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
@@ -90,12 +95,19 @@ def build_model(
         )
     if model_name_or_path:
         path = resolve_path(model_name_or_path)
-        model = RobertaForMaskedLM.from_pretrained(path if path.exists() else model_name_or_path, dtype=torch.float32)
+        path = path if path.exists() else model_name_or_path
+        try:
+            model = RobertaForMaskedLM.from_pretrained(path, dtype=torch.float32)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(f"no weights at model_name_or_path={model_name_or_path!r}: {error}") from None
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
     else:
         config.vocab_size = padded
-        model = RobertaForMaskedLM(config)
+        try:
+            model = RobertaForMaskedLM(config)
+        except ValueError as error:
+            raise InputError(f"no model can be made from {source!r}: {error}") from None
     with torch.no_grad():
         model.lm_head.bias[len(tokenizer) :] = PADDING_ROW_BIAS
     return model

@@ -1,4 +1,4 @@
-"""Plots of runs (the paper's figures are tables; a loss curve is what people look at first)."""
+"""Plots of runs, made from their records."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """What every run does around its training: checks, batch arithmetic, `Trainer` with exact figures, run record.
 
-The paper's batch (section 3.1: 8K sequences) is a property of the recipe, so accumulation is derived from it.
+The paper's batch (section 4.3 and Table 9: 8K sequences) is a property of the recipe, so accumulation is derived.
 """
 
 import json
@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -77,14 +78,23 @@ def check_output_dir(output_dir: str, resuming: bool) -> None:
     if not is_first_process():
         return  # the first may have begun to write
     path = Path(output_dir)
+    if path.is_dir() and (path / RECORD_NAME).exists():
+        raise InputError(
+            f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
+            "this one away"
+        )
     if path.exists() and not path.is_dir():
         raise InputError(f"output_dir={output_dir} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()) and not resuming:
-        state = "a finished run" if (path / RECORD_NAME).exists() else "files, perhaps of an unfinished run"
+    # a preset alone is what a run leaves that failed before its first checkpoint
+    if path.is_dir() and any(entry.name != PRESET_NAME for entry in path.iterdir()) and not resuming:
         raise InputError(
-            f"output_dir={output_dir} already holds {state}; name another folder with --output_dir, move this one "
-            "away, or go on from one of its checkpoints with --resume_from_checkpoint"
+            f"output_dir={output_dir} already holds files, perhaps of an unfinished run; name another folder with "
+            "--output_dir, move this one away, or go on from one of its checkpoints with --resume_from_checkpoint"
         )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
 
 
 def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
@@ -124,7 +134,10 @@ def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> int:
 
 
 class TimeLimit(TrainerCallback):
-    """Stops training, with everything that follows it still done, once `minutes` of it have passed."""
+    """Stops training, with everything that follows it still done, once `minutes` of it have passed.
+
+    The first process's clock decides for all, or some would go on alone.
+    """
 
     def __init__(self, minutes: float):
         self.minutes, self.reached = minutes, False
@@ -133,7 +146,10 @@ class TimeLimit(TrainerCallback):
         self.start_s = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if time.monotonic() - self.start_s > 60 * self.minutes and state.global_step < state.max_steps:
+        over = torch.tensor(time.monotonic() - self.start_s > 60 * self.minutes, device=args.device)
+        if args.world_size > 1:
+            torch.distributed.broadcast(over, src=0)
+        if over and state.global_step < state.max_steps:
             self.reached = control.should_training_stop = True
             logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
 
@@ -148,31 +164,41 @@ class RecipeTrainer(Trainer):
     def __init__(self, *args, flops_per_token: float, **kwargs):
         super().__init__(*args, **kwargs)
         self.flops_per_token = flops_per_token
-        self._logged_s, self._tokens, self._evaluating_s = None, 0, 0.0
+        self._tokens = self._logged_tokens = 0  # of this process since it was counted; of all at the last log line
+        self._logged_s, self._evaluating_s = None, 0.0
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
-            self._logged_s = time.monotonic()
+            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
         self._tokens += inputs.pop("num_tokens")
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _count_tokens(self) -> int:
-        """Tokens of all processes since the last call, added to those seen."""
-        tokens = int(self.accelerator.reduce(torch.tensor(self._tokens, device=self.args.device), "sum"))
-        self.state.num_input_tokens_seen += tokens
+    def _count_tokens(self) -> None:
+        """Add the tokens of all processes since the last call to those seen."""
+        tokens = torch.tensor(self._tokens, device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens, "sum"))
         self._tokens = 0
-        return tokens
 
     def log(self, logs, start_time=None):
         if "loss" in logs:
             elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
-            rate = self._count_tokens() / elapsed_s
+            self._count_tokens()
+            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
             logs["tokens_per_second"] = round(rate)
-            if utilisation := model_flops_utilisation(rate * self.flops_per_token / self.args.world_size):
-                logs["mfu"] = round(utilisation, 4)
+            if self.args.bf16 or self.args.fp16:  # the peaks are those of half precision
+                utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
+                logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
             logs["tokens_seen"] = self.state.num_input_tokens_seen
             self._logged_s, self._evaluating_s = time.monotonic(), 0.0
+            self._logged_tokens = self.state.num_input_tokens_seen
+        # Trainer would add its "epoch", which on an endless stream is the share of max_steps
+        epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
+        self.state.epoch = epoch
+
+    def _save_checkpoint(self, model, trial):
+        self._count_tokens()  # those behind the last log line belong to the checkpoint
+        super()._save_checkpoint(model, trial)
 
     def evaluate(self, *args, **kwargs):
         start_s = time.monotonic()
@@ -183,7 +209,9 @@ class RecipeTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        self.model_wrapped.eval()
+        # not the DDP wrapper: its forward waits for processes that may have one batch less
+        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        model.eval()
         sums = torch.zeros(
             3, dtype=torch.float64, device=self.args.device
         )  # cross-entropy, predicted positions, blocks
@@ -191,11 +219,11 @@ class RecipeTrainer(Trainer):
             inputs.pop("num_tokens")
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
-                sums[0] += self.model_wrapped(**inputs, num_items_in_batch=1).loss.double()
+                sums[0] += model(**inputs, num_items_in_batch=1).loss.double()
             sums[1] += (inputs["labels"] != -100).sum()
             sums[2] += len(inputs["labels"])
         total, predicted, examples = self.accelerator.reduce(sums, "sum").tolist()
-        loss = total / predicted
+        loss = total / predicted  # `main` has seen that something is predicted
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))
@@ -206,7 +234,8 @@ def model_flops_utilisation(flops_per_second: float) -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((flops_per_second / peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    peaks = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
+    return next((flops_per_second / peak for peak in peaks), None)
 
 
 def peak_memory_bytes() -> int:
@@ -227,15 +256,16 @@ def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 20
 def run_record(trainer: RecipeTrainer, metrics: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """What is kept of a run: `parts` as given, with where and on what it ran, and what it cost."""
     trainer._count_tokens()  # those behind the last log line
-    history = trainer.state.log_history
-    summary = next((entry for entry in reversed(history) if "train_runtime" in entry), {})
+    tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
+    summary = next(entry for entry in reversed(history) if "train_runtime" in entry)
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     return {
         "metrics": metrics,
         "steps": trainer.state.global_step,
-        "tokens_seen": trainer.state.num_input_tokens_seen,
-        "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else None,  # median over the log
-        "train_seconds": summary.get("train_runtime"),
+        "tokens_seen": tokens,
+        # median over the log; a run too short for a line of it has its mean
+        "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / summary["train_runtime"]),
+        "train_seconds": summary["train_runtime"],
         "peak_memory_bytes": peak_memory_bytes(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "loss_at_steps": {
@@ -272,6 +302,31 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def check_resume(checkpoint: str, max_steps: int, output_dir: str) -> None:
+    """Raise `InputError` where `checkpoint` is none of `Trainer`'s, or has done all its steps."""
+    state = Path(checkpoint) / "trainer_state.json"
+    if not state.is_file():
+        there = sorted(str(path) for path in Path(output_dir).glob("checkpoint-*"))
+        raise InputError(
+            f"resume_from_checkpoint={checkpoint} is no checkpoint folder (it has no trainer_state.json); "
+            f"{output_dir} has {', '.join(there) or 'none'}"
+        )
+    done = json.loads(state.read_text())["global_step"]
+    if done >= max_steps:
+        raise InputError(
+            f"resume_from_checkpoint={checkpoint} has done {done} steps of max_steps={max_steps}; raise max_steps"
+        )
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for numbers that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_preset(values: dict[str, Any], output_dir: str) -> None:
     """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -283,5 +338,5 @@ def write_record(record: dict[str, Any], output_dir: str) -> None:
     """`<output_dir>/run_record.json`, whole or not at all."""
     path = Path(output_dir) / RECORD_NAME
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(_finite(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     aside.replace(path)

@@ -3,7 +3,9 @@
 Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
 """
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from sentencex import segment
@@ -15,6 +17,7 @@ from roberta_recipe.args import InputError, resolve_path
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
 _LINE_WINDOW = 20_000  # characters
+_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
 
 def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] | str) -> RobertaTokenizer:
@@ -104,13 +107,28 @@ def _split_line(line: str, language: str) -> Iterator[str]:
     """sentencex over a window of the line at a time: its time grows with the square of a line's length."""
     start, end = 0, _LINE_WINDOW
     while end < len(line):
-        *whole, cut = segment(language, line[start:end])
+        *whole, cut = _segment(line[start:end], language)
         if not whole:  # no end of sentence in the window: far longer than a block, so it is split there anyway
             whole, cut = [cut], ""
         yield from whole
         start = end - len(cut)
         end = start + _LINE_WINDOW
-    yield from segment(language, line[start:])
+    yield from _segment(line[start:], language)
+
+
+def _segment(text: str, language: str) -> list[str]:
+    """The sentences of `text` by sentencex 1.0.32, which panics where white space of several bytes follows a letter
+    and precedes a full stop; so it is shown blanks, and the sentences are cut from the text itself."""
+    try:
+        lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
+    except BaseException as error:  # a panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return [text]
+    ends = list(itertools.accumulate(lengths))
+    if not ends or ends[-1] != len(text):
+        return [text]
+    return [text[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def held_out_statistics(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, float]:

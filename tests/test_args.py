@@ -4,13 +4,13 @@ import pytest
 import yaml
 
 import train_mlm
-from roberta_recipe.args import InputError, parse, read_preset
+from roberta_recipe.args import InputError, read_preset
 
 CLASSES = [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments]
 
 
 def parsed(argv, preset):
-    return parse(CLASSES, ["--config", preset, *argv], "unused.yaml", "")
+    return train_mlm.read_arguments(["--config", str(preset), *argv])
 
 
 def test_order_is_default_then_preset_then_command_line(preset):
@@ -52,6 +52,22 @@ def test_resolved_arguments_are_a_preset_that_resolves_to_the_same(preset, tmp_p
     _, resolved_again = parsed([], str(again))
     assert resolved_again == resolved
     assert resolved["learning_rate"] == 6e-4 and resolved["mask_count"] == "exact" and resolved["bf16"] is True
+    # what no preset and no flag said is in it too, so that it means the same when a default changes
+    assert resolved["adam_beta2"] == 0.98 and resolved["seed"] == 42 and resolved["lr_scheduler_type"] == "linear"
+
+
+def test_what_belongs_to_one_start_is_not_saved(preset):
+    _, resolved = parsed(["--resume_from_checkpoint", "x", "--hub_token", "secret"], preset)
+    assert not {"resume_from_checkpoint", "hub_token"} & resolved.keys() and "secret" not in resolved.values()
+
+
+def test_a_flag_replaces_its_alternative_in_the_preset(preset):
+    (args, _), _ = parsed(["--corpus", "presets/corpus/docstrings.yaml"], preset)
+    assert args.train_file is None and args.corpus == "presets/corpus/docstrings.yaml"
+    (args, _), _ = parsed(["--model_name_or_path", "m"], preset)
+    assert args.config_name is None and args.model_name_or_path == "m"
+    with pytest.raises(InputError, match=r"corpus=c and train_file=.* exclude each other"):
+        parsed(["--corpus", "c", "--train_file", "f"], preset)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +108,10 @@ def test_bad_presets(tmp_path, text, named):
         (["--max_steps", "0"], ["max_steps=0"]),
         (["--dataloader_num_workers", "4"], ["dataloader_num_workers=4", "0 or 1"]),
         (["--remove_unused_columns"], ["remove_unused_columns"]),
+        (["--eval_strategy", "epoch"], ["eval_strategy=epoch", "steps"]),
+        (["--save_strategy", "epoch"], ["save_strategy=epoch", "steps"]),
+        (["--num_train_epochs", "2"], ["num_train_epochs=2.0", "max_steps"]),
+        (["--label_smoothing_factor", "0.1"], ["label_smoothing_factor=0.1"]),
         (["stray"], ["stray"]),
     ],
 )
@@ -107,10 +127,21 @@ def test_missing_preset_names_its_neighbours(preset, tmp_path):
         read_preset(tmp_path / "nothing.yaml", CLASSES)
 
 
+@pytest.mark.parametrize(
+    ("name", "learning_rate", "warmup_steps"), [("roberta_base", 6e-4, 24_000), ("roberta_large", 4e-4, 30_000)]
+)
+def test_presets_are_table_9(root, name, learning_rate, warmup_steps):
+    (args, training), _ = parsed(["--use_cpu", "--bf16", "false"], root / "presets" / "mlm" / f"{name}.yaml")
+    assert (training.learning_rate, training.warmup_steps) == (learning_rate, warmup_steps)
+    assert (args.global_batch_size, training.max_steps, args.max_seq_length) == (8192, 500_000, 512)
+    assert (training.weight_decay, training.lr_scheduler_type, args.mlm_probability) == (0.01, "linear", 0.15)
+    assert (args.input_format, training.max_grad_norm) == ("full_sentences", 0.0)
+
+
 def test_every_preset_of_the_repository_is_valid(root):
     presets = sorted((root / "presets" / "mlm").glob("*.yaml"))
     for path in presets:
-        (args, training_args), _ = parse(CLASSES, ["--config", str(path), "--use_cpu", "--bf16", "false"], "", "")
+        (args, training_args), _ = parsed(["--use_cpu", "--bf16", "false"], path)
         assert (root / args.config_name).is_file() and (root / args.corpus).is_file()
         assert (training_args.adam_beta1, training_args.adam_beta2, training_args.adam_epsilon) == (0.9, 0.98, 1e-6)
         assert training_args.max_grad_norm == 0.0

@@ -5,6 +5,7 @@ import itertools
 import json
 from collections import Counter
 
+import pyarrow as pa
 import pytest
 import torch
 from conftest import make_documents, write_jsonl, write_parquet, write_text
@@ -16,11 +17,11 @@ from roberta_recipe.corpus import (
     Corpus,
     Source,
     interleave,
+    number_windows,
     read_corpus,
     sample_documents,
     shuffle_in_windows,
 )
-from roberta_recipe.docstrings import docstring_file
 
 TEXTS = make_documents(60, seed=4)
 
@@ -53,6 +54,32 @@ def test_an_empty_line_parts_documents_whatever_the_line_ends(tmp_path):
     (tmp_path / "a.txt").write_bytes("One.\nStill one.\n\n\n\nTwo é.\r\n\r\nThree.".encode())
     texts = texts_of(files=str(tmp_path / "a.txt"), share=1e-9)
     assert [t.strip() for t in texts] == ["One.\nStill one.", "Two é.", "Three."]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\n")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "One."}\n')
+    check(tmp_path / "a.jsonl", tmp_path)
+    assert [t.strip() for t in texts_of(files=str(tmp_path / "a.txt"), share=1e-9)] == ["One."]
+    assert texts_of(files=str(tmp_path / "a.jsonl"), share=1e-9) == ["One."]
+
+
+def test_names_that_look_like_patterns_are_names(tmp_path):
+    for number, name in enumerate(["part*.txt", "part1.txt", "b[1].txt", "c?.txt"]):
+        write_text(tmp_path / name, TEXTS[number * 15 : number * 15 + 15])
+    texts = texts_of(files=str(tmp_path), share=1e-9)
+    assert sorted(text.strip() for text in texts) == sorted(TEXTS)
+
+
+def test_files_without_rows_among_others_have_no_documents(tmp_path):
+    for kind, write in {"jsonl": write_jsonl, "txt": write_text, "parquet": write_parquet}.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        write(folder / f"a.{kind}", TEXTS)
+        write_parquet(folder / "b.parquet", pa.array([], pa.string())) if kind == "parquet" else (
+            folder / f"b.{kind}"
+        ).touch()
+        assert [text.strip() for text in texts_of(files=str(folder), share=1e-9)] == TEXTS
 
 
 def test_file_folder_glob_and_list(tmp_path):
@@ -130,7 +157,7 @@ def test_empty_documents_are_skipped_and_counted(tmp_path, tokenizer):
 
 def test_docstrings_are_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    monkeypatch.setattr("roberta_recipe.corpus.docstring_file", lambda: docstring_file(max_bytes=300_000))
+    monkeypatch.setattr("roberta_recipe.docstrings.MAX_BYTES", 300_000)
     texts = texts_of(builtin="docstrings", share=1e-9)
     assert 300_000 <= sum(len(text.encode()) for text in texts) < 400_000
     assert len(set(texts)) == len(texts) and all(text.strip() for text in texts)
@@ -143,13 +170,17 @@ def test_docstrings_are_documents(tmp_path, monkeypatch):
 # Mixture
 
 
-def test_interleave_keeps_shares_at_every_point():
-    shares = [0.5, 0.3, 0.2]
-    streams = [iter([name] * 1000) for name in "abc"]
+@pytest.mark.parametrize(
+    "sizes", [[5, 3, 2], [1], [50] + [5] * 10, [1, 1000], [3.9, 12.1, 10.1, 30.4, 30.4, 5.1, 38, 31]], ids=str
+)
+def test_interleave_keeps_shares_at_every_point(sizes):
+    shares = [size / sum(sizes) for size in sizes]
     taken = Counter()
-    for number, name in enumerate(itertools.islice(interleave(streams, shares), 1000), 1):
-        taken[name] += 1
-        assert all(abs(taken[n] - number * share) <= 1 for n, share in zip("abc", shares, strict=True))
+    streams = [itertools.repeat(number) for number in range(len(sizes))]
+    for total, number in enumerate(itertools.islice(interleave(streams, shares), 3000), 1):
+        taken[number] += 1
+        for stream, share in enumerate(shares):
+            assert -len(sizes) * share - 1e-6 <= taken[stream] - total * share <= 1 + 1e-6
 
 
 def test_interleave_by_cost_and_to_the_end():
@@ -169,7 +200,7 @@ def test_sources_of_their_sizes_end_together():
 
 def test_shuffle_in_windows():
     def shuffled(seed):
-        return list(shuffle_in_windows(iter(range(250)), 100, seed))
+        return list(shuffle_in_windows(((number // 100, number) for number in range(250)), seed))
 
     once = shuffled(1)
     assert [sorted(once[i : i + 100]) for i in (0, 100, 200)] == [
@@ -177,6 +208,39 @@ def test_shuffle_in_windows():
     ]
     assert once == shuffled(1) != shuffled(2)
     assert once[:100] != sorted(once[:100]) and [n % 100 for n in once[:100]] != [n % 100 for n in once[100:200]]
+
+
+def test_a_window_reads_one_item_ahead_for_each_it_gives():
+    taken = []
+    numbered = ((number // 100, taken.append(number) or number) for number in range(1000))
+    stream = shuffle_in_windows(numbered, 0)
+    for given in range(1, 500):
+        next(stream)
+        assert len(taken) <= given + 100  # a window, and the first item of the next
+
+
+def test_windows_end_after_so_many_blocks_or_a_pass_of_all_sources():
+    def blocks(*pattern):
+        return [{"block_id": source << 40, "epoch": epoch} for source, epoch in pattern]
+
+    def numbers(given, size):
+        return [number for number, _ in number_windows(iter(given), size)]
+
+    assert numbers(blocks(*[(0, 0)] * 5), 2) == [0, 0, 1, 1, 2]
+    assert numbers(blocks((0, 0), (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2)), 9) == [0, 0, 0, 1, 1, 1, 2]
+    two = blocks((0, 0), (1, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 1), (0, 4), (1, 2))
+    assert numbers(two, 99) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]  # the second source ends its pass later
+
+
+def test_no_block_comes_twice_before_all_have_come(tmp_path, tokenizer):
+    """A corpus of fewer blocks than the window."""
+    path = write_parquet(tmp_path / "a.parquet", make_documents(60, seed=5))
+    corpus = Corpus("c", [Source("s", files=path)])
+    size = len(list(itertools.takewhile(lambda b: b["epoch"] == 0, stream_of(corpus, tokenizer))))
+    shuffled = first(stream_of(corpus, tokenizer, shuffle_window=10 * size), 3 * size)
+    passes = [shuffled[i * size : (i + 1) * size] for i in range(3)]
+    assert all({b[1] for b in part} == set(range(size)) for part in passes)
+    assert [b[1] for b in passes[0]] != [b[1] for b in passes[1]] != sorted(b[1] for b in passes[1])
 
 
 def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
@@ -270,6 +334,13 @@ def test_the_first_blocks_only_again_and_again(two_files, tokenizer):
     assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
 
 
+def test_a_limit_above_the_corpus_is_the_corpus(two_files, tokenizer):
+    size = len(list(itertools.takewhile(lambda b: b["epoch"] == 0, stream_of(two_files, tokenizer))))
+    blocks = first(stream_of(two_files, tokenizer, limit=10**9), 2 * size)
+    assert [epoch for epoch, _, _ in blocks] == [0] * size + [1] * size
+    assert len({block_id for _, block_id, _ in blocks}) == size
+
+
 # Bad input
 
 
@@ -329,6 +400,13 @@ def test_a_column_that_is_not_there(tmp_path, kind):
     with pytest.raises(InputError, match=rf"{path} has no column 'text'; it has \['body'\] \(set text_column\)"):
         check(path, tmp_path)
     check(path, tmp_path, text_column="body")
+
+
+def test_a_column_that_a_later_file_lacks_is_said_beforehand(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    write_parquet(tmp_path / "b.parquet", TEXTS, column="body")
+    with pytest.raises(InputError, match=r"b.parquet has no column 'text'"):
+        check(tmp_path, tmp_path)
 
 
 def test_a_column_that_holds_no_text(tmp_path):

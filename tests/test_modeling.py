@@ -168,7 +168,8 @@ def test_sizes_are_the_papers(name, parameters, flops):
         model = RobertaForMaskedLM(config)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert (config.max_position_embeddings, config.type_vocab_size, config.layer_norm_eps) == (514, 1, 1e-5)
-    assert config.vocab_size == 50265
+    assert (config.vocab_size, config.initializer_range) == (50265, 0.02)
+    assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.hidden_act) == (0.1, 0.1, "gelu")
     if flops:
         assert flops_per_token(config, 512, 0.15) == pytest.approx(flops, rel=1e-3)
 

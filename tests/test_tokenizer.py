@@ -132,6 +132,15 @@ def test_sentences():
     ]
 
 
+@settings(max_examples=300)
+@given(st.text(alphabet=st.sampled_from("aB. ?!\xa0\u3000\u2003\x85\u2028é中。\"'()1"), max_size=12))
+@example("B\xa0.")  # where sentencex 1.0.32 panics
+@example("a \u3000. B.")
+def test_splitting_loses_no_text(text):
+    sentences = tokenization.split_sentences(text)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+
+
 def test_sentences_of_a_long_line_are_those_of_its_parts():
     sentence = "这是一个句子。"
     assert tokenization.split_sentences(sentence * 10_000) == [sentence] * 10_000
@@ -147,6 +156,8 @@ def test_sentences_of_a_long_line_are_those_of_its_parts():
         (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
         (["--train_file", "absent.txt"], "'absent.txt' does not exist"),
         (["--corpus", "absent.yaml"], "no such file: absent.yaml"),
+        (["--train_file", "small.txt", "--sample_mb", "nan"], "sample_mb=nan must be"),
+        (["--train_file", "small.txt", "--output_dir", "small.txt"], "output_dir=small.txt is a file"),
         (["--train_file", "small.txt", "--vocab", "300"], "'--vocab'; did you mean '--vocab_size'"),
     ],
 )
@@ -157,7 +168,7 @@ def test_bad_input(root, tmp_path, monkeypatch, argv, named):
 
     (tmp_path / "small.txt").write_text("\n\n".join(make_documents(50, seed=1)))
     with pytest.raises(InputError, match=named):
-        train_tokenizer.main([*argv, "--output_dir", "out"])
+        train_tokenizer.main(["--output_dir", "out", *argv])
     assert not (tmp_path / "out").exists()
 
 

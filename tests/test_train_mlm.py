@@ -105,9 +105,7 @@ def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
     from roberta_recipe import masking
 
     record = train(preset, "--output_dir", tmp_path / "a")
-    (args, training_args), _ = train_mlm.parse(
-        [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments], ["--config", preset], "", ""
-    )
+    (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
     blocks, _ = train_mlm.validation_blocks(args, training_args, train_mlm.read_corpus(args), tokenizer)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
     total = predicted = 0
@@ -145,6 +143,17 @@ def test_formats_precisions_and_sizes(preset, tmp_path):
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
 
 
+def test_a_run_too_short_for_its_log(preset):
+    assert train(preset, "--logging_steps", 100)["tokens_per_second"] > 0
+
+
+def test_a_folder_with_nothing_but_a_preset_is_used(preset, tmp_path):
+    """As a run leaves it that failed in its first step."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "preset.yaml").write_text("max_steps: 1")
+    assert train(preset)["steps"] == 4
+
+
 def test_time_limit(preset):
     record = train(preset, "--max_steps", 100000, "--max_train_minutes", 0.02)
     assert record["stopped_by"] == "max_train_minutes" and 0 < record["steps"] < 100000
@@ -174,7 +183,6 @@ sys.path.insert(0, {str(root)!r})
 if __name__ == "__main__":
     from roberta_recipe import docstrings
     docstrings.MAX_BYTES = 2_000_000
-    docstrings.docstring_file.__defaults__ = (2_000_000,)
     import train_mlm
     train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
                     "--shuffle_window", "64", "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
@@ -200,7 +208,10 @@ def test_help_reads_well(root):
         [sys.executable, root / "train_mlm.py", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: train_mlm.py [--config PRESET] [--flag value ...]\n\nPretrain RoBERTa")
     assert done.stdout.index("--global_batch_size") < done.stdout.index("--learning_rate")
+    assert "--global-batch-size" not in done.stdout and "%%" not in done.stdout
+    assert "Table 9; Trainer has 0.999. (default: 0.98)" in " ".join(done.stdout.split())
     assert "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml" in done.stdout
 
 
@@ -229,6 +240,16 @@ BAD = {
     "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
+    "two corpora": (["--train_file", "{one}", "--corpus", "presets/corpus/docstrings.yaml"], ["exclude each other"]),
+    "resume": (["--resume_from_checkpoint", "true"], ["resume_from_checkpoint=true is no checkpoint folder"]),
+    "rate": (["--learning_rate", "nan"], ["learning_rate=nan"]),
+    "seed": (["--seed", "-1"], ["seed=-1"]),
+    "no prediction": (["--mlm_probability", "1e-9"], ["mlm_probability=1e-09"]),
+    "example": (["--fill_mask_examples", "No blank here."], ["'No blank here.'", "<mask> once"]),
+    "tracker": (["--report_to", "nonesuch"], ["nonesuch"]),
+    "folder below a file": (["--output_dir", "{one}/run"], ["cannot be made"]),
+    "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
+    "two counts": (["--include_num_input_tokens_seen", "all"], ["include_num_input_tokens_seen"]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
     "shrinking batch": (["--auto_find_batch_size"], ["auto_find_batch_size"]),
 }
@@ -270,6 +291,33 @@ def test_bad_input_is_one_line_and_exit_code_2(root, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
+    path = tmp_path / "late.jsonl"
+    lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
+    path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
+    assert path.stat().st_size > 4 << 20  # past what is read beforehand
+    done = subprocess.run(
+        [sys.executable, root / "train_mlm.py", "--config", preset, "--train_file", path, "--max_steps", "9"]
+        + ["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (byte 0xe9); convert it, e.g. with "
+        "iconv -t UTF-8"
+    )
+
+
+def test_divergence_is_no_success(preset, tmp_path):
+    with pytest.raises(InputError, match=r"the validation loss is nan: training diverged; lower learning_rate=1e\+30"):
+        train(preset, "--learning_rate", "1e30")
+    record = json.loads((tmp_path / "run" / "run_record.json").read_text())
+    assert record["metrics"]["eval_loss"] is None and record["steps"] == 4
+
+
 def test_a_finished_run_is_not_written_over(preset, tmp_path):
     train(preset)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
@@ -294,6 +342,16 @@ def test_resume_takes_the_blocks_that_come_next(preset, tmp_path):
     )
     assert logged_losses(resumed)[-4:] == pytest.approx(logged_losses(whole)[-4:], rel=1e-6)
     assert resumed["tokens_seen"] == whole["tokens_seen"]
+    with pytest.raises(InputError, match="has done 8 steps of max_steps=8"):
+        train(
+            preset,
+            "--output_dir",
+            tmp_path / "c",
+            "--max_steps",
+            8,
+            "--resume_from_checkpoint",
+            tmp_path / "a" / "checkpoint-8",
+        )
 
 
 def test_batch_arithmetic():

@@ -34,12 +34,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, help="folder to write the tokenizer to")
     parser.add_argument("--vocab_size", type=int, default=50265, help="entries, special tokens included")
     parser.add_argument("--sample_mb", type=float, default=1000, help="text to train on, in MB")
-    parser.add_argument("--validation_mb", type=float, default=5, help="held-out text to measure on, in MB")
+    parser.add_argument(
+        "--validation_mb", type=float, default=1, help="held-out text of each source to measure on, in MB"
+    )
     parser.add_argument("--compare_with", help="another tokenizer (folder or Hub id) to measure on the same text")
     parser.add_argument("--seed", type=int, default=42, help="order of the corpus files")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.train_file):
         raise InputError("give one of --corpus and --train_file")
+    for name in ("sample_mb", "validation_mb"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise InputError(f"{name}={getattr(args, name)} must be a number above 0")
+    if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        raise InputError(f"output_dir={args.output_dir} is a file; name a folder")
     if (Path(args.output_dir) / "tokenizer.json").exists():
         raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
     return args
@@ -91,7 +98,7 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
     for source in corpus.sources:
         alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
         held_out = corpora.sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
-        texts = [text for _, text in held_out]
+        texts = [text for _, text in tqdm(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
         for name, tokenizer in tokenizers.items():
             figures = tokenization.held_out_statistics(tokenizer, texts)
             print(
