@@ -12,6 +12,7 @@ help:             ## this list
 setup: $(VENV)/.installed  ## virtual environment with requirements.txt
 
 $(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -r requirements.txt
