@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
@@ -19,6 +21,20 @@ from roberta_recipe.args import ROOT
 
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
+
+
+def run_python(*argv, cwd, env=None):
+    """A Python process of its own, with what it printed; it fails the test when it takes five minutes."""
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
 
 SUBJECTS = [
     "the cat",

@@ -1,12 +1,10 @@
 """Head and loss: the gradient of the effective batch, and a checkpoint that is the stock class's."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import run_python
 from transformers import TrainerCallback
 
 from roberta_recipe.args import ROOT, InputError
@@ -218,9 +216,7 @@ assert AutoTokenizer.from_pretrained({str(tmp_path / "model")!r}).mask_token == 
 torch.save(model.eval()(torch.arange(300, 320)[None]).logits, {str(tmp_path / "logits.pt")!r})
 print(type(model).__module__)
 """
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_python("-I", "-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "transformers.models.roberta.modeling_roberta"
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids).logits, rtol=0, atol=0)

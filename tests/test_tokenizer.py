@@ -1,12 +1,9 @@
 """The tokenizer: RoBERTa's ids and habits, any text there and back, the same bytes from the same text."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import make_documents, write_parquet
+from conftest import make_documents, run_python, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -86,15 +83,11 @@ def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tm
     write_parquet(tmp_path / "text.parquet", make_documents(300, seed=3))
     shown = []
     for folder in ("one", "two"):
-        done = subprocess.run(
-            [sys.executable, root / "tokenizer" / "train_tokenizer.py", "--train_file", "text.parquet"]
-            + ["--vocab_size", "400", "--output_dir", folder],
+        done = run_python(
+            *[root / "tokenizer" / "train_tokenizer.py", "--train_file", "text.parquet"],
+            *["--vocab_size", "400", "--output_dir", folder],
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env={**os.environ, "RAYON_NUM_THREADS": "1" if folder == "one" else "4", "TOKENIZERS_PARALLELISM": "true"},
+            env={"RAYON_NUM_THREADS": "1" if folder == "one" else "4", "TOKENIZERS_PARALLELISM": "true"},
         )
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout)

@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import make_documents, write_text
+from conftest import make_documents, run_python, write_text
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
@@ -28,16 +25,12 @@ def logged_losses(record):
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
     """`accelerate launch`, with evaluation, predictions and all that is promised of the output folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-        + ["--mixed_precision", "no", "--dynamo_backend", "no", str(root / "train_mlm.py"), "--config", preset]
-        + ["--max_steps", "6", "--eval_strategy", "steps", "--eval_steps", "3", "--save_strategy", "steps"]
-        + ["--save_steps", "3", "--fill_mask_examples", "The cat <mask> a dog."],
+    done = run_python(
+        *["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
+        *["--mixed_precision", "no", "--dynamo_backend", "no", root / "train_mlm.py", "--config", preset],
+        *["--max_steps", "6", "--eval_strategy", "steps", "--eval_steps", "3", "--save_strategy", "steps"],
+        *["--save_steps", "3", "--fill_mask_examples", "The cat <mask> a dog."],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "run"
@@ -73,9 +66,7 @@ assert importlib.util.find_spec("roberta_recipe") is None and importlib.util.fin
 AutoModelForMaskedLM.from_pretrained({str(out)!r})
 print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
 """
-    alone = subprocess.run(
-        [sys.executable, "-I", "-c", script], cwd=out, capture_output=True, text=True, check=False, timeout=300
-    )
+    alone = run_python("-I", "-c", script, cwd=out)
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
@@ -188,15 +179,7 @@ if __name__ == "__main__":
                     "--shuffle_window", "64", "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
 """
     (tmp_path / "demo.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "demo.py"],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_python("demo.py", cwd=tmp_path, env={"HF_HOME": str(cache)})
     assert done.returncode == 0, done.stderr
     assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
     assert (tmp_path / "made" / "tokenizer.json").exists()
@@ -204,9 +187,7 @@ if __name__ == "__main__":
 
 
 def test_help_reads_well(root):
-    done = subprocess.run(
-        [sys.executable, root / "train_mlm.py", "--help"], capture_output=True, text=True, check=False
-    )
+    done = run_python(root / "train_mlm.py", "--help", cwd=root)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: train_mlm.py [--config PRESET] [--flag value ...]\n\nPretrain RoBERTa")
     assert done.stdout.index("--global_batch_size") < done.stdout.index("--learning_rate")
@@ -279,14 +260,7 @@ def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatc
 
 
 def test_bad_input_is_one_line_and_exit_code_2(root, tmp_path):
-    done = subprocess.run(
-        [sys.executable, root / "train_mlm.py", "--config", "absent.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_python(root / "train_mlm.py", "--config", "absent.yaml", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: no such file: absent.yaml"
     assert "Traceback" not in done.stderr
 
@@ -296,13 +270,10 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
     assert path.stat().st_size > 4 << 20  # past what is read beforehand
-    done = subprocess.run(
-        [sys.executable, root / "train_mlm.py", "--config", preset, "--train_file", path, "--max_steps", "9"]
-        + ["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    done = run_python(
+        *[root / "train_mlm.py", "--config", preset, "--train_file", path, "--max_steps", "9"],
+        *["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
+        cwd=tmp_path,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
@@ -376,14 +347,10 @@ def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):
     """Each takes its part of every micro-batch of the one stream."""
     values = yaml.safe_load(Path(preset).read_text())
     one = train(preset, "--output_dir", tmp_path / "one")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-        + [str(root / "train_mlm.py"), "--config", preset, "--per_device_train_batch_size", "2"],
+    done = run_python(
+        *["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+        *[root / "train_mlm.py", "--config", preset, "--per_device_train_batch_size", "2"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     two = json.loads((Path(values["output_dir"]) / "run_record.json").read_text())
