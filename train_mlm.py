@@ -97,9 +97,9 @@ class MlmTrainingArguments(TrainingArguments):
             raise InputError(
                 f"max_steps={self.max_steps}: the stream of blocks has no end, so set the number of optimizer steps"
             )
-        for name, wanted in (("eval_strategy", "steps"), ("save_strategy", "steps")):
+        for name in ("eval_strategy", "save_strategy"):
             if getattr(self, name) == "epoch":
-                raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use {wanted} or no")
+                raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use steps or no")
         if self.num_train_epochs != 3.0:
             raise InputError(
                 f"num_train_epochs={self.num_train_epochs}: the stream of blocks has no end; set max_steps"
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> dict:
     # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
     corpus = read_corpus(args)
     with training_args.main_process_first():  # one process makes what is cached
-        if is_demonstration(argv, args):
+        if is_demonstration(argv, corpus):
             announce_demonstration(args, corpus)
         corpora.check_sources(corpus)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
@@ -213,7 +213,7 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
         argv,
         default_config=DEMONSTRATION,
         description=__doc__,
-        alternatives=(("corpus", "train_file"), ("config_name", "model_name_or_path")),
+        alternatives=(("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path")),
     )
     return tuple(filled), resolved
 
@@ -239,10 +239,10 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
-    if not args.corpus and not args.train_file:
-        raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
     if args.validation_file and not args.train_file:
         raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
+    if not args.corpus and not args.train_file:
+        raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
     if not args.config_name and not args.model_name_or_path:
         raise InputError(
             "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
@@ -255,9 +255,10 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     run.check_output_dir(training_args.output_dir, resuming=training_args.resume_from_checkpoint is not None)
 
 
-def is_demonstration(argv: list[str], args: MlmArguments) -> bool:
+def is_demonstration(argv: list[str], corpus: corpora.Corpus) -> bool:
     """Whether the command line names neither preset nor text, so that the embedded demonstration's are used."""
-    return args.train_file is None and not any(flag == "--config" or flag.startswith("--config=") for flag in argv)
+    builtin = all(source.builtin for source in corpus.sources)
+    return builtin and not any(flag == "--config" or flag.startswith("--config=") for flag in argv)
 
 
 def announce_demonstration(args: MlmArguments, corpus: corpora.Corpus) -> None:

@@ -63,7 +63,7 @@ def test_what_belongs_to_one_start_is_not_saved(preset):
 
 def test_a_flag_replaces_its_alternative_in_the_preset(preset):
     (args, _), _ = parsed(["--corpus", "presets/corpus/docstrings.yaml"], preset)
-    assert args.train_file is None and args.corpus == "presets/corpus/docstrings.yaml"
+    assert args.train_file is None and args.validation_file is None and args.corpus == "presets/corpus/docstrings.yaml"
     (args, _), _ = parsed(["--model_name_or_path", "m"], preset)
     assert args.config_name is None and args.model_name_or_path == "m"
     with pytest.raises(InputError, match=r"corpus=c and train_file=.* exclude each other"):

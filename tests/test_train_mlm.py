@@ -186,6 +186,14 @@ if __name__ == "__main__":
     assert done.stdout.count("<mask>") >= 3 and "the unigram entropy of" in done.stdout
 
 
+def test_other_text_is_no_demonstration(tmp_path, train_file):
+    """Nor is a tokenizer trained on it in the demonstration's name."""
+    with pytest.raises(InputError, match="no tokenizer at tokenizer_name='absent'"):
+        train_mlm.main(
+            ["--train_file", train_file, "--tokenizer_name", "absent", "--output_dir", str(tmp_path / "run")]
+        )
+
+
 def test_help_reads_well(root):
     done = run_python(root / "train_mlm.py", "--help", cwd=root)
     assert done.returncode == 0, done.stderr
@@ -221,6 +229,7 @@ BAD = {
     "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
+    "validation alone": (["--config", "presets/mlm/roberta_tiny.yaml", "--validation_file", "{one}"], ["train_file"]),
     "two corpora": (["--train_file", "{one}", "--corpus", "presets/corpus/docstrings.yaml"], ["exclude each other"]),
     "resume": (["--resume_from_checkpoint", "true"], ["resume_from_checkpoint=true is no checkpoint folder"]),
     "rate": (["--learning_rate", "nan"], ["learning_rate=nan"]),
