@@ -9,6 +9,7 @@ Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss
 in the preset, with its source; any flag overrides it.
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -19,9 +20,11 @@ from typing import Literal
 from tqdm.auto import tqdm
 from transformers import TrainingArguments, pipeline, set_seed
 
+from roberta_recipe import checkpoint, durable, estimate, masking, modeling, report, run, token_cache, tokenization
 from roberta_recipe import corpus as corpora
-from roberta_recipe import masking, modeling, report, run, tokenization
-from roberta_recipe.args import InputError, exit_on_input_error, parse, resolve_path
+from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path
+from roberta_recipe.stream import TextReader, TrainBlocks
+from roberta_recipe.trainer import RecipeTrainer, StepWatch
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
@@ -62,10 +65,32 @@ class MlmArguments:
     pad_vocab_to_multiple_of: int | None = setting(
         None, "Pad the embedding (never the tokenizer) to a multiple of this."
     )
-    shuffle_window: int = setting(16384, "Blocks that are shuffled together; 0 keeps the order of the corpus.")
+    shuffle_window: int = setting(
+        4096,
+        "Blocks of a source that are shuffled together; 0 keeps its order. With a token cache, more costs nothing.",
+    )
+    token_cache: str | None = setting(
+        None, "Folder for the packed corpus: made where it is not complete, then read in place of the text."
+    )
+    pack_only: bool = setting(False, "Make (or check and mend) the token cache, and end.")
+    pack_part: str = setting("1/1", "With pack_only, this machine's part of the files: 2/4 is the second of four.")
+    num_proc: int | None = setting(None, "Processes that pack, on each machine; without it, one for each core.")
+    on_bad_shard: Literal["stop", "skip"] = setting(
+        "stop", "What to do at a file that cannot be read to its end; what is skipped is in the run record."
+    )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.")
     max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.")
     max_train_minutes: float | None = setting(None, "Stop training, then evaluate and save, after so many minutes.")
+    auto_micro_batch: bool = setting(
+        False, "Halve per_device_train_batch_size until a step fits into memory; accumulation makes up for it."
+    )
+    resume_despite_changes: bool = setting(
+        False, "Go on from a checkpoint although data, batch, rate or the like are others now."
+    )
+    dry_run: bool = setting(False, "Print parameters, data, memory, days and cost, and end.")
+    hardware: str = setting("8xH200", "For dry_run: GPUs, such as 1024xV100-32GB.")
+    utilisation: float = setting(estimate.DEFAULT_UTILISATION, "For dry_run: share of the GPUs' peak that is reached.")
+    gpu_hour_price: float | None = setting(None, "For dry_run: dollars; without it, a list price of the GPU.")
     fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.")
 
 
@@ -86,6 +111,7 @@ class MlmTrainingArguments(TrainingArguments):
         False, "The collator needs the block's number, which the model does not take."
     )
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+    ignore_data_skip: bool = setting(True, "The data begin where the checkpoint left them; nothing is replayed.")
     accelerator_config: dict | str | None = field(
         default_factory=lambda: {"dispatch_batches": False, "even_batches": False},
         metadata={"help": "Each process reads for itself, and no validation block is counted twice."},
@@ -112,14 +138,17 @@ class MlmTrainingArguments(TrainingArguments):
             raise InputError("include_num_input_tokens_seen must stay no: tokens are counted already (tokens_seen)")
         if self.remove_unused_columns:
             raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
-        if self.dataloader_num_workers > 1:
-            raise InputError(
-                f"dataloader_num_workers={self.dataloader_num_workers}: a stream of text has one order; use 0 or 1"
-            )
+        for name in ("load_best_model_at_end", "metric_for_best_model"):
+            if getattr(self, name):
+                raise InputError(f"{name}={getattr(self, name)}: pretraining ends with its last step; leave it out")
+        if not self.ignore_data_skip:
+            raise InputError("ignore_data_skip must stay true: the data begin where the checkpoint left them")
+        if self.logging_nan_inf_filter:
+            raise InputError("logging_nan_inf_filter must stay false: a loss that is not finite is never logged as 0")
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Run the command line `argv`; returns the run record. Raises `InputError`."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run the command line `argv`; returns the run record. Raises `InputError`, and `RunError` for a run that broke."""
     argv = sys.argv[1:] if argv is None else argv
     started_s = time.monotonic()
     run.set_up_logging()
@@ -128,9 +157,9 @@ def main(argv: list[str] | None = None) -> dict:
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
+    if args.dry_run:
+        return print(estimate.report(dry_run(args, training_args)))
     args.global_batch_size = run.derive_batch(training_args, args.global_batch_size)
-    if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     set_seed(training_args.seed)
     data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
 
@@ -142,6 +171,9 @@ def main(argv: list[str] | None = None) -> dict:
         corpora.check_sources(corpus)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
+    if args.pack_only:
+        return pack(args, corpus, tokenizer)
+    run.build_models_whole()
     model = modeling.build_model(
         tokenizer,
         config_name=args.config_name,
@@ -149,11 +181,17 @@ def main(argv: list[str] | None = None) -> dict:
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
     )
+    if args.auto_micro_batch:
+        run.fit_micro_batch(training_args, model, args.global_batch_size, args.max_seq_length, args.mlm_probability)
 
-    # 3. Blocks: the stream to train on, the held-out ones with fixed masks.
-    stream = build_stream(
-        args, corpus, tokenizer, data_seed, threads_in_worker=bool(training_args.dataloader_num_workers)
+    # 3. Blocks: those to train on from where the last checkpoint left them, the held-out ones with fixed masks.
+    reader, validation_reader = build_readers(args, training_args, corpus, tokenizer, data_seed)
+    fingerprint = run_fingerprint(args, training_args, model, reader, data_seed)
+    resumed_from = checkpoint.find(training_args)
+    resumed = resumed_from and checkpoint.load_state(
+        resumed_from, fingerprint, checkpoint.layout(training_args), args.resume_despite_changes
     )
+    blocks = build_blocks(args, training_args, reader, resumed)
     collator = masking.MlmCollator(
         tokenizer,
         mlm_probability=args.mlm_probability,
@@ -161,18 +199,24 @@ def main(argv: list[str] | None = None) -> dict:
         seed=data_seed,
         mask_count=args.mask_count,
     )
-    validation, validation_counts = validation_blocks(args, training_args, corpus, tokenizer)
+    validation = validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, collator)
 
     # 4. Train.
-    trainer = build_trainer(args, training_args, model, tokenizer, stream, validation, collator)
-    time_limit = run.TimeLimit(args.max_train_minutes) if args.max_train_minutes else None
-    if time_limit:
-        trainer.add_callback(time_limit)
-    announce_run(args, training_args, corpus, model, validation, entropy)
+    watch = StepWatch(args.max_train_minutes)
+    trainer = build_trainer(
+        args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch
+    )
+    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from)
     if trainer.is_world_process_zero():
         run.write_preset(resolved, training_args.output_dir)
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resumed_from)
+    if watch.preempted:
+        run.leave_process_group()
+        raise Preempted(
+            f"preempted: step {trainer.state.global_step} of {training_args.max_steps} is saved in "
+            f"{training_args.output_dir}; the same command goes on from there"
+        )
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
@@ -184,13 +228,13 @@ def main(argv: list[str] | None = None) -> dict:
         metrics,
         unigram_entropy=entropy,
         global_batch_size=args.global_batch_size,
-        stopped_by="max_train_minutes" if time_limit and time_limit.reached else "max_steps",
-        counts={"train": stream.count_table(), "validation": validation_counts},
+        stopped_by="max_train_minutes" if watch.time_over else "max_steps",
+        passes=reader.passes(trainer.places),
+        counts={"train": reader.count_table(), "validation": validation_reader.count_table("validation")},
         resolved_args=resolved,
         wall_clock_s=round(time.monotonic() - started_s, 1),
     )
     if trainer.is_world_process_zero():
-        os.remove(os.path.join(training_args.output_dir, "training_args.bin"))  # a pickle; preset.yaml says it all
         curve = os.path.join(training_args.output_dir, run.CURVE_NAME)
         run.write_record(record, training_args.output_dir)
         report.plot_loss(record, curve)
@@ -198,16 +242,18 @@ def main(argv: list[str] | None = None) -> dict:
         # 7. What came out.
         show_predictions(args.fill_mask_examples, training_args.output_dir)
         announce_result(record, training_args.output_dir, curve)
+    run.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
-        raise InputError(
-            f"the validation loss is {metrics['eval_loss']}: training diverged; lower learning_rate="
-            f"{training_args.learning_rate}, warm up longer, or train in bf16 instead of fp16"
+        raise RunError(
+            f"the validation loss is {metrics['eval_loss']}: lower learning_rate, warm up longer, or use bf16"
         )
     return record
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict]:
     """The filled dataclasses, and the resolved values as a preset."""
+    if "--dry_run" in argv:  # which is about another machine: without a GPU, `TrainingArguments` would refuse bf16
+        argv = [*argv, "--use_cpu", "true"]
     filled, resolved = parse(
         [MlmArguments, MlmTrainingArguments],
         argv,
@@ -249,10 +295,45 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
         )
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
-    resume = training_args.resume_from_checkpoint
-    if resume is not None:
-        run.check_resume(resume, training_args.max_steps, training_args.output_dir)
-    run.check_output_dir(training_args.output_dir, resuming=training_args.resume_from_checkpoint is not None)
+    if args.pack_only and not args.token_cache:
+        raise InputError("pack_only packs into a token cache: name its folder with token_cache")
+    if args.num_proc is not None and args.num_proc < 1:
+        raise InputError(f"num_proc={args.num_proc} must be at least 1")
+    pack_part(args)
+    run.check_processes(training_args)
+    run.check_precision(training_args)
+    if not args.dry_run:
+        run.check_deepspeed(training_args)
+    if not (args.pack_only or args.dry_run):
+        run.check_output_dir(training_args.output_dir)
+
+
+def dry_run(args: MlmArguments, training_args: MlmTrainingArguments) -> estimate.DryRun:
+    """What the recipe costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named; reads no text."""
+    config = modeling.load_config(args.config_name or args.model_name_or_path)
+    rows = args.pad_vocab_to_multiple_of or 1
+    config.vocab_size = -(-config.vocab_size // rows) * rows
+    hardware, micro_batch = estimate.parse_hardware(args.hardware), training_args.per_device_train_batch_size
+    at_once = micro_batch * hardware.count
+    batch = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
+    packed = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
+    sizes = [source.size_gb for source in read_corpus(args).sources]
+    return estimate.DryRun(
+        config=config,
+        hardware=hardware,
+        seq_len=args.max_seq_length,
+        mlm_probability=args.mlm_probability,
+        micro_batch=micro_batch,
+        accumulation=run.accumulation_steps(batch, micro_batch, hardware.count),
+        max_steps=training_args.max_steps,
+        precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
+        zero=estimate.Zero.from_deepspeed(run.deepspeed_settings(training_args), config.hidden_size),
+        activation_checkpointing=bool(training_args.activation_checkpointing),
+        utilisation=args.utilisation,
+        gpu_hour_price=args.gpu_hour_price,
+        tokens_per_pass=packed,
+        corpus_bytes=1e9 * sum(sizes) if all(sizes) else None,
+    )
 
 
 def is_demonstration(argv: list[str], corpus: corpora.Corpus) -> bool:
@@ -286,43 +367,105 @@ def check_examples(args: MlmArguments, tokenizer) -> None:
 def read_corpus(args: MlmArguments) -> corpora.Corpus:
     """The sources: `train_file` where given, else the corpus preset."""
     if args.train_file:
-        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
-    return corpora.read_corpus(args.corpus)
+        corpus = corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+    else:
+        corpus = corpora.read_corpus(args.corpus)
+    return dataclasses.replace(corpus, on_bad_shard=args.on_bad_shard)
 
 
-def build_stream(
-    args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: int, threads_in_worker: bool
-) -> corpora.BlockStream:
-    """The endless stream of training blocks."""
-    return corpora.BlockStream(
+def pack_part(args: MlmArguments) -> tuple[int, int]:
+    """(number from 0 on, of how many) of `pack_part`."""
+    part, _, parts = args.pack_part.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise InputError(f"pack_part={args.pack_part!r} must read like 2/4, from 1/4 to 4/4")
+    return int(part) - 1, int(parts)
+
+
+def text_reader(args: MlmArguments, corpus: corpora.Corpus, tokenizer, seed: int) -> TextReader:
+    """What makes blocks from the corpus."""
+    return TextReader(
         corpus,
         tokenizer,
-        part="train",
         input_format=args.input_format,
         max_seq_length=args.max_seq_length,
         seed=seed,
         shuffle_window=args.shuffle_window,
+    )
+
+
+def pack(args: MlmArguments, corpus: corpora.Corpus, tokenizer) -> None:
+    """Make this machine's part of the token cache, or mend it."""
+    part, parts = pack_part(args)
+    reader = text_reader(args, corpus, tokenizer, seed=0)
+    num_proc = args.num_proc or run.cpu_cores()
+    if token_cache.build(args.token_cache, reader, num_proc=num_proc, part=part, parts=parts):
+        run.logger.info(f"The token cache is complete: {args.token_cache}")
+    else:
+        run.logger.info(f"Part {part + 1} of {parts} is packed; the cache is complete when all are: {args.token_cache}")
+
+
+def build_readers(
+    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer, seed: int
+) -> tuple[TextReader | token_cache.TokenCache, TextReader | token_cache.TokenCache]:
+    """What training and validation blocks come from: the token cache, which is made first, or the text."""
+    if not args.token_cache:
+        if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        return tuple(text_reader(args, corpus, tokenizer, s) for s in (seed, masking.EVAL_SEED))
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    token_cache.ensure(
+        args.token_cache,
+        text_reader(args, corpus, tokenizer, seed),
+        num_proc=args.num_proc or max(1, run.cpu_cores() // on_this_machine),
+        process=training_args.process_index,
+        processes=training_args.world_size,
+    )
+    return tuple(
+        token_cache.TokenCache(args.token_cache, corpus, seed=s, shuffle_window=args.shuffle_window)
+        for s in (seed, masking.EVAL_SEED)
+    )
+
+
+def run_fingerprint(args: MlmArguments, training_args: MlmTrainingArguments, model, reader, data_seed: int) -> dict:
+    """What must not change between two starts of a run, for it to be the same run."""
+    ours = ("global_batch_size", "mlm_probability", "mask_count", "shuffle_window", "max_train_samples")
+    inherited = ("seed", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2")
+    inherited += ("adam_epsilon", "max_grad_norm", "bf16", "fp16")
+    return {
+        **reader.fingerprint(),
+        **{name: getattr(args, name) for name in ours},
+        **{name: getattr(training_args, name) for name in inherited},
+        "lr_scheduler_type": training_args.lr_scheduler_type.value,
+        "data_seed": data_seed,
+        "shares": [round(share, 6) for share in reader.corpus.shares],
+        "model": durable.fingerprint({**model.config.to_dict(), "transformers_version": None}),
+    }
+
+
+def build_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader, resumed: dict | None) -> TrainBlocks:
+    """This process's training blocks, from the place on to which a checkpoint had come."""
+    resumed = resumed or {}
+    if resumed.get("places") and not args.token_cache and not resumed["states"] and not args.max_train_samples:
+        run.logger.warning(
+            "The checkpoint was trained from a token cache: without it, the text is read again from the start"
+        )
+    return TrainBlocks(
+        reader,
+        batch_size=training_args.per_device_train_batch_size,
+        processes=training_args.world_size,
+        process=training_args.process_index,
+        start=resumed.get("places", 0),
+        states=resumed.get("states"),
         limit=args.max_train_samples,
-        threads_in_worker=threads_in_worker,
+        threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )
 
 
 def validation_blocks(
-    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer
-) -> tuple[list[dict], dict[str, dict[str, int]]]:
-    """Held-out blocks, the same for every seed, and what was counted making them.
-
-    They are in the proportions of the mixture as far as each source's held-out text goes.
-    """
-    stream = corpora.BlockStream(
-        corpus,
-        tokenizer,
-        part="validation",
-        input_format=args.input_format,
-        max_seq_length=args.max_seq_length,
-        seed=masking.EVAL_SEED,
-        limit=args.max_eval_samples,
-    )
+    args: MlmArguments, training_args: MlmTrainingArguments, reader: TextReader | token_cache.TokenCache
+) -> list[dict]:
+    """Held-out blocks, the same for every seed, in the proportions of the mixture as far as each source's text goes."""
+    stream = reader.validation(args.max_eval_samples)
     bar = tqdm(
         stream, desc="Reading validation", unit=" blocks", total=args.max_eval_samples, mininterval=1, leave=False
     )
@@ -333,11 +476,13 @@ def validation_blocks(
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
-    return blocks, stream.count_table()
+    return blocks
 
 
-def build_trainer(args, training_args, model, tokenizer, stream, validation, collator) -> run.RecipeTrainer:
-    """`Trainer` over the stream, evaluating on blocks with fixed masks."""
+def build_trainer(
+    args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch
+) -> RecipeTrainer:
+    """`Trainer` over the blocks, evaluating on those with fixed masks."""
     examples = masking.fixed_masks(validation, collator)
     if not any((example["labels"] != masking.IGNORED).any() for example in examples):
         raise InputError(
@@ -345,13 +490,16 @@ def build_trainer(args, training_args, model, tokenizer, stream, validation, col
             "blocks; raise it, or validate on more"
         )
     try:
-        return run.RecipeTrainer(
+        return RecipeTrainer(
             model=model,
             args=training_args,
-            train_dataset=stream,
+            train_dataset=blocks,
             eval_dataset=examples,
             data_collator=collator,
             processing_class=tokenizer,
+            fingerprint=fingerprint,
+            resumed=resumed,
+            watch=watch,
             flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
         )
     except (
@@ -363,7 +511,13 @@ def build_trainer(args, training_args, model, tokenizer, stream, validation, col
 
 
 def announce_run(
-    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, model, validation, entropy
+    args: MlmArguments,
+    training_args: MlmTrainingArguments,
+    corpus: corpora.Corpus,
+    model,
+    validation,
+    entropy,
+    resumed_from: str | None,
 ) -> None:
     """What is about to be trained, in a few lines."""
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
@@ -377,7 +531,7 @@ def announce_run(
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
-        f"Output      {training_args.output_dir}\n"
+        f"Output      {training_args.output_dir}\n" + (f"Going on    from {resumed_from}\n" if resumed_from else "")
     )
 
 
@@ -407,4 +561,4 @@ def announce_result(record: dict, output_dir: str, curve: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_input_error(main)
+    exit_on_error(main)

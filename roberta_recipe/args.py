@@ -20,24 +20,42 @@ import yaml
 from transformers import HfArgumentParser
 
 # What belongs to one start of a run, or to nobody else.
-_NOT_SAVED = {"resume_from_checkpoint", "local_rank", "hub_token"}
+_NOT_SAVED = {"resume_from_checkpoint", "local_rank", "hub_token", "resume_despite_changes", "pack_only", "pack_part"}
+_NOT_SAVED |= {"dry_run", "hardware", "utilisation", "gpu_hour_price"}
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class InputError(ValueError):
-    """Something the user can mend. The message names the value and the fix."""
+    """Something the user can mend before anything runs. The message names the value and the fix."""
+
+    exit_code = 2
 
 
-def exit_on_input_error(main: Callable[[], Any]) -> None:
-    """Run a script's `main`; an `InputError` becomes one line on stderr and exit code 2."""
+class RunError(RuntimeError):
+    """Something that broke a run. The message says what is safe, and what to do."""
+
+    exit_code = 1
+
+
+class Preempted(RunError):
+    """The run was told to stop (SIGTERM) and has saved its state: the same command goes on."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+def exit_on_error(main: Callable[[], Any]) -> None:
+    """Run a script's `main`; an error of the kinds above becomes one line on stderr and its exit code."""
     try:
         main()
-    except InputError as error:
+        return
+    except (InputError, RunError) as error:
         # one raised in a data worker comes with the worker's traceback around it
-        message = str(error).rsplit("InputError: ", 1)[-1].strip()
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        message = re.split(r"\b(?:InputError|BadShard): ", str(error))[-1].strip()
+        code = error.exit_code
+    # out here, nothing holds the frames of `main` any more: data workers end in order
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 class _PresetLoader(yaml.SafeLoader):

@@ -1,51 +1,38 @@
-"""Data (paper, section 3.2): sources, their mixture, and the endless stream of blocks that a run consumes.
+"""Data (paper, section 3.2): the sources of a corpus, their files, and the documents in these."""
 
-Each source is read, tokenized and packed on its own, and the mixture takes whole blocks: shares of blocks are shares
-of tokens, whatever the length of a source's documents (drawing documents in proportion to size would hand a corpus of
-books a thousand times its share).
-"""
-
+import errno
 import glob
 import hashlib
 import itertools
 import json
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import fsspec
-import numpy as np
 import pyarrow.parquet as pq
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.args import InputError, check_mapping, load_yaml, resolve_path
 from roberta_recipe.docstrings import docstring_file
-from roberta_recipe.packing import PACKERS, PackState
-from roberta_recipe.tokenization import corpus_encoder, split_sentences
+from roberta_recipe.durable import fingerprint
+from roberta_recipe.order import FILES, random_order
 
 logger = logging.getLogger("recipe")
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-COUNTS = (
-    "passes",
-    "documents",
-    "empty_documents",
-    "held_out_documents",
-    "sentences",
-    "split_sentences",
-    "tokens",
-    "blocks",
-)
-_TEXT_PER_CALL = 1 << 19  # characters given to the tokenizer at once: enough to occupy the cores, little to wait for
+RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _CHECKED_BYTES = 4 << 20  # of each file
-_SOURCE_STRIDE = 1 << 40  # block ids of one source in one pass
+_SAMPLED_BYTES = 1 << 16  # of either end of a file, for its fingerprint
+
+
+class BadShard(InputError):
+    """A file that cannot be read to its end."""
 
 
 @dataclass
@@ -88,6 +75,7 @@ class Corpus:
     sources: list[Source]
     validation_share: float = 0.01  # of the documents, chosen by a hash of their text
     language: str = "en"  # for the sentence splitter
+    on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
     _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -115,7 +103,7 @@ def read_corpus(path: str | Path) -> Corpus:
     checked = [check_mapping(entry, [Source], place) for entry, place in zip(sources, where, strict=True)]
     if unnamed := [place for entry, place in zip(checked, where, strict=True) if "name" not in entry]:
         raise InputError(f"{unnamed[0]} has no name; give it one with `name:`")
-    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files"))
+    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "on_bad_shard", "_files"))
     return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
 
 
@@ -143,11 +131,11 @@ def corpus_of_files(train_file: list[str], validation_file: list[str] | None, te
 def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
     """Format (a builder of `datasets`) and the sorted files of a source. Raises `InputError`."""
     if separate_validation:
-        return _local_files(source.name, source.validation_files)
+        return _list_files(source.name, source.validation_files)
     if source.builtin:
         return "parquet", [str(docstring_file())]
     if source.files:
-        return _local_files(source.name, source.files)
+        return _list_files(source.name, source.files)
     try:
         builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
     except Exception as error:  # the Hub client raises a dozen kinds
@@ -163,15 +151,11 @@ def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
     return builder.name, sorted(splits[source.split])
 
 
-def _local_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
-    """Format and sorted paths of files, folders (searched to the bottom) and globs."""
+def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
+    """Format and sorted paths of files, folders (searched to the bottom) and globs, local or of any `fsspec` URL."""
     found: dict[str, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = resolve_path(pattern)
-        if path.is_dir():
-            paths = [str(p) for p in path.rglob("*") if p.is_file()]
-        else:
-            paths = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
         readable = {p: f for p in paths if (f := _format_of(p))}
         if not readable:
             seen = sorted({Path(p).suffix or "no suffix" for p in paths})
@@ -186,6 +170,23 @@ def _local_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     return next(iter(found.values())), sorted(found)
 
 
+def _local_paths(path: Path) -> list[str]:
+    """The files below a folder, a file itself, or those that a glob finds."""
+    if path.is_dir():
+        return [str(p) for p in path.rglob("*") if p.is_file()]
+    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+
+
+def _remote_paths(name: str, pattern: str) -> list[str]:
+    """The same of a URL (s3://, gs://, https://, ...). Raises `InputError`."""
+    try:
+        system, path = fsspec.core.url_to_fs(pattern)
+        paths = system.find(path) if system.isdir(path) else system.glob(path) if "*" in path else [path]
+        return [system.unstrip_protocol(p) for p in paths if system.exists(p)]
+    except Exception as error:  # each file system has its own
+        raise InputError(f"source {name!r}: cannot list {pattern!r}: {type(error).__name__}: {error}") from None
+
+
 def _format_of(path: str) -> str | None:
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
@@ -193,8 +194,43 @@ def _format_of(path: str) -> str | None:
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
 
-def read_file(source: Source, format: str, path: str) -> Iterator[str | None]:
-    """The text of each document in one file, streamed by `datasets`. Raises `InputError` that names the file."""
+def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[str | None]:
+    """The text of each document of one file, from row `start` on, streamed by `datasets`.
+
+    A read that fails for a reason that may pass (an I/O error; anything, of a remote file) is tried again, from the
+    row that it had come to, after each of `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and
+    `InputError` for one that is not as the preset says; both name it.
+    """
+    if source.filters is not None and format != "parquet":
+        raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
+    if "://" not in path and "::" in path:
+        raise InputError(
+            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
+        )
+    row, delays = start, iter(RETRY_DELAYS_S)
+    while True:
+        try:
+            for text in _read_rows(source, format, path, row):
+                yield text
+                row, delays = row + 1, iter(RETRY_DELAYS_S)
+            return
+        except InputError:
+            raise
+        except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own
+            passing = "://" in path or (isinstance(error, OSError) and error.errno not in (None, errno.ENOENT))
+            delay_s = next(delays, None) if passing else None
+            if delay_s is None:
+                if format == "parquet" and (columns := _parquet_columns(path)) and source.text_column not in columns:
+                    raise _no_column(source, path, source.text_column, columns) from None
+                raise _bad_shard(source, path, row, _reason(format, path, error)) from error
+            logger.warning(
+                f"source {source.name!r}: reading {path} failed at row {row} ({error}); again in {delay_s} s"
+            )
+            time.sleep(delay_s)
+
+
+def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[str | None]:
+    """One attempt at `read_file`."""
     options: dict[str, Any] = {}
     if format == "text":
         options = {"sample_by": "paragraph", "encoding": "utf-8-sig"}  # an empty line parts documents
@@ -202,33 +238,30 @@ def read_file(source: Source, format: str, path: str) -> Iterator[str | None]:
         # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
         options = {"columns": [source.text_column], "batch_size": 256}
     if source.filters is not None:
-        if format != "parquet":
-            raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
         options["filters"] = [tuple(condition) for condition in source.filters]
     local = "://" not in path
     if local and os.path.getsize(path) == 0:
         return
-    if local and "::" in path:
-        raise InputError(
-            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
-        )
     pattern = glob.escape(path) if local else path  # or brackets in a name would be read as a pattern
     column = "text" if format == "text" else source.text_column
-    try:
-        for row in datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options):
-            if column not in row:
-                raise _no_column(source, path, column, sorted(row))
-            if not isinstance(row[column], str | None):
-                raise InputError(
-                    f"source {source.name!r}: column {column!r} of {path} holds {type(row[column]).__name__}, not text"
-                )
-            yield row[column]
-    except InputError:
-        raise
-    except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own
-        if format == "parquet" and (columns := _parquet_columns(path)) and column not in columns:
-            raise _no_column(source, path, column, columns) from None
-        raise InputError(f"source {source.name!r}: cannot read {path}: {_reason(format, path, error)}") from error
+    rows = datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options)
+    # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
+    for row in (rows.skip(start) if start else rows).iter(batch_size=1):
+        if column not in row:
+            raise _no_column(source, path, column, sorted(row))
+        (text,) = row[column]
+        if not isinstance(text, str | None):
+            raise InputError(
+                f"source {source.name!r}: column {column!r} of {path} holds {type(text).__name__}, not text"
+            )
+        yield text
+
+
+def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
+    return BadShard(
+        f"source {source.name!r}: cannot read {path}: {reason} (row {row}); mend or remove it, or pass over what "
+        "cannot be read with --on_bad_shard skip"
+    )
 
 
 def _no_column(source: Source, path: str, column: str, columns: list[str]) -> InputError:
@@ -242,6 +275,15 @@ def _parquet_columns(path: str) -> list[str]:
             return pq.read_schema(stream).names
     except Exception:
         return []
+
+
+def _parquet_rows(path: str) -> int | None:
+    """The number of rows of a Parquet file, as its footer has it; None where it cannot be read."""
+    try:
+        with fsspec.open(path) as stream:
+            return pq.read_metadata(stream).num_rows
+    except Exception:
+        return None
 
 
 def _reason(format: str, path: str, error: Exception) -> str:
@@ -278,22 +320,86 @@ def held_out(text: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def documents(
-    corpus: Corpus, source: Source, part: str, *, seed: int, epoch: int = 0, counts: "torch.Tensor | None" = None
-) -> Iterator[str]:
-    """One pass over the documents of a source: files in an order drawn from (seed, epoch), rows in file order."""
-    format, files = corpus.files(source, part)
-    order = _generator(seed, epoch, corpus.sources.index(source)).permutation(len(files))
+class Row(NamedTuple):
+    """A row of a file that holds a document, and what was passed over between the last such row and this one."""
+
+    number: int
+    text: str | None  # None behind the last row of the file
+    empty: int = 0  # documents without text
+    held_out: int = 0  # documents of validation, passed over in training
+    bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
+    lost_rows: int = 0  # those behind the break, as far as the file still tells
+
+
+def file_rows(
+    corpus: Corpus, source: Source, part: str, path: str, start: int = 0, others: list[Row] | None = None
+) -> Iterator[Row]:
+    """The documents of one part ("train", "validation") of a file, from row `start` on; then a `Row` without text.
+
+    Those of the other part are put into `others`.
+    """
+    format, _ = corpus.files(source, part)
     share = None if source.validation_files else corpus.validation_share
-    counts = torch.zeros(len(COUNTS), dtype=torch.int64) if counts is None else counts
-    for number in order:
-        for text in read_file(source, format, files[number]):
+    number, empty, other_part = start, 0, 0
+    try:
+        for text in read_file(source, format, path, start):
             if text is None or not text.strip():
-                counts[COUNTS.index("empty_documents")] += 1
+                empty += 1
             elif share is not None and held_out(text, share) != (part == "validation"):
-                counts[COUNTS.index("held_out_documents")] += part == "train"
+                other_part += part == "train"
+                if others is not None:
+                    others.append(Row(number, text))
             else:
-                yield text
+                yield Row(number, text, empty, other_part)
+                empty = other_part = 0
+            number += 1
+    except BadShard as bad:
+        if corpus.on_bad_shard != "skip":
+            raise
+        lost = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
+        logger.warning(f"{bad}; skipped, with what follows row {number} ({lost or 'an unknown number of'} rows)")
+        yield Row(number, None, empty, other_part, bad_files=1, lost_rows=lost)
+        return
+    yield Row(number, None, empty, other_part)
+
+
+def file_order(corpus: Corpus, source: Source, part: str, *, seed: int, epoch: int) -> list[int]:
+    """The numbers of a source's files in the order of one pass, drawn from (seed, epoch)."""
+    place = (corpus.sources.index(source), epoch)
+    return random_order(seed, FILES, place, len(corpus.files(source, part)[1])).tolist()
+
+
+def documents(corpus: Corpus, source: Source, part: str, *, seed: int, epoch: int = 0) -> Iterator[str]:
+    """One pass over the documents of a source: files in the order of the pass, rows in file order."""
+    _, files = corpus.files(source, part)
+    for number in file_order(corpus, source, part, seed=seed, epoch=epoch):
+        yield from (row.text for row in file_rows(corpus, source, part, files[number]) if row.text is not None)
+
+
+def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
+    """What two corpora must agree in to give the same blocks: the sources' settings, and their files by name and
+    content (a local file's size and both its ends; a Hub file's name holds its revision)."""
+    parts = {}
+    for source in corpus.sources:
+        files = [corpus.files(source, part)[1] for part in ("train", "validation")]
+        content = [source.text_column, source.filters, [[_file_identity(path) for path in paths] for paths in files]]
+        parts[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
+    return {**parts, "validation_share": corpus.validation_share, "language": corpus.language}
+
+
+def _file_identity(path: str) -> list[Any]:
+    """A file's name, size and a hash of its ends."""
+    if "://" in path:
+        return [path]
+    try:
+        with open(path, "rb") as stream:
+            size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=8)
+            digest.update(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(size - _SAMPLED_BYTES, 0))
+            digest.update(stream.read(_SAMPLED_BYTES))
+        return [os.path.basename(path), size, digest.hexdigest()]
+    except OSError as error:
+        return [os.path.basename(path), error.strerror]
 
 
 def interleave(
@@ -313,45 +419,6 @@ def interleave(
             yield item
 
 
-def _generator(seed: int, *position: int) -> np.random.Generator:
-    """A counter-based generator for one place of the stream: no state to carry, none to save."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *position])))
-
-
-def shuffle_in_windows(numbered: Iterator[tuple[int, Any]], seed: int) -> Iterator[Any]:
-    """Items of (window number, item), those of each window in an order drawn from (seed, window number).
-
-    For each item that goes out one is read ahead: after the first window, no step waits for a whole one.
-    """
-    ahead = deque(itertools.islice(numbered, 1))
-    while ahead:
-        window = ahead[0][0]
-        while ahead[-1][0] == window and (following := next(numbered, None)) is not None:
-            ahead.append(following)
-        current = []
-        while ahead and ahead[0][0] == window:
-            current.append(ahead.popleft()[1])
-        for position in _generator(seed, window).permutation(len(current)):
-            yield current[position]
-            ahead.extend(itertools.islice(numbered, 1))
-
-
-def number_windows(blocks: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(window, block): a window ends after `size` blocks, or where all of its sources have begun another pass.
-
-    So a corpus smaller than a window is shuffled whole, pass by pass, and no block comes twice before all have come.
-    """
-    window, count, first_pass, ended = 0, 0, {}, set()
-    for block in blocks:
-        source = block["block_id"] // _SOURCE_STRIDE
-        if block["epoch"] > first_pass.setdefault(source, block["epoch"]):
-            ended.add(source)
-        if count == size or len(ended) == len(first_pass):
-            window, count, first_pass, ended = window + 1, 0, {source: block["epoch"]}, set()
-        count += 1
-        yield window, block
-
-
 def sample_documents(corpus: Corpus, part: str, *, max_bytes: int, seed: int) -> Iterator[tuple[str, str]]:
     """(source name, text) in the proportions of the mixture, one pass at most, until `max_bytes` of UTF-8 are given."""
     streams = [zip(itertools.repeat(s.name), documents(corpus, s, part, seed=seed)) for s in corpus.sources]
@@ -365,120 +432,16 @@ def sample_documents(corpus: Corpus, part: str, *, max_bytes: int, seed: int) ->
 
 def check_sources(corpus: Corpus) -> None:
     """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
-    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines."""
+    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines. Files that cannot be read are left
+    for `on_bad_shard: skip` to pass over."""
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
         for path in files:
-            if (format == "text" or Path(path).suffix == ".jsonl") and (bad := _bad_line(format, path, _CHECKED_BYTES)):
-                raise InputError(f"source {source.name!r}: cannot read {path}: {bad}")
+            lines = corpus.on_bad_shard == "stop" and (format == "text" or Path(path).suffix == ".jsonl")
+            if lines and (bad := _bad_line(format, path, _CHECKED_BYTES)):
+                raise _bad_shard(source, path, 0, bad)
             columns = _parquet_columns(path) if format == "parquet" and "://" not in path else []
             if columns and source.text_column not in columns:
                 raise _no_column(source, path, source.text_column, columns)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
-
-
-class BlockStream(torch.utils.data.IterableDataset):
-    """The blocks of a corpus: `{"input_ids": (<= max_seq_length,) uint16 or int32, "epoch", "block_id"}`.
-
-    `part="train"` has no end: each source starts again when it is through, its files in a new order, and `epoch`
-    counts its passes. `part="validation"` is one pass. `limit` keeps the first blocks only (and `train` then repeats
-    these, in a new order each time). `counts` is (sources, len(COUNTS)), in shared memory: it is right also when a
-    data worker does the reading, and runs ahead of training by what is prefetched. `threads_in_worker` lets such a
-    worker tokenize on all cores; a forked one hangs if its parent has done so before (TOKENIZERS_PARALLELISM=false
-    keeps it from that).
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        part: Literal["train", "validation"],
-        input_format: str,
-        max_seq_length: int,
-        seed: int,
-        shuffle_window: int = 0,
-        limit: int | None = None,
-        threads_in_worker: bool = False,
-    ):
-        self.corpus, self.tokenizer, self.part = corpus, tokenizer, part
-        self.input_format, self.max_seq_length = input_format, max_seq_length
-        self.seed, self.shuffle_window, self.limit = seed, shuffle_window, limit
-        self.threads_in_worker = threads_in_worker
-        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
-        self.counts = torch.zeros(len(corpus.sources), len(COUNTS), dtype=torch.int64).share_memory_()
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise InputError(f"dataloader_num_workers={worker.num_workers}: a stream of text has one order; use 0 or 1")
-        if worker is not None and self.threads_in_worker:
-            os.environ["TOKENIZERS_PARALLELISM"] = "true"
-        self.counts.zero_()
-        encode = corpus_encoder(self.tokenizer)
-        streams = [self._source_blocks(number, encode) for number in range(len(self.corpus.sources))]
-        blocks = interleave(streams, self.corpus.shares)
-        if self.limit is not None and self.part == "train":
-            yield from self._first_blocks(blocks, self.limit)
-        if self.shuffle_window > 1:
-            blocks = shuffle_in_windows(number_windows(blocks, self.shuffle_window), self.seed)
-        yield from itertools.islice(blocks, self.limit)
-
-    def _first_blocks(self, blocks: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
-        """The first blocks, at most `limit` and one pass, again and again, in a new order each time."""
-        first = itertools.takewhile(lambda numbered: numbered[0] == 0, number_windows(blocks, limit))
-        kept = list({block["block_id"]: block for _, block in first}.values())
-        if len(kept) < limit:
-            logger.warning(f"max_train_samples={limit}: the corpus has {len(kept)} blocks, and all are used")
-        for epoch in itertools.count():
-            for position in _generator(self.seed, epoch).permutation(len(kept)):
-                yield {**kept[position], "epoch": epoch}
-
-    def count_table(self) -> dict[str, dict[str, int]]:
-        """What was read, split, held out and skipped so far, by source."""
-        rows = zip(self.corpus.sources, self.counts.tolist(), strict=True)
-        return {source.name: dict(zip(COUNTS, row, strict=True)) for source, row in rows}
-
-    def _source_blocks(self, number: int, encode: Callable[[list[str]], list[list[int]]]) -> Iterator[dict[str, Any]]:
-        """The blocks of one source, pass after pass (one pass of validation)."""
-        source, counts = self.corpus.sources[number], self.counts[number]
-        for epoch in itertools.count():
-            state, before = PackState(), counts.clone()
-            texts = documents(self.corpus, source, self.part, seed=self.seed, epoch=epoch, counts=counts)
-            packed = PACKERS[self.input_format](
-                _tokenize(texts, encode, self.input_format, self.corpus.language),
-                state,
-                max_seq_length=self.max_seq_length,
-                bos_id=self.tokenizer.bos_token_id,
-                eos_id=self.tokenizer.eos_token_id,
-            )
-            for index, block in enumerate(packed):
-                for name in ("documents", "sentences", "split_sentences", "tokens", "blocks"):
-                    counts[COUNTS.index(name)] = before[COUNTS.index(name)] + getattr(state, name)
-                yield {
-                    "input_ids": np.asarray(block, dtype=self.dtype),
-                    "epoch": epoch,
-                    "block_id": number * _SOURCE_STRIDE + index,
-                }
-            counts[COUNTS.index("passes")] += 1
-            if self.part == "validation":
-                return
-            if state.blocks == 0:
-                raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
-
-
-def _tokenize(
-    texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], input_format: str, language: str
-) -> Iterator[list[list[int]]]:
-    """Documents as lists of sentences as ids, `_TEXT_PER_CALL` characters of documents at a time."""
-    texts = iter(texts)
-    for first in texts:
-        batch, size = [first], len(first)
-        while size < _TEXT_PER_CALL and (text := next(texts, None)) is not None:
-            batch.append(text)
-            size += len(text)
-        split = [[text] if input_format == "contiguous" else split_sentences(text, language) for text in batch]
-        ids = iter(encode([sentence for sentences in split for sentence in sentences]))
-        for sentences in split:
-            yield list(itertools.islice(ids, len(sentences)))

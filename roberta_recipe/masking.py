@@ -4,6 +4,7 @@ A block's mask is a function of (seed, epoch, block id) alone, drawn from a coun
 for any number of workers, micro-batch and restart, and another one in every epoch.
 """
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +26,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
     10% a random token (no special token, no padding row of the embedding), 10% themselves.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
-    and `num_tokens`, the number of positions that are no padding. Examples that carry `labels` are padded as they are.
+    `num_tokens`, the number of positions that are no padding, `digest`, a sum over blocks of a checksum of what the
+    model sees of each, and the last example's `states` where it has some. Examples that carry `labels` are padded as
+    they are.
     """
 
     seed: int = 0
@@ -77,10 +80,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
         for row, (ids, targets) in enumerate(masked):
             input_ids[row, : len(ids)] = ids
             labels[row, : len(ids)] = targets
+        digest = sum(
+            zlib.crc32(ids.tobytes(), zlib.crc32(targets.tobytes(), e.get("block_id", 0) & 0xFFFFFFFF))
+            for e, (ids, targets) in zip(examples, masked, strict=True)
+        )
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if lengths.min() < width:
             batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
-        return {**batch, "num_tokens": int(lengths.sum())}
+        states = {"states": examples[-1]["states"]} if "states" in examples[-1] else {}
+        return {**batch, **states, "num_tokens": int(lengths.sum()), "digest": digest}
 
 
 def fixed_masks(blocks: list[dict[str, Any]], collator: MlmCollator) -> list[dict[str, np.ndarray]]:

@@ -3,16 +3,13 @@
 The paper's batch (section 4.3 and Table 9: 8K sequences) is a property of the recipe, so accumulation is derived.
 """
 
-import json
 import logging
 import math
 import os
 import platform
-import re
 import resource
 import subprocess
 import sys
-import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -22,30 +19,16 @@ import datasets
 import torch
 import transformers
 import yaml
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from roberta_recipe.args import ROOT, InputError
+from roberta_recipe import durable, estimate
+from roberta_recipe.args import ROOT, InputError, RunError
+from roberta_recipe.checkpoint import PARTIAL, newest_first
 
 logger = logging.getLogger("recipe")
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
-
-# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets; the first name that the device's has.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 def set_up_logging() -> None:
@@ -55,6 +38,8 @@ def set_up_logging() -> None:
     transformers.utils.logging.set_verbosity_warning()
     datasets.utils.logging.set_verbosity_warning()
     transformers.utils.logging.disable_progress_bar()  # of loading and writing weights, not of training
+    # of DeepSpeed's calls, at every one
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
 
@@ -73,23 +58,25 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def check_output_dir(output_dir: str, resuming: bool) -> None:
-    """Raise `InputError` where the folder holds another run, so that none is written over."""
+def check_output_dir(output_dir: str) -> None:
+    """Raise `InputError` where the folder holds something else than a run that can go on, so that nothing is written
+    over."""
     if not is_first_process():
         return  # the first may have begun to write
     path = Path(output_dir)
-    if path.is_dir() and (path / RECORD_NAME).exists():
+    if path.exists() and not path.is_dir():
+        raise InputError(f"output_dir={output_dir} is a file; name a folder")
+    if (path / RECORD_NAME).exists():
         raise InputError(
             f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
             "this one away"
         )
-    if path.exists() and not path.is_dir():
-        raise InputError(f"output_dir={output_dir} is a file; name a folder")
-    # a preset alone is what a run leaves that failed before its first checkpoint
-    if path.is_dir() and any(entry.name != PRESET_NAME for entry in path.iterdir()) and not resuming:
+    # a preset and half a checkpoint are what a run leaves that was stopped before its first checkpoint
+    others = [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, PARTIAL)] if path.is_dir() else []
+    if others and not newest_first(path):
         raise InputError(
-            f"output_dir={output_dir} already holds files, perhaps of an unfinished run; name another folder with "
-            "--output_dir, move this one away, or go on from one of its checkpoints with --resume_from_checkpoint"
+            f"output_dir={output_dir} already holds files, and no checkpoint to go on from; name another folder with "
+            "--output_dir, or move this one away"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -133,109 +120,117 @@ def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> int:
     return global_batch_size
 
 
-class TimeLimit(TrainerCallback):
-    """Stops training, with everything that follows it still done, once `minutes` of it have passed.
+def check_precision(args: TrainingArguments) -> None:
+    """Raise `InputError` where `accelerate` was told another precision than the preset: `Trainer` would take either.
 
-    The first process's clock decides for all, or some would go on alone.
+    `accelerate launch` passes on that of `--mixed_precision`, its launch file or the user's `accelerate config`.
     """
-
-    def __init__(self, minutes: float):
-        self.minutes, self.reached = minutes, False
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.start_s = time.monotonic()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        over = torch.tensor(time.monotonic() - self.start_s > 60 * self.minutes, device=args.device)
-        if args.world_size > 1:
-            torch.distributed.broadcast(over, src=0)
-        if over and state.global_step < state.max_steps:
-            self.reached = control.should_training_stop = True
-            logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    preset = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if launched not in ("no", preset):
+        raise InputError(
+            f"accelerate launch has mixed_precision={launched}, the preset bf16={str(args.bf16).lower()} and "
+            f"fp16={str(args.fp16).lower()}; precision belongs to the preset: drop --mixed_precision (or the line in "
+            "accelerate's configuration), or set bf16 or fp16"
+        )
 
 
-class RecipeTrainer(Trainer):
-    """`Trainer` with an evaluation that is exact, and throughput in the log.
+def check_processes(args: TrainingArguments) -> None:
+    """Raise `InputError` where a launcher started several processes and each would train for itself."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != args.world_size:
+        raise InputError(
+            f"{started} processes were started, and each trains alone, as there is no GPU: add --use_cpu, which joins "
+            "them on the CPU"
+        )
 
-    Stock evaluation averages the means of batches; here eval_loss is the sum of cross-entropies over all predicted
-    positions / their number, in nats, so it does not depend on the batch. Batches carry `num_tokens`.
+
+def check_deepspeed(args: TrainingArguments) -> None:
+    """Raise `InputError` for a DeepSpeed configuration by flag: it would be filled in before the batch is derived."""
+    if args.deepspeed:
+        raise InputError(
+            f"deepspeed={args.deepspeed}: name a launch file in its place, e.g. accelerate launch --config_file "
+            "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
+        )
+
+
+def build_models_whole() -> None:
+    """Under ZeRO 3, have `from_pretrained` build whole models: it would leave each process a part, before `Trainer`.
+
+    Whoever edits weights first (a padded vocabulary) would edit nothing. `Trainer` puts the setting back.
     """
+    unset_hf_deepspeed_config()
 
-    def __init__(self, *args, flops_per_token: float, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.flops_per_token = flops_per_token
-        self._tokens = self._logged_tokens = 0  # of this process since it was counted; of all at the last log line
-        self._logged_s, self._evaluating_s = None, 0.0
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
-            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
-        self._tokens += inputs.pop("num_tokens")
-        return super().training_step(model, inputs, num_items_in_batch)
+def leave_process_group() -> None:
+    """End together: no process closes its connections while another still works."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
-    def _count_tokens(self) -> None:
-        """Add the tokens of all processes since the last call to those seen."""
-        tokens = torch.tensor(self._tokens, device=self.args.device)
-        self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens, "sum"))
-        self._tokens = 0
 
-    def log(self, logs, start_time=None):
-        if "loss" in logs:
-            elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
-            self._count_tokens()
-            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
-            logs["tokens_per_second"] = round(rate)
-            if self.args.bf16 or self.args.fp16:  # the peaks are those of half precision
-                utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
-                logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
-            logs["tokens_seen"] = self.state.num_input_tokens_seen
-            self._logged_s, self._evaluating_s = time.monotonic(), 0.0
-            self._logged_tokens = self.state.num_input_tokens_seen
-        # Trainer would add its "epoch", which on an endless stream is the share of max_steps
-        epoch, self.state.epoch = self.state.epoch, None
-        super().log(logs, start_time)
-        self.state.epoch = epoch
+def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
+    """DeepSpeed's configuration as its JSON has it, given by `--deepspeed` or by the launcher; empty without it."""
+    if args.deepspeed:
+        return args.deepspeed if isinstance(args.deepspeed, dict) else durable.read_json(args.deepspeed)
+    return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
 
-    def _save_checkpoint(self, model, trial):
-        self._count_tokens()  # those behind the last log line belong to the checkpoint
-        super()._save_checkpoint(model, trial)
 
-    def evaluate(self, *args, **kwargs):
-        start_s = time.monotonic()
-        metrics = super().evaluate(*args, **kwargs)
-        self._evaluating_s += time.monotonic() - start_s
-        return metrics
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of a GPU or of the machine."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ):
-        # not the DDP wrapper: its forward waits for processes that may have one batch less
-        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
-        model.eval()
-        sums = torch.zeros(
-            3, dtype=torch.float64, device=self.args.device
-        )  # cross-entropy, predicted positions, blocks
-        for inputs in dataloader:
-            inputs.pop("num_tokens")
-            inputs = self._prepare_inputs(inputs)
-            with torch.no_grad():
-                sums[0] += model(**inputs, num_items_in_batch=1).loss.double()
-            sums[1] += (inputs["labels"] != -100).sum()
-            sums[2] += len(inputs["labels"])
-        total, predicted, examples = self.accelerator.reduce(sums, "sum").tolist()
-        loss = total / predicted  # `main` has seen that something is predicted
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))
+
+def fit_micro_batch(
+    args: TrainingArguments, model: torch.nn.Module, global_batch_size: int, seq_len: int, mlm_probability: float
+) -> None:
+    """Halve `per_device_train_batch_size` until forward and backward of full blocks fit into memory beside the
+    optimizer, in all processes; accumulation is derived anew. Raises `RunError` where not even one block fits."""
+    micro = args.per_device_train_batch_size
+    while not _fits(args, model, micro, seq_len, mlm_probability):
+        if micro == 1:
+            raise RunError(f"not even one block of {seq_len} tokens fits into memory: take a smaller model, or ZeRO")
+        micro = max(size for size in range(1, micro // 2 + 1) if micro % size == 0)
+        logger.info(f"Out of memory: trying per_device_train_batch_size={micro}")
+    if args.world_size > 1:
+        smallest = torch.tensor(micro, device=args.device)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
+        micro = int(smallest)
+    args.per_device_train_batch_size = micro
+    args.gradient_accumulation_steps = accumulation_steps(global_batch_size, micro, args.world_size)
+
+
+def _fits(args: TrainingArguments, model: torch.nn.Module, micro: int, seq_len: int, mlm_probability: float) -> bool:
+    """Whether one micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved."""
+    device, half = args.device, torch.bfloat16 if args.bf16 else torch.float16
+    reserved = (8 + 4 * (args.world_size > 1)) * model.num_parameters()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model.to(device).train()
+            optimizer = torch.empty(reserved, dtype=torch.uint8, device=device)
+            input_ids = torch.full((micro, seq_len), 4, device=device)
+            labels = torch.where(torch.rand(input_ids.shape, device=device) < mlm_probability, input_ids, -100)
+            with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
+                loss = model(input_ids, labels=labels).loss
+            loss.backward()
+            del loss, optimizer
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def model_flops_utilisation(flops_per_second: float) -> float | None:
-    """Share of one device's peak (`PEAK_FLOPS`); None where the peak is not known."""
+    """Share of one device's peak (`estimate.DEVICES`); None where the peak is not known."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    peaks = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
-    return next((flops_per_second / peak for peak in peaks), None)
+    device = estimate.device_named(torch.cuda.get_device_name())
+    return flops_per_second / device.peak_flops if device else None
 
 
 def peak_memory_bytes() -> int:
@@ -253,21 +248,24 @@ def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 20
     return points[stride - 1 :: stride] if len(points) % stride == 0 else [*points[stride - 1 :: stride], points[-1]]
 
 
-def run_record(trainer: RecipeTrainer, metrics: dict[str, Any], **parts: Any) -> dict[str, Any]:
+def run_record(trainer: Trainer, metrics: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """What is kept of a run: `parts` as given, with where and on what it ran, and what it cost."""
-    trainer._count_tokens()  # those behind the last log line
+    trainer.count_consumed()  # those behind the last log line
     tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
-    summary = next(entry for entry in reversed(history) if "train_runtime" in entry)
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     return {
         "metrics": metrics,
         "steps": trainer.state.global_step,
         "tokens_seen": tokens,
         # median over the log; a run too short for a line of it has its mean
-        "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / summary["train_runtime"]),
-        "train_seconds": summary["train_runtime"],
+        "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / trainer.train_seconds),
+        "train_seconds": round(trainer.train_seconds, 1),  # of all starts
+        "restarts": trainer.restarts,
+        "digest": f"{trainer.digest:012x}",  # of all blocks and masks
+        "skipped_steps": trainer.skipped_steps,
         "peak_memory_bytes": peak_memory_bytes(),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        # under ZeRO 3 a parameter is a part of itself, and `ds_numel` the size of the whole
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "loss_at_steps": {
             "train": loss_at_steps(history, "loss"),
             "validation": loss_at_steps(history, "eval_loss"),
@@ -302,22 +300,6 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_resume(checkpoint: str, max_steps: int, output_dir: str) -> None:
-    """Raise `InputError` where `checkpoint` is none of `Trainer`'s, or has done all its steps."""
-    state = Path(checkpoint) / "trainer_state.json"
-    if not state.is_file():
-        there = sorted(str(path) for path in Path(output_dir).glob("checkpoint-*"))
-        raise InputError(
-            f"resume_from_checkpoint={checkpoint} is no checkpoint folder (it has no trainer_state.json); "
-            f"{output_dir} has {', '.join(there) or 'none'}"
-        )
-    done = json.loads(state.read_text())["global_step"]
-    if done >= max_steps:
-        raise InputError(
-            f"resume_from_checkpoint={checkpoint} has done {done} steps of max_steps={max_steps}; raise max_steps"
-        )
-
-
 def _finite(value: Any) -> Any:
     """`value` with null for numbers that JSON cannot write."""
     if isinstance(value, dict):
@@ -329,14 +311,10 @@ def _finite(value: Any) -> Any:
 
 def write_preset(values: dict[str, Any], output_dir: str) -> None:
     """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run."""
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     (Path(output_dir) / PRESET_NAME).write_text(text, encoding="utf-8")
 
 
 def write_record(record: dict[str, Any], output_dir: str) -> None:
     """`<output_dir>/run_record.json`, whole or not at all."""
-    path = Path(output_dir) / RECORD_NAME
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(_finite(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    durable.write_json(Path(output_dir) / RECORD_NAME, _finite(record))

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.durable import fingerprint
 
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
@@ -78,6 +79,12 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}; masked-LM training needs all four"
         )
     return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of vocabulary, merges, pre-tokenization and special tokens: of all that a block's ids depend on."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return fingerprint({name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")})
 
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Sources, mixture and stream: every format, exact shares, one order, and errors before training."""
+"""Sources: every format, what is held out, faults that pass and faults that do not, and errors before training."""
 
 import gzip
 import itertools
@@ -7,21 +7,11 @@ from collections import Counter
 
 import pyarrow as pa
 import pytest
-import torch
 from conftest import make_documents, write_jsonl, write_parquet, write_text
 
 from roberta_recipe import corpus as corpora
 from roberta_recipe.args import InputError
-from roberta_recipe.corpus import (
-    BlockStream,
-    Corpus,
-    Source,
-    interleave,
-    number_windows,
-    read_corpus,
-    sample_documents,
-    shuffle_in_windows,
-)
+from roberta_recipe.corpus import Corpus, Source, interleave, read_corpus, sample_documents
 
 TEXTS = make_documents(60, seed=4)
 
@@ -29,11 +19,6 @@ TEXTS = make_documents(60, seed=4)
 def texts_of(part="train", seed=0, epoch=0, share=0.01, **source):
     corpus = Corpus("c", [Source("s", **source)], validation_share=share)
     return list(corpora.documents(corpus, corpus.sources[0], part, seed=seed, epoch=epoch))
-
-
-def stream_of(corpus, tokenizer, **changes):
-    settings = dict(part="train", input_format="full_sentences", max_seq_length=64, seed=0)
-    return BlockStream(corpus, tokenizer, **{**settings, **changes})
 
 
 # Sources
@@ -143,18 +128,6 @@ def test_validation_files_are_used_where_given(tmp_path):
     assert texts_of(part="validation", **source) == TEXTS[50:]
 
 
-def test_empty_documents_are_skipped_and_counted(tmp_path, tokenizer):
-    path = write_parquet(tmp_path / "a.parquet", ["", *TEXTS, None, " \n "])
-    stream = stream_of(Corpus("c", [Source("s", files=path)], validation_share=0.2), tokenizer)
-    first_pass = list(itertools.takewhile(lambda block: block["epoch"] == 0, stream))
-    held_out = len(texts_of(part="validation", files=path, share=0.2))
-    counts = stream.count_table()["s"]
-    # the second pass has begun, and with so little text it is read to its end at once
-    assert (counts["passes"], counts["empty_documents"]) == (1, 6)
-    assert counts["held_out_documents"] == 2 * held_out > 0
-    assert sum(b["input_ids"].tolist().count(0) for b in first_pass) == len(first_pass)
-
-
 def test_docstrings_are_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr("roberta_recipe.docstrings.MAX_BYTES", 300_000)
@@ -198,65 +171,6 @@ def test_sources_of_their_sizes_end_together():
     assert Counter(itertools.islice(interleave(streams, shares), 120)) == dict(enumerate(sizes))
 
 
-def test_shuffle_in_windows():
-    def shuffled(seed):
-        return list(shuffle_in_windows(((number // 100, number) for number in range(250)), seed))
-
-    once = shuffled(1)
-    assert [sorted(once[i : i + 100]) for i in (0, 100, 200)] == [
-        list(range(i, min(i + 100, 250))) for i in (0, 100, 200)
-    ]
-    assert once == shuffled(1) != shuffled(2)
-    assert once[:100] != sorted(once[:100]) and [n % 100 for n in once[:100]] != [n % 100 for n in once[100:200]]
-
-
-def test_a_window_reads_one_item_ahead_for_each_it_gives():
-    taken = []
-    numbered = ((number // 100, taken.append(number) or number) for number in range(1000))
-    stream = shuffle_in_windows(numbered, 0)
-    for given in range(1, 500):
-        next(stream)
-        assert len(taken) <= given + 100  # a window, and the first item of the next
-
-
-def test_windows_end_after_so_many_blocks_or_a_pass_of_all_sources():
-    def blocks(*pattern):
-        return [{"block_id": source << 40, "epoch": epoch} for source, epoch in pattern]
-
-    def numbers(given, size):
-        return [number for number, _ in number_windows(iter(given), size)]
-
-    assert numbers(blocks(*[(0, 0)] * 5), 2) == [0, 0, 1, 1, 2]
-    assert numbers(blocks((0, 0), (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2)), 9) == [0, 0, 0, 1, 1, 1, 2]
-    two = blocks((0, 0), (1, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 1), (0, 4), (1, 2))
-    assert numbers(two, 99) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]  # the second source ends its pass later
-
-
-def test_no_block_comes_twice_before_all_have_come(tmp_path, tokenizer):
-    """A corpus of fewer blocks than the window."""
-    path = write_parquet(tmp_path / "a.parquet", make_documents(60, seed=5))
-    corpus = Corpus("c", [Source("s", files=path)])
-    size = len(list(itertools.takewhile(lambda b: b["epoch"] == 0, stream_of(corpus, tokenizer))))
-    shuffled = first(stream_of(corpus, tokenizer, shuffle_window=10 * size), 3 * size)
-    passes = [shuffled[i * size : (i + 1) * size] for i in range(3)]
-    assert all({b[1] for b in part} == set(range(size)) for part in passes)
-    assert [b[1] for b in passes[0]] != [b[1] for b in passes[1]] != sorted(b[1] for b in passes[1])
-
-
-def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
-    """Equal shares of two sources, the documents of one 40 times as long as those of the other."""
-    files = {
-        "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
-        "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
-    }
-    corpus = Corpus("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
-    blocks = list(itertools.islice(stream_of(corpus, tokenizer), 400))
-    tokens = Counter()
-    for block in blocks:
-        tokens[block["block_id"] >> 40] += len(block["input_ids"])
-    assert abs(tokens[0] / sum(tokens.values()) - 0.5) < 0.02
-
-
 def test_sample_of_the_mixture(tmp_path):
     sources = [
         Source("a", files=write_parquet(tmp_path / "a.parquet", make_documents(300, seed=5)), size_gb=3.0),
@@ -266,79 +180,6 @@ def test_sample_of_the_mixture(tmp_path):
     for name, text in sample_documents(Corpus("c", sources), "train", max_bytes=40_000, seed=0):
         sizes[name] += len(text.encode())
     assert 40_000 <= sum(sizes.values()) < 41_000 and abs(sizes["a"] / sum(sizes.values()) - 0.75) < 0.03
-
-
-# Stream
-
-
-@pytest.fixture
-def two_files(tmp_path):
-    paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(80, seed=n)) for n in range(4)]
-    return Corpus("c", [Source("s", files=paths)])
-
-
-@pytest.mark.parametrize("input_format", ["full_sentences", "contiguous"])
-def test_a_pass_loses_nothing(two_files, tokenizer, input_format):
-    stream = stream_of(two_files, tokenizer, input_format=input_format)
-    blocks = list(itertools.takewhile(lambda block: block["epoch"] == 0, stream))
-    assert [block["block_id"] for block in blocks] == list(range(len(blocks)))
-    special = torch.tensor(tokenizer.all_special_ids)
-    tokens = sum(int((~torch.isin(torch.from_numpy(b["input_ids"].astype(int)), special)).sum()) for b in blocks)
-    texts = list(corpora.documents(two_files, two_files.sources[0], "train", seed=0))
-    units = [s for t in texts for s in ([t] if input_format == "contiguous" else corpora.split_sentences(t))]
-    assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
-    assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
-    if input_format == "contiguous":
-        assert all(len(b["input_ids"]) == 64 for b in blocks[:-1])
-
-
-def first(stream, count=200):
-    return [(b["epoch"], b["block_id"], b["input_ids"].tolist()) for b in itertools.islice(stream, count)]
-
-
-def test_the_stream_is_a_function_of_corpus_and_seed(two_files, tokenizer):
-    once = first(stream_of(two_files, tokenizer, shuffle_window=16))
-    assert once == first(stream_of(two_files, tokenizer, shuffle_window=16))
-    other = first(stream_of(two_files, tokenizer, shuffle_window=16, seed=1))
-    assert [b[1] for b in once] != [b[1] for b in other]
-
-
-def test_every_pass_has_another_order(two_files, tokenizer):
-    passes: list[list[str]] = [[], []]
-    for block in itertools.takewhile(lambda block: block["epoch"] < 2, stream_of(two_files, tokenizer)):
-        passes[block["epoch"]].append(str(block["input_ids"].tolist()))
-    assert passes[0] != passes[1]
-    assert (
-        len(set(passes[0]) ^ set(passes[1])) < len(passes[0]) / 2
-    )  # the same text, packed anew behind joints of files
-
-
-def test_a_data_worker_reads_the_same_blocks_and_its_counts_arrive(two_files, tokenizer):
-    stream = stream_of(two_files, tokenizer, shuffle_window=16)
-    here = first(stream, 40)
-    stream = stream_of(two_files, tokenizer, shuffle_window=16)
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1, collate_fn=lambda block: block)
-    assert first(loader, 40) == here
-    assert stream.count_table()["s"]["blocks"] >= 40
-    with pytest.raises(InputError, match="dataloader_num_workers=2"):
-        next(iter(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2, collate_fn=lambda block: block)))
-
-
-def test_the_first_blocks_only_again_and_again(two_files, tokenizer):
-    blocks = first(stream_of(two_files, tokenizer, limit=10), 30)
-    kept = {block_id for _, block_id, _ in blocks}
-    assert len(kept) == 10
-    for epoch in range(3):
-        part = blocks[10 * epoch : 10 * epoch + 10]
-        assert {b[1] for b in part} == kept and {b[0] for b in part} == {epoch}
-    assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
-
-
-def test_a_limit_above_the_corpus_is_the_corpus(two_files, tokenizer):
-    size = len(list(itertools.takewhile(lambda b: b["epoch"] == 0, stream_of(two_files, tokenizer))))
-    blocks = first(stream_of(two_files, tokenizer, limit=10**9), 2 * size)
-    assert [epoch for epoch, _, _ in blocks] == [0] * size + [1] * size
-    assert len({block_id for _, block_id, _ in blocks}) == size
 
 
 # Bad input
@@ -415,15 +256,12 @@ def test_a_column_that_holds_no_text(tmp_path):
         check(path, tmp_path)
 
 
-def test_an_empty_corpus(tmp_path, tokenizer):
+def test_an_empty_corpus(tmp_path):
     write_parquet(tmp_path / "blank.parquet", ["", " ", None])
     (tmp_path / "none.txt").write_text("")
     for name in ("blank.parquet", "none.txt"):
         with pytest.raises(InputError, match=r"source 's' is empty"):
             check(tmp_path / name, tmp_path)
-    corpus = Corpus("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
-    with pytest.raises(InputError, match=r"source 's' is empty"):  # and no endless search for text
-        next(iter(stream_of(corpus, tokenizer)))
 
 
 def test_text_that_is_not_utf8_is_named_by_line(tmp_path):

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from roberta_recipe.args import ROOT, InputError
 from roberta_recipe.masking import IGNORED, MlmCollator
 from roberta_recipe.modeling import RobertaForMaskedLM, build_model, flops_per_token, load_config
-from roberta_recipe.run import RecipeTrainer
+from roberta_recipe.trainer import RecipeTrainer, StepWatch
 from train_mlm import MlmTrainingArguments
 
 LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
@@ -62,6 +62,9 @@ def one_step(cls, config, tokenizer, blocks, batch, accumulation, tmp_path):
         data_collator=MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8),
         callbacks=[keep],
         flops_per_token=1.0,
+        fingerprint={"global_batch_size": len(blocks)},
+        resumed=None,
+        watch=StepWatch(),
     )
     trainer.train()
     return trainer.state.log_history[0]["loss"], keep.gradients

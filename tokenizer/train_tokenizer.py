@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from roberta_recipe import corpus as corpora
 from roberta_recipe import run, tokenization
-from roberta_recipe.args import InputError, RecipeParser, exit_on_input_error
+from roberta_recipe.args import InputError, RecipeParser, exit_on_error
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -108,4 +108,4 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
 
 
 if __name__ == "__main__":
-    exit_on_input_error(main)
+    exit_on_error(main)

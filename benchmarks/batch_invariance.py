@@ -1,0 +1,126 @@
+"""One curve for any layout: micro-batches, accumulation, processes and ZeRO stages, on the CPU in fp32.
+
+    python benchmarks/batch_invariance.py [--steps 50] [--bound 1e-5]
+
+Trains a small model without dropout on generated text, always 16 sequences a step, through the command line of the
+recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each at three splits of the batch. Prints
+the largest relative difference of the logged losses from one process that takes the batch whole; exit code 1 where one
+is above the bound. Some five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
+
+from transformers import RobertaConfig
+
+from roberta_recipe.tokenization import train_tokenizer
+
+GLOBAL_BATCH_SIZE = 16
+LAUNCHES = [("one process", "one_gpu", 1), ("two processes", "two_cpus", 2)]
+LAUNCHES += [(f"ZeRO {stage}, two processes", f"zero{stage}", 2) for stage in (1, 2, 3)]
+
+
+def write_inputs(folder: Path) -> Path:
+    """Text, tokenizer, model config and a preset that names them; returns the preset."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 7))) for _ in range(300)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]  # Zipf's law, so that there is something to learn
+    sentences = [" ".join(rng.choices(words, weights, k=rng.randint(4, 16))) + "." for _ in range(12000)]
+    documents = ["\n".join(sentences[start : start + 8]) for start in range(0, len(sentences), 8)]
+    (folder / "train.txt").write_text("\n\n".join(documents[:1400]), encoding="utf-8")
+    (folder / "validation.txt").write_text("\n\n".join(documents[1400:]), encoding="utf-8")
+    tokenizer = train_tokenizer(documents, vocab_size=600)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+    ).to_json_file(folder / "config.json")
+    values = {
+        "train_file": [str(folder / "train.txt")],
+        "validation_file": [str(folder / "validation.txt")],
+        "tokenizer_name": str(folder / "tokenizer"),
+        "config_name": str(folder / "config.json"),
+        "output_dir": str(folder / "run"),
+        "max_seq_length": 64,
+        "shuffle_window": 256,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "max_eval_samples": 48,
+        "learning_rate": 2e-3,
+        "warmup_steps": 10,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    preset = folder / "preset.yaml"
+    preset.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+    return preset
+
+
+def losses(preset: Path, launch_file: str, processes: int, micro_batch: int, steps: int) -> list[float]:
+    """The loss of every step, and the validation loss at the end."""
+    output_dir = preset.parent / f"{launch_file}-{micro_batch}"
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"],
+            *["--config_file", f"ds_configs/accelerate/{launch_file}.yaml", "--num_processes", str(processes)],
+            *["train_mlm.py", "--config", str(preset), "--output_dir", str(output_dir), "--max_steps", str(steps)],
+            *["--per_device_train_batch_size", str(micro_batch)],
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    if done.returncode:
+        sys.exit(f"{launch_file}, micro-batch {micro_batch}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    curves = json.loads((output_dir / "run_record.json").read_text())["loss_at_steps"]
+    return [loss for part in ("train", "validation") for _, loss in curves[part]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--bound", type=float, default=1e-5, help="largest relative difference of a loss")
+    args = parser.parse_args()
+
+    largest, reference = 0.0, None
+    print(f"{'launch':<24}{'sequences x accumulation':>26}{'last loss':>12}{'largest relative difference':>30}")
+    with tempfile.TemporaryDirectory() as folder:
+        preset = write_inputs(Path(folder))
+        for name, launch_file, processes in LAUNCHES:
+            at_once = GLOBAL_BATCH_SIZE // processes
+            for accumulation in (1, 4, at_once):
+                micro_batch = at_once // accumulation
+                curve = losses(preset, launch_file, processes, micro_batch, args.steps)
+                reference = reference or curve
+                difference = max(abs(a - b) / b for a, b in zip(curve, reference, strict=True))
+                largest = max(largest, difference)
+                split = f"{micro_batch} x {accumulation}"
+                print(f"{name:<24}{split:>26}{curve[args.steps - 1]:>12.6f}{difference:>30.1e}", flush=True)
+    print(f"largest of all {largest:.1e}, bound {args.bound:g}")
+    sys.exit(largest > args.bound)
+
+
+if __name__ == "__main__":
+    main()

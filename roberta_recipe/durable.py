@@ -1,0 +1,95 @@
+"""Files that are whole or absent: written aside, made durable, renamed; and what tells that they are still whole.
+
+The paper trains for 500K steps (Table 9); a run of that length meets full disks, killed processes and flipped bits.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def sha256(path: str | Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprint(values: Any) -> str:
+    """A short hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: str | Path, values: Any) -> None:
+    """`values` as a JSON file, whole or not at all; another one of that name stays until it is replaced."""
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    try:
+        aside.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def read_json(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
+
+
+def publish(aside: Path, place: Path) -> None:
+    """Give the finished folder `aside` a manifest (sizes, SHA-256), make it durable and rename it to `place`.
+
+    A folder that is there already goes only when the new one is on the disk.
+    """
+    sizes = {path.relative_to(aside).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(aside)}
+    for path in aside.rglob("*"):
+        sync(path)
+    write_json(aside / MANIFEST, {"files": sizes})
+    shutil.rmtree(place, ignore_errors=True)
+    os.replace(aside, place)
+    sync(place.parent)
+
+
+def fault(folder: str | Path) -> str | None:
+    """What is wrong with a published folder: None where it is as it was written."""
+    folder = Path(folder)
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: writing it was not finished, or it is none of this recipe's"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+        if sha256(path) != digest:
+            return f"{name} is not what was written (SHA-256)"
+    return None
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Where two fingerprints disagree: name -> "name was X, is Y"."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return {name: f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names}

@@ -1,0 +1,401 @@
+"""`Trainer` for runs of weeks: exact figures, checkpoints that are whole or absent, and a stop that loses nothing.
+
+The paper pretrains for 500K steps of 8K sequences (Table 9). Built on these of `Trainer`'s internals in transformers
+5.23: `_save_checkpoint` writes below `_get_output_dir()`, `_run_epoch` loads the random state first where
+`ignore_data_skip` is set, `_tr_loss` holds the loss since the last log line.
+"""
+
+import functools
+import logging
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+
+from roberta_recipe import durable
+from roberta_recipe.args import RunError
+from roberta_recipe.checkpoint import PARTIAL, STATE_NAME, layout, newest_first
+from roberta_recipe.run import is_out_of_memory, model_flops_utilisation
+
+logger = logging.getLogger("recipe")
+
+MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at its floor after 16
+_DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
+
+
+class StepWatch(TrainerCallback):
+    """Ends training early, at the same step in all processes: on SIGTERM, with a checkpoint; after `minutes`; where
+    the loss is not finite, without one."""
+
+    def __init__(self, minutes: float | None = None):
+        self.minutes, self.time_over, self.preempted = minutes, False, False
+        self.told = torch.zeros(1).share_memory_()  # to stop; data workers look at it too
+        self.trainer: RecipeTrainer | None = None
+        self._handler = None
+
+    def _tell(self, *_: Any) -> None:
+        self.told[0] = 1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start_s = time.monotonic()
+        self._handler = signal.signal(signal.SIGTERM, self._tell)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # the first process's clock decides, or some would go on alone
+        over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
+        flags = torch.tensor([float(self.told), float(bool(over))], device=args.device)
+        told, over, not_finite = self.trainer.sum_over_processes(torch.cat([flags, self.trainer.not_finite])).tolist()
+        self.trainer.end_step(bool(not_finite))
+        if over and state.global_step < state.max_steps:
+            self.time_over = control.should_training_stop = True
+            logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
+        if told:
+            self.preempted = control.should_save = control.should_training_stop = True
+            logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
+
+
+class RecipeTrainer(Trainer):
+    """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
+
+    Stock evaluation averages the means of batches; here eval_loss is the sum of cross-entropies over all predicted
+    positions / their number, in nats, so it does not depend on the batch. Batches carry `num_tokens`, `digest` and
+    perhaps `states`. `watch` ends training early; `resumed` is the `recipe_state.json` of the checkpoint that training
+    goes on from.
+    """
+
+    def __init__(
+        self,
+        *args,
+        flops_per_token: float,
+        fingerprint: dict[str, Any],
+        resumed: dict[str, Any] | None,
+        watch: StepWatch,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.watch, watch.trainer = watch, self
+        self.add_callback(watch)
+        self.flops_per_token, self.fingerprint = flops_per_token, fingerprint
+        resumed = resumed or {}
+        self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
+        self.skipped_steps: int = resumed.get("skipped_steps", 0)  # fp16 gradients that overflowed
+        self.restarts: int = resumed.get("restarts", -1) + 1
+        self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
+        self._skipped_in_a_row = 0
+        self._first_step, self._first_place = resumed.get("step", 0), resumed.get("places", 0)
+        self._loss_sums: list[float] = resumed.get("loss_sums", [])
+        self._loss_sum_from: int = resumed.get("loss_sum_from", 0)
+        self._earlier_s: float = resumed.get("train_seconds", 0.0)
+        self._start_s, self._states = time.monotonic(), None
+        self._tokens = self._digest = self._logged_tokens = 0  # of this process since counted; of all when last logged
+        self._logged_s, self._evaluating_s, self._to_push = None, 0.0, None
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The process's own blocks, in order: `TrainBlocks` has divided them already."""
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            worker_init_fn=functools.partial(_outlive_preemption, self.watch.told),
+            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
+        )
+
+    @property
+    def places(self) -> int:
+        """Blocks consumed: the place from which the next step takes its own."""
+        steps = self.state.global_step - self._first_step
+        return self._first_place + steps * self.fingerprint["global_batch_size"]
+
+    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, "sum")
+
+    # Training
+
+    def train(self, *args, **kwargs):
+        self._start_s = time.monotonic()
+        try:
+            return super().train(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            micro = self.args.per_device_train_batch_size
+            raise RunError(
+                f"out of memory at step {self.state.global_step + 1} ({_first_line(error)}): lower "
+                f"per_device_train_batch_size={micro}, or let --auto_micro_batch find what fits; the global batch "
+                f"stays what it is. {self._last_good()}"
+            ) from error
+
+    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
+            self.control.should_training_stop = True
+            return
+        if self._loss_sums and self.state.global_step == self._first_step:
+            share = self._loss_sums[self.args.process_index % len(self._loss_sums)]
+            same = len(self._loss_sums) == self.args.world_size
+            self._tr_loss += share if same else sum(self._loss_sums) / len(self._loss_sums)
+            self._globalstep_last_logged = self._loss_sum_from
+        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        # rate and decay are those of the command line, which are the checkpoint's unless a change was asked for
+        args, scheduler = self.args, self.lr_scheduler
+        scheduler.base_lrs = [args.learning_rate] * len(scheduler.base_lrs)
+        for group in self.optimizer.param_groups:
+            group.update(initial_lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
+            group["lr"] = args.learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
+            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
+        self._tokens += inputs.pop("num_tokens")
+        self._digest += inputs.pop("digest")
+        self._states = inputs.pop("states", None)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.not_finite += ~torch.isfinite(loss)
+        return loss
+
+    def end_step(self, not_finite: bool) -> None:
+        """After each optimizer step, in all processes alike: count those that fp16 skipped, and end a lost run."""
+        self.not_finite.zero_()
+        skipped = self.accelerator.optimizer_step_was_skipped
+        self.skipped_steps += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        step, rate = self.state.global_step, self.args.learning_rate
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise RunError(
+                f"fp16 gradients overflowed in {self._skipped_in_a_row} steps in a row, up to step {step}: train in "
+                f"bf16 (--bf16 true --fp16 false), lower learning_rate={rate}, or warm up longer. {self._last_good()}"
+            )
+        if not_finite and not skipped:
+            batch = self.fingerprint["global_batch_size"]
+            raise RunError(
+                f"the loss of step {step} is not finite (blocks {self.places - batch:,} to {self.places - 1:,}); "
+                f"nothing of it was saved. Lower learning_rate={rate} or warm up longer (warmup_steps="
+                f"{self.args.warmup_steps:g}), with --resume_despite_changes true. {self._last_good()}"
+            )
+
+    def count_consumed(self) -> None:
+        """Add the tokens and the digests of all processes since the last call to those seen."""
+        counted = torch.tensor([self._tokens, self._digest % _DIGEST_MODULUS], device=self.args.device)
+        tokens, digest = self.sum_over_processes(counted).tolist()
+        self.state.num_input_tokens_seen += tokens
+        self.digest = (self.digest + digest) % _DIGEST_MODULUS
+        self._tokens = self._digest = 0
+
+    @property
+    def train_seconds(self) -> float:
+        """Of this start and of those before it."""
+        return self._earlier_s + time.monotonic() - self._start_s
+
+    def log(self, logs, start_time=None):
+        logged_loss = "loss" in logs
+        if logged_loss:
+            elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
+            self.count_consumed()
+            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
+            logs["tokens_per_second"] = round(rate)
+            if self.args.bf16 or self.args.fp16:  # the peaks are those of half precision
+                utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
+                logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
+            if self.args.fp16:
+                logs["skipped_steps"] = self.skipped_steps
+            logs["tokens_seen"] = self.state.num_input_tokens_seen
+            self._logged_s, self._evaluating_s = time.monotonic(), 0.0
+            self._logged_tokens = self.state.num_input_tokens_seen
+        # Trainer would add its "epoch", which on an endless stream is the share of max_steps
+        epoch, self.state.epoch = self.state.epoch, None
+        super().log(logs, start_time)
+        self.state.epoch = epoch
+        if logged_loss:  # not among the metrics that trackers draw
+            self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial):
+        return os.path.join(self.args.output_dir, PARTIAL)
+
+    def _save_checkpoint(self, model, trial):
+        """Aside, with a manifest, durable, renamed: a crash or a full disk leaves the last complete one."""
+        self.count_consumed()  # those behind the last log line belong to the checkpoint
+        loss_sums = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
+        name = f"checkpoint-{self.state.global_step}"
+        aside, place = Path(self.args.output_dir, PARTIAL, name), Path(self.args.output_dir, name)
+        self._refuse_bad_weights()
+        if self.args.should_save:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        failure = None
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            failure = error
+        self._end_writing(failure, aside)
+        try:
+            if self.args.should_save:
+                durable.write_json(aside / STATE_NAME, self._recipe_state(loss_sums))
+                durable.publish(aside, place)
+        except OSError as error:
+            failure = error
+        self._end_writing(failure, aside)
+        if self.args.should_save:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+        if self._to_push:
+            super()._push_from_checkpoint(str(place))
+
+    def _master_weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights that DeepSpeed's optimizer steps, whole, on the first process; every process must call.
+
+        The model itself holds them in half precision under bf16 and fp16, and in parts under ZeRO 3.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self.model.named_parameters():  # a tied one once
+            whole = safe_get_full_fp32_param(parameter)
+            if self.args.should_save:
+                weights[name] = whole.cpu()
+        return weights
+
+    def _refuse_bad_weights(self) -> None:
+        """Raise `RunError` where a weight is not finite, in all processes."""
+        bad = sum((~torch.isfinite(p)).any().float() for p in self.model.parameters() if p.numel())
+        if self.sum_over_processes(torch.as_tensor(bad, device=self.args.device)):
+            raise RunError(
+                f"the weights are not finite after step {self.state.global_step}, so no checkpoint of them is written. "
+                f"Lower learning_rate={self.args.learning_rate} or warm up longer. {self._last_good()}"
+            )
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.is_deepspeed_enabled:
+            state_dict = self._master_weights()
+        super()._save(output_dir, state_dict)
+        if self.is_deepspeed_enabled and self.args.should_save:
+            self.model.config.dtype = "float32"  # as in the file; what was written is that of the model in memory
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+        if self.args.should_save:  # a pickle; preset.yaml says it all
+            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self._to_push = True  # when it is complete
+
+    def _end_writing(self, failure: Exception | None, aside: Path) -> None:
+        """Raise `RunError` in all processes where writing failed in one (under DeepSpeed, whose own writing waits for
+        all, in that one alone: the launcher ends the others)."""
+        failed = torch.tensor(float(failure is not None), device=self.args.device)
+        if not (failure and self.is_deepspeed_enabled):
+            failed = self.sum_over_processes(failed)
+        if failed:
+            if self.args.should_save:
+                shutil.rmtree(aside.parent, ignore_errors=True)  # room for whoever looks into it
+            raise RunError(
+                f"checkpoint-{self.state.global_step} could not be written to {self.args.output_dir}: "
+                f"{_first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make room, "
+                "then start the same command again"
+            ) from failure
+
+    def _recipe_state(self, loss_sums: list[float]) -> dict[str, Any]:
+        return {
+            "step": self.state.global_step,
+            "places": self.places,
+            "fingerprint": self.fingerprint,
+            "layout": layout(self.args),
+            "digest": self.digest,
+            "skipped_steps": self.skipped_steps,
+            "restarts": self.restarts,
+            "loss_sums": loss_sums,
+            "loss_sum_from": self._globalstep_last_logged,
+            "train_seconds": self.train_seconds,
+            "states": self._states,
+        }
+
+    def _last_good(self) -> str:
+        there = newest_first(self.args.output_dir)
+        return f"The last complete checkpoint is {there[0]}." if there else "There is no checkpoint yet."
+
+    # Evaluation
+
+    def evaluate(self, *args, **kwargs):
+        start_s, random_state = time.monotonic(), torch.get_rng_state()
+        metrics = super().evaluate(*args, **kwargs)
+        torch.set_rng_state(random_state)  # its data loader has drawn from it; how often one evaluates changes nothing
+        self._evaluating_s += time.monotonic() - start_s
+        return metrics
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        # not the DDP wrapper: its forward waits for processes that may have one batch less
+        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        model.eval()
+        # cross-entropy, predicted positions, blocks
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        for inputs, counts in self._equally_many(dataloader):
+            del inputs["num_tokens"], inputs["digest"]
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                total = model(**inputs, num_items_in_batch=1).loss
+            if not counts:
+                continue
+            sums[0] += total.double()
+            sums[1] += (inputs["labels"] != -100).sum()
+            sums[2] += len(inputs["labels"])
+        total, predicted, examples = self.accelerator.reduce(sums, "sum").tolist()
+        loss = total / predicted  # `main` has seen that something is predicted
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))
+
+    def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+        """The batches of `dataloader`, each with whether it counts.
+
+        Under ZeRO 3 a forward gathers weights from all processes, so one that has fewer batches, or none, goes on with
+        a block that does not count.
+        """
+        own = most = len(dataloader)
+        if self.is_deepspeed_enabled:
+            most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
+        yield from ((inputs, True) for inputs in dataloader)
+        for _ in range(most - own):
+            yield self.data_collator([dataloader.dataset[0]]), False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _outlive_preemption(told: torch.Tensor, worker: int) -> None:
+    """A data worker survives a SIGTERM that its trainer has got too, which ends its step and saves first."""
+
+    def end_unless_told(*_: Any) -> None:
+        for _ in range(20):
+            if told:
+                return
+            time.sleep(0.05)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_unless_told)

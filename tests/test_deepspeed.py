@@ -1,0 +1,181 @@
+"""ZeRO through `accelerate launch` on two CPU processes, and what the configurations must not say."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from conftest import run_python
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM
+
+import train_mlm
+from roberta_recipe.args import ROOT, InputError
+from roberta_recipe.modeling import build_model
+
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="on a CPU, DeepSpeed builds an extension in C++"
+)
+
+
+def launch(launch_file, preset, *argv, cwd):
+    """`accelerate launch` with two processes from the repository's root."""
+    done = run_python(
+        *["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"],
+        *["--num_processes", "2", "--main_process_port", "0", "train_mlm.py", "--config", preset, *argv],
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def read_record(path):
+    return json.loads((Path(path) / "run_record.json").read_text())
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+@pytest.fixture
+def start(config_file, tokenizer, tmp_path):
+    """Flags that continue from a checkpoint and pad its vocabulary, four micro-batches a step."""
+    torch.manual_seed(0)
+    build_model(tokenizer, config_name=config_file, max_seq_length=64).save_pretrained(tmp_path / "start")
+    flags = ["--model_name_or_path", tmp_path / "start", "--pad_vocab_to_multiple_of", "64"]
+    return [*map(str, flags), "--per_device_train_batch_size", "2"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("stage", "eval_batch"),
+    [(1, 4), (2, 9), (3, 27)],  # 27 blocks: 4 batches and 3, 2 and 1, 1 and none
+)
+def test_zero_gives_the_curve_and_the_weights_of_one_process(stage, eval_batch, preset, start, tmp_path):
+    flags = [*start, "--per_device_eval_batch_size", str(eval_batch)]
+    one = train_mlm.main(["--config", preset, *flags, "--output_dir", str(tmp_path / "one")])
+    flags += ["--save_strategy", "steps", "--save_steps", "2"]
+    done = launch(f"zero{stage}", preset, *flags, cwd=ROOT)
+    zero = read_record(tmp_path / "run")
+    assert losses(zero) == pytest.approx(losses(one), rel=1e-5) and len(losses(zero)) == 4  # measured: 2e-7
+    assert zero["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=1e-5)
+    assert (zero["tokens_seen"], zero["parameters"]) == (one["tokens_seen"], one["parameters"])
+    assert "destroy_process_group" not in done.stderr and "Batch       8 sequences = 2 processes" in done.stderr
+
+    wanted = load_file(tmp_path / "one" / "model.safetensors")
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
+        assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+        weights = load_file(folder / "model.safetensors")
+        assert weights.keys() == wanted.keys() and len(weights) > 40
+        for name, weight in weights.items():
+            # Adam's first steps are signs, so a gradient of nearly 0 may step either way: by at most the rates' sum
+            torch.testing.assert_close(weight, wanted[name], rtol=0, atol=2.5e-3 if name.endswith("key.bias") else 1e-5)
+        model = AutoModelForMaskedLM.from_pretrained(folder)
+        assert model.dtype == torch.float32 and model.config.vocab_size == 448
+        assert (model.lm_head.bias[400:] < -9e3).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("launch_file", ["zero1", "zero3_offload"])
+def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path):
+    one = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "one")])
+    launch(launch_file, preset, *start, "--bf16", "true", cwd=ROOT)
+    half = read_record(tmp_path / "run")
+    assert losses(half) == pytest.approx(losses(one), rel=2e-3) and losses(half) != losses(one)  # measured: 2e-4
+    assert half["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=2e-3)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    # the optimizer's own: most of them are no bf16 numbers
+    word = weights["roberta.embeddings.word_embeddings.weight"]
+    assert (word != word.bfloat16().float()).float().mean() > 0.5
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").dtype == torch.float32
+
+
+def test_deepspeed_configurations_leave_the_recipe_to_the_preset():
+    assert [path.stem for path in CONFIGS] == ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    for path in CONFIGS:
+        values = json.loads(path.read_text())
+        assert not {"optimizer", "scheduler", "amp"} & values.keys(), path
+        sizes = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+        assert all(values[key] == "auto" for key in [*sizes, "gradient_clipping"]), path
+        assert values["bf16"] == {"enabled": "auto"} and values["fp16"]["enabled"] == "auto", path
+        scale = {key: values["fp16"][key] for key in ("loss_scale", "initial_scale_power", "loss_scale_window")}
+        assert scale == {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}, path
+        assert values["fp16"]["min_loss_scale"] == 1, path
+        # in half precision, a sum of hundreds of micro-batches loses the last ones
+        assert values["data_types"]["grad_accum_dtype"] == values["communication_data_type"] == "fp32", path
+        zero = values["zero_optimization"]
+        assert path.stem.startswith(f"zero{zero['stage']}"), path
+        assert ("offload_optimizer" in zero) == path.stem.endswith("offload"), path
+        assert ("offload_param" in zero) == (path.stem == "zero3_offload"), path
+        assert zero.get("stage3_gather_16bit_weights_on_model_save", False) == (zero["stage"] == 3), path
+
+
+def test_launch_files_say_where_to_run_and_nothing_else():
+    names = [
+        "eight_gpus",
+        "one_gpu",
+        "two_cpus",
+        "two_nodes",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+    ]
+    assert [path.stem for path in LAUNCH_FILES] == names
+    for path in LAUNCH_FILES:
+        text = path.read_text()
+        assert text.startswith("# ") and f"accelerate launch --config_file ds_configs/accelerate/{path.name}" in text
+        values = yaml.safe_load(text)
+        allowed = "compute_environment distributed_type num_machines num_processes machine_rank main_process_ip"
+        allowed += " main_process_port rdzv_backend same_network use_cpu deepspeed_config"
+        assert values.keys() <= set(allowed.split()), path
+        loaded = load_config_from_file(str(path))  # accelerate refuses keys that it does not know
+        assert loaded.mixed_precision is None and loaded.num_processes == values["num_processes"], path
+        deepspeed = values.get("deepspeed_config", {})
+        assert bool(deepspeed) == path.stem.startswith("zero"), path
+        if deepspeed:
+            assert deepspeed == {"deepspeed_config_file": f"ds_configs/{path.stem}.json"}
+            assert (ROOT / deepspeed["deepspeed_config_file"]) in CONFIGS
+
+
+def test_the_readme_names_every_file():
+    text = (ROOT / "ds_configs" / "README.md").read_text()
+    for path in [*CONFIGS, *LAUNCH_FILES]:
+        assert re.search(rf"\b{path.stem}\b", text), path
+
+
+def test_precision_is_that_of_the_preset(preset, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=true and fp16=false; .*to the preset"):
+        train_mlm.main(["--config", preset, "--bf16", "true"])
+    with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=false and fp16=false"):
+        train_mlm.main(["--config", preset])
+
+
+def test_a_deepspeed_configuration_comes_by_the_launch_file(preset):
+    with pytest.raises(InputError, match=r"zero2\.json: name a launch file in its place"):
+        train_mlm.check_arguments(*_with(preset, deepspeed="ds_configs/zero2.json"))
+
+
+def test_processes_that_would_train_apart_are_refused(preset, monkeypatch):
+    arguments = _with(preset)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"2 processes were started, and each trains alone.*--use_cpu"):
+        train_mlm.check_arguments(*arguments)
+
+
+def _with(preset, **changes):
+    (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
+    for name, value in changes.items():
+        setattr(training_args, name, value)
+    return args, training_args

@@ -1,0 +1,344 @@
+"""The arithmetic of a dry run against real models, measured bytes, and runs that were made."""
+
+import dataclasses
+import json
+import math
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import RobertaConfig
+
+from roberta_recipe import estimate, run
+from roberta_recipe.args import ROOT, InputError
+from roberta_recipe.estimate import DEVICES, GIB, DryRun, Hardware, Zero, memory_per_gpu, parse_hardware
+from roberta_recipe.modeling import RobertaForMaskedLM, flops_per_token, load_config
+
+# layers, hidden, heads, intermediate, vocabulary, batch, seq_len; batch x seq_len is no dimension of a weight
+SHAPES = [(1, 64, 4, 256, 1000, 4, 32), (3, 128, 2, 512, 3000, 4, 64), (2, 128, 4, 256, 8000, 3, 128)]
+KINDS = {"fp32": 4, "autocast": 2, "half": 2}  # bytes an element of a dropout mask on the CPU
+
+
+def preset_config(name, **changes):
+    config = load_config(f"presets/model/{name}.json")
+    config.update(changes)
+    return config
+
+
+def make_config(layers, hidden, heads, intermediate, vocab_size, seq_len, dropout):
+    """Without dropout in attention, so that the CPU takes its flash kernel, which keeps what CUDA's keep."""
+    return RobertaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab_size,
+        max_position_embeddings=seq_len + 2,
+        type_vocab_size=1,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
+def make_batch(vocab_size, batch, seq_len):
+    ids = torch.randint(5, vocab_size, (batch, seq_len))
+    labels = torch.full_like(ids, -100)
+    labels[:, : seq_len // 8] = ids[:, : seq_len // 8]
+    return ids, labels
+
+
+@pytest.mark.parametrize(("name", "count"), [("base", 124_697_433), ("large", 355_412_057), ("tiny", None)])
+def test_parameters_are_those_of_the_model(name, count):
+    config = preset_config(name)
+    with torch.device("meta"):
+        model = RobertaForMaskedLM(config)
+    assert estimate.parameter_count(config) == sum(p.numel() for p in model.parameters())
+    assert count in (None, estimate.parameter_count(config))
+
+
+def test_measured_runs():
+    """What the run records say of parameters and tokens is what a dry run of their preset would have said."""
+    records = sorted(ROOT.glob("results/*/run_record.json"))
+    for path in records:
+        record = json.loads(path.read_text())
+        args = record["resolved_args"]
+        config = load_config(args["config_name"])
+        assert estimate.parameter_count(config) == record["parameters"]
+        at_most = record["steps"] * record["global_batch_size"] * args["max_seq_length"]
+        assert 0.8 * at_most < record["tokens_seen"] <= at_most
+    assert len(records) >= 1
+
+
+@pytest.mark.parametrize(("name", "gigaflop"), [("base", 0.602), ("large", 2.010)])
+def test_flops_a_token(name, gigaflop):
+    assert flops_per_token(preset_config(name), 512, 0.15) / 1e9 == pytest.approx(gigaflop, abs=5e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_are_what_autograd_keeps(shape, kind):
+    *dims, batch, seq_len = shape
+    config = make_config(*dims, seq_len, dropout=0.1)
+    model = RobertaForMaskedLM(config).train()
+    if kind == "half":
+        model.to(torch.bfloat16)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    weights = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    kept = {}  # by address; the tensors are held, so that no address comes twice
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids, labels = make_batch(config.vocab_size, batch, seq_len)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"),
+    ):
+        model(input_ids=ids, labels=labels)
+    casts = [t for t in kept.values() if kind == "autocast" and {t.shape, t.shape[::-1]} & weights]
+    assert len(casts) == (6 * config.num_hidden_layers + 2) * (kind == "autocast")  # the head's dense and the decoder
+    measured = sum(t.untyped_storage().nbytes() for t in kept.values())
+    measured -= sum(t.untyped_storage().nbytes() for t in casts)
+    layer, embeddings = estimate.activation_bytes(config, batch * seq_len, kind, mask_bytes=KINDS[kind])
+    predicted = batch * (seq_len // 8)
+    head = predicted * (4 * config.vocab_size + estimate._KEPT[kind][3] * config.hidden_size)  # 4: log-probabilities
+    assert config.num_hidden_layers * layer + embeddings + head == pytest.approx(measured, rel=0.05)
+
+
+def test_a_layer_in_half_precision_is_korthikantis():
+    config = preset_config("large")
+    layer, _ = estimate.activation_bytes(config, 512, "half")
+    assert layer / (512 * 1024) == pytest.approx(34, rel=0.01)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes alive at once of the tensors made under it; `known` tensors do not count."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.live, self.peak = {t.untyped_storage()._cdata for t in known}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.live -= size
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(2, 128, 2, 512, 16000, 16, 64), (2, 128, 2, 512, 20000, 1, 64)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_of_a_backward_pass(shape, precision, checkpointing):
+    """Of a micro-batch that peaks at the loss, and of one sequence, which peaks at the embedding's gradient."""
+    *dims, batch, seq_len = shape
+    config = make_config(*dims, seq_len, dropout=0.0)
+    model = RobertaForMaskedLM(config).train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    ids, labels = make_batch(config.vocab_size, batch, seq_len)
+    tracker = LiveBytes([ids, labels, *model.parameters(), *model.buffers()])
+    with tracker:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            del loss
+    memory = memory_per_gpu(
+        config,
+        micro_batch=batch,
+        seq_len=seq_len,
+        mlm_probability=(seq_len // 8) / seq_len,
+        precision=precision,
+        activation_checkpointing=checkpointing,
+    )
+    weights = 4 * estimate.parameter_count(config)
+    assert memory.total - memory.optimizer == pytest.approx(tracker.peak + weights, rel=0.05)
+
+
+def memory_of(stage=0, precision="fp16", processes=8, **zero):
+    shape = {"micro_batch": 8, "seq_len": 512, "mlm_probability": 0.15}
+    zero = Zero(stage, reduce_bucket_size=zero.pop("reduce_bucket_size", 0), **zero)
+    return memory_per_gpu(preset_config("large"), **shape, precision=precision, processes=processes, zero=zero)
+
+
+def test_zero_partitions_as_its_paper_says():
+    count = estimate.parameter_count(preset_config("large"))
+    for stage, gradients in ((1, 2 * count), (2, 2 * count / 8), (3, 2 * count / 8)):
+        memory = memory_of(stage)
+        assert memory.gradients == pytest.approx(gradients, abs=8)
+        assert memory.optimizer == pytest.approx(12 * count / 8, abs=96)
+        assert memory.parameters == pytest.approx(2 * count * (1 + (stage == 3) / 8), abs=8)
+        # one process partitions nothing: 2 + 2 + 12 bytes
+        alone = memory_of(stage, processes=1)
+        assert alone.gradients + alone.optimizer == 14 * count
+    assert memory_of(2, reduce_bucket_size=10**6).gradients - memory_of(2).gradients == 2 * 10**6
+    assert memory_of(1, fp32_accumulation=True, precision="bf16").gradients == 6 * count
+    assert memory_of(2, fp32_accumulation=True).gradients == pytest.approx(4 * count / 8, abs=8)
+    plain, alone = memory_of(0), memory_of(0, processes=1)
+    assert (plain.optimizer, plain.gradients, alone.gradients) == (8 * count, 8 * count, 4 * count)
+
+
+def test_offload_moves_bytes_to_the_host():
+    count = estimate.parameter_count(preset_config("large"))
+    for stage in (2, 3):
+        here, there = memory_of(stage), memory_of(stage, offload_optimizer=True)
+        assert here.host == 0 and there.optimizer == there.gradients == 0
+        assert there.host > here.optimizer + here.gradients
+    both = memory_of(3, offload_optimizer=True, offload_parameters=True)
+    assert both.parameters == 2 * count and both.host == pytest.approx(there.host + 2 * count / 8, abs=8)
+    for bad in ({"offload_optimizer": True}, {"stage": 2, "offload_parameters": True}):
+        with pytest.raises(InputError, match="can be offloaded"):
+            Zero(**bad)
+
+
+def test_zero_from_a_deepspeed_configuration():
+    settings = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    assert Zero.from_deepspeed(settings, 768) == Zero(3, True, False, True, 768**2)
+    assert Zero.from_deepspeed({"zero_optimization": {"stage": 1}}, 768) == Zero(1)
+
+
+def test_hardware():
+    assert parse_hardware("8xH200") == parse_hardware(" 8 x h200 ") == Hardware(8, "H200")
+    assert parse_hardware("v100-32gb") == Hardware(1, "V100-32GB")
+    assert parse_hardware("1024xV100-32GB") == Hardware(1024, "V100-32GB")
+    for text, message in {
+        "8xH20": "no GPU 'H20' is known; did you mean 'H200'.*RTX-3090",
+        "H2OO0": "no GPU 'H2OO0'",
+        "8xA100": "did you mean 'A100-",
+        "8x": "no GPU ''",
+        "": "no GPU ''",
+        "0xH200": "0 GPUs",
+        "-2xH200": "-2 GPUs",
+        "1.5xH200": "no GPU '1.5xH200'",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            parse_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "key"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GH200 480GB", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_device_by_the_name_that_torch_has(torch_name, key, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: torch_name)
+    assert estimate.device_named(torch_name) is (DEVICES[key] if key else None)
+    assert run.model_flops_utilisation(1e12) == (1e12 / DEVICES[key].peak_flops if key else None)
+
+
+def make_run(**changes):
+    values = {
+        "config": preset_config("large", vocab_size=50304),
+        "hardware": Hardware(1024, "V100-32GB"),
+        "seq_len": 512,
+        "mlm_probability": 0.15,
+        "micro_batch": 8,
+        "accumulation": 1,
+        "max_steps": 100_000,
+        "precision": "fp16",
+    }
+    return DryRun(**{**values, **changes})
+
+
+def test_the_papers_day():
+    """Section 5: 100K steps of large, "1024 V100 GPUs for approximately one day"."""
+    paper = make_run(utilisation=estimate.PAPER_UTILISATION)
+    assert paper.days == pytest.approx(1, rel=0.02)
+    assert paper.tokens == 100_000 * 8192 * 512
+    assert paper.fits
+    assert make_run(utilisation=0.152, hardware=Hardware(512, "V100-32GB"), accumulation=2).days == pytest.approx(
+        paper.days
+    )
+
+
+def test_report():
+    config = preset_config("base", vocab_size=50304)
+    shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}
+    base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, gpu_hour_price=2.0, tokens_per_pass=30e9)
+    text = estimate.report(base)
+    days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
+    for part in (
+        "8xH200",
+        "124,727,424 parameters",
+        "8,192 sequences = 8 processes x 32 x 32 accumulated",
+        "500,000 optimizer steps",
+        "4,096,000,000 blocks, at most 2,097.152 B tokens, 69.91 epochs",
+        "0.602 GFLOP a token",
+        f"{base.flops / 1e15:,.1f} PFLOP",
+        f"total       {base.memory.total / GIB:9.2f} GiB\n",
+        f"optimizer   {8 * estimate.parameter_count(config) / GIB:9.2f} GiB\n",
+        "fits in 124.8 GiB",
+        f"{days:,.2f} days at 40.0% of 8 x 989 TFLOP/s",
+        f"${days * 24 * 8 * 2:,.0f} at $2.00 a GPU hour",
+        "are assumptions: --utilisation",
+        "--gpu_hour_price",
+    ):
+        assert part in text, part
+    parts = [getattr(base.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "logits")]
+    assert sum(parts) == base.memory.total and min(parts) > 0
+    assert math.isclose(base.epochs, base.tokens / 30e9)
+
+
+def test_report_says_what_does_not_fit():
+    small = make_run(hardware=Hardware(8, "V100-16GB"), micro_batch=32, accumulation=32, corpus_bytes=160e9)
+    text = estimate.report(small)
+    largest = small.largest_micro_batch
+    assert not small.fits and f"lower per_device_train_batch_size=32 to {largest}\n" in text
+    assert f"{small.tokens / (160e9 / 4.5):,.2f} epochs of 160.0 GB at 4.5 bytes a token (an assumption)" in text
+    for size, fits in ((largest, True), (2 * largest, False)):
+        assert dataclasses.replace(small, micro_batch=size).fits is fits
+    huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
+    assert huge.largest_micro_batch == 0 and "not even 1 sequence does" in estimate.report(huge)
+    # of 3 sequences a process, a power of two that divides them
+    assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_micro_batch == 1
+    offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
+    assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.report(offloaded)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"utilisation": 0.0}, "utilisation=0.0"),
+        ({"utilisation": 40.0}, "utilisation=40.0 must be above 0 and at most 1"),
+        ({"gpu_hour_price": -1.0}, "gpu_hour_price=-1.0"),
+        ({"gpu_hour_price": float("nan")}, "gpu_hour_price=nan"),
+        ({"precision": "bf16"}, "V100-32GB has no bf16; set --bf16 false --fp16"),
+    ],
+)
+def test_values_out_of_range(change, message):
+    with pytest.raises(InputError, match=message):
+        make_run(**change)

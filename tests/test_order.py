@@ -1,0 +1,74 @@
+"""Which block comes when: shares, windows and processes, by arithmetic alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from roberta_recipe.order import batches_of, block_id, mixture, random_order, source_of, taken_of_source
+
+MIXTURES = [[5, 3, 2], [1], [50] + [5] * 10, [1, 1000], [7, 13, 100], [3.9, 12.1, 10.1, 30.4, 30.4, 5.1, 38, 31]]
+
+
+@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
+def test_the_mixture_keeps_shares_at_every_place(sizes):
+    shares = [size / sum(sizes) for size in sizes]
+    sources, indices = mixture(shares, 0, 3000)
+    for number, share in enumerate(shares):
+        mine = sources == number
+        ahead = np.cumsum(mine) - np.arange(1, 3001) * share
+        assert ahead.max() <= 1 + 1e-6 and ahead.min() >= -len(sizes) * share - 1e-6
+        assert (indices[mine] == np.arange(mine.sum())).all()
+
+
+@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
+def test_any_place_is_found_without_those_before_it(sizes):
+    shares = [size / sum(sizes) for size in sizes]
+    sources, indices = mixture(shares, 0, 3000)
+    for start in [*range(200), 999, 2900]:
+        there = mixture(shares, start, 100)
+        assert (there[0] == sources[start : start + 100]).all() and (there[1] == indices[start : start + 100]).all()
+        taken = [int((sources[:start] == number).sum()) for number in range(len(sizes))]
+        assert taken_of_source(shares, start) == taken
+    far = 8192 * 500_000
+    joined = [
+        np.concatenate(parts) for parts in zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
+    ]
+    assert all((a == b).all() for a, b in zip(joined, mixture(shares, far, 100), strict=True))
+
+
+def test_sources_of_their_sizes_end_together():
+    sizes = [7, 13, 100]
+    sources, _ = mixture([size / sum(sizes) for size in sizes], 0, 240)
+    for half in (sources[:120], sources[120:]):
+        assert [int((half == number).sum()) for number in range(3)] == sizes
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_step_k_takes_the_same_places_in_every_layout(processes, workers, batch_size):
+    """Places [k x B, (k + 1) x B), each once, whatever the processes, data workers and accumulation."""
+    batch, start = 24, 48
+    steps = [[] for _ in range(4)]
+    for process in range(processes):
+        loaders = [batches_of(start, batch_size, processes, process, workers, w) for w in range(workers)]
+        in_turn = (next(loaders[number % workers]) for number in itertools.count())  # as a DataLoader asks
+        for step in steps:
+            for micro in itertools.islice(in_turn, batch // (batch_size * processes)):
+                step.extend(micro)
+    for k, places in enumerate(steps):
+        assert sorted(places) == list(range(start + k * batch, start + (k + 1) * batch))
+
+
+def test_random_orders_differ_by_all_that_they_are_drawn_from():
+    base = random_order(1, 0, (2, 3), 50)
+    assert sorted(base) == list(range(50)) and (base == random_order(1, 0, (2, 3), 50)).all()
+    others = [(2, 0, (2, 3)), (1, 1, (2, 3)), (1, 0, (2, 4)), (1, 0, (2, 3, 0)), (1, 0, (2,))]
+    assert all((base != random_order(*other, 50)).any() for other in others)
+
+
+def test_names_of_blocks():
+    names = {block_id(s, f, i) for s in (0, 1, 2047) for f in (0, 1, 2**24 - 1) for i in (0, 1, 2**28 - 1)}
+    assert len(names) == 27 and max(names) < 2**63
+    assert source_of(block_id(2047, 2**24 - 1, 2**28 - 1)) == 2047

@@ -1,0 +1,220 @@
+"""From documents to blocks: nothing lost, one order, and going on anywhere without reading what came before."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from conftest import make_documents, write_parquet
+
+from roberta_recipe import corpus as corpora
+from roberta_recipe.args import InputError
+from roberta_recipe.corpus import Corpus, Source
+from roberta_recipe.order import batches_of, source_of
+from roberta_recipe.stream import TextReader, TrainBlocks
+from roberta_recipe.tokenization import split_sentences
+
+
+def reader_of(corpus, tokenizer, **changes):
+    settings = dict(input_format="full_sentences", max_seq_length=64, seed=0)
+    return TextReader(corpus, tokenizer, **{**settings, **changes})
+
+
+def blocks_of(corpus, tokenizer, **changes):
+    return reader_of(corpus, tokenizer, **changes).blocks(batches_of(0, 4, 1, 0))
+
+
+def first_pass(corpus, tokenizer, **changes):
+    """Of one source."""
+    return list(itertools.takewhile(lambda block: block["epoch"] == 0, blocks_of(corpus, tokenizer, **changes)))
+
+
+def facts(blocks):
+    return [(b["epoch"], b["block_id"], b["input_ids"].tolist()) for b in blocks]
+
+
+def first(blocks, count=200):
+    return facts(itertools.islice(blocks, count))
+
+
+@pytest.fixture
+def one_source(tmp_path):
+    paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(80, seed=n)) for n in range(4)]
+    return Corpus("c", [Source("s", files=paths)])
+
+
+@pytest.fixture
+def three_sources(tmp_path):
+    """Two files each, documents of very different length, the shares not those of the sizes; some rows empty."""
+    sources = []
+    for name, (count, length, weight) in {
+        "a": (12, (80, 90), 1.0),
+        "b": (40, (3, 9), 5.0),
+        "c": (60, (9, 20), 2.5),
+    }.items():
+        for number in range(2):
+            texts = make_documents(count, seed=ord(name) + number, sentences=length)
+            write_parquet(tmp_path / f"{name}{number}.parquet", ["", None, *texts[:5], " ", *texts[5:], ""])
+        sources.append(Source(name, files=str(tmp_path / f"{name}*.parquet"), weight=weight))
+    return Corpus("c", sources, validation_share=0.1)
+
+
+@pytest.mark.parametrize("input_format", ["full_sentences", "contiguous"])
+def test_a_pass_loses_nothing(one_source, tokenizer, input_format):
+    blocks = first_pass(one_source, tokenizer, input_format=input_format)
+    special = torch.tensor(tokenizer.all_special_ids)
+    tokens = sum(int((~torch.isin(torch.from_numpy(b["input_ids"].astype(int)), special)).sum()) for b in blocks)
+    texts = list(corpora.documents(one_source, one_source.sources[0], "train", seed=0))
+    units = [s for t in texts for s in ([t] if input_format == "contiguous" else split_sentences(t))]
+    assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
+    assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
+    assert len({b["block_id"] for b in blocks}) == len(blocks) > 50
+    if input_format == "contiguous":  # but for the last of each file
+        assert sum(len(b["input_ids"]) < 64 for b in blocks) <= 4
+
+
+def test_the_order_is_a_function_of_corpus_and_seed(one_source, tokenizer):
+    once = first(blocks_of(one_source, tokenizer, shuffle_window=16))
+    assert once == first(blocks_of(one_source, tokenizer, shuffle_window=16))
+    other = first(blocks_of(one_source, tokenizer, shuffle_window=16, seed=1))
+    assert [b[1] for b in once] != [b[1] for b in other]
+
+
+@pytest.mark.parametrize("window", [0, 7, 16, 10**6])
+def test_every_pass_has_the_same_blocks_in_another_order(one_source, tokenizer, window):
+    size = len(first_pass(one_source, tokenizer))
+    blocks = first(blocks_of(one_source, tokenizer, shuffle_window=window), 3 * size)
+    passes = [blocks[n * size : (n + 1) * size] for n in range(3)]
+    for number, part in enumerate(passes):
+        assert {epoch for epoch, _, _ in part} == {number}
+        assert sorted(b[1:] for b in part) == sorted(b[1:] for b in passes[0])
+    assert passes[0] != passes[1] and [b[1] for b in passes[0]] != [b[1] for b in passes[1]]
+    in_order = [b[1] for b in facts(first_pass(one_source, tokenizer))]
+    shuffled = [b[1] for b in passes[0]]
+    assert (shuffled == in_order) == (window == 0)
+    for start in range(0, size, max(window, 1)):  # each window has its blocks, and the last one what is left
+        assert sorted(shuffled[start : start + window]) == sorted(in_order[start : start + window])
+
+
+def test_a_window_reads_one_block_ahead_for_each_it_gives(one_source, tokenizer):
+    reader = reader_of(one_source, tokenizer, shuffle_window=20)
+    for given, _ in enumerate(itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60), 1):
+        assert reader.count_table()["s"]["blocks"] <= given + 20
+
+
+def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
+    """Equal shares of two sources, the documents of one 40 times as long as those of the other."""
+    files = {
+        "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
+        "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
+    }
+    corpus = Corpus("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
+    tokens = Counter()
+    for block in itertools.islice(blocks_of(corpus, tokenizer), 400):
+        tokens[source_of(block["block_id"])] += len(block["input_ids"])
+    assert abs(tokens[0] / sum(tokens.values()) - 0.5) < 0.02
+
+
+def test_going_on_at_any_place(three_sources, tokenizer):
+    """From the states of any batch, at any later place: the same blocks, and in the end the same counts."""
+    settings, count = dict(shuffle_window=10), 400
+    reader = reader_of(three_sources, tokenizer, **settings)
+    whole = list(itertools.islice(reader.blocks(batches_of(0, 4, 1, 0)), count))
+    counted = reader.count_table()
+    states = [block["states"] for block in whole if "states" in block]
+    assert len(states) == count // 4 and max(block["epoch"] for block in whole) > 0
+    for batch in (0, 1, 7, 30, 55, 80, 98):
+        for later in (batch + 1, min(batch + 9, 99)):
+            again = reader_of(three_sources, tokenizer, **settings)
+            rest = list(
+                itertools.islice(
+                    again.blocks(batches_of(4 * later, 4, 1, 0), 4 * later, states[batch]), count - 4 * later
+                )
+            )
+            assert facts(rest) == facts(whole[4 * later :]), (batch, later)
+            assert again.count_table() == counted or later > 80  # where some source is not asked any more
+    assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB, whatever came before
+
+
+def test_what_is_read_to_go_on_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
+    whole = list(itertools.islice(blocks_of(one_source, tokenizer, shuffle_window=10), 200))
+    read = []
+    monkeypatch.setattr(
+        "roberta_recipe.stream.file_rows",
+        lambda *a, **k: (read.append(row) or row for row in corpora.file_rows(*a, **k)),
+    )
+    reader = reader_of(one_source, tokenizer, shuffle_window=10)
+    monkeypatch.setattr("roberta_recipe.stream._TEXT_PER_CALL", 1)
+    block = next(reader.blocks(batches_of(180, 4, 1, 0), 180, whole[179]["states"]))
+    assert facts([block]) == facts(whole[180:181]) and 0 < len(read) < 30
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 1)])
+def test_all_layouts_read_one_sequence(one_source, tokenizer, processes, workers):
+    """Two passes over all blocks by several processes with several data workers: none twice, none missing."""
+    size = len(first_pass(one_source, tokenizer))
+    whole = first(blocks_of(one_source, tokenizer, shuffle_window=16), 2 * size)
+    batches, micro = [], 4
+    for process in range(processes):
+        blocks = TrainBlocks(
+            reader_of(one_source, tokenizer, shuffle_window=16), batch_size=micro, processes=processes, process=process
+        )
+        loader = torch.utils.data.DataLoader(blocks, batch_size=micro, num_workers=workers, collate_fn=facts)
+        batches.append(list(itertools.islice(loader, -(-2 * size // (micro * processes)))))
+    in_turn = [block for together in zip(*batches, strict=True) for batch in together for block in batch]
+    assert in_turn[: 2 * size] == whole
+    assert len({block[:2] for block in in_turn[: 2 * size]}) == 2 * size
+
+
+def test_a_data_worker_counts_what_it_reads(one_source, tokenizer):
+    reader = reader_of(one_source, tokenizer)
+    loader = torch.utils.data.DataLoader(
+        TrainBlocks(reader, batch_size=4), batch_size=4, num_workers=2, collate_fn=facts
+    )
+    assert len(list(itertools.islice(loader, 10))) == 10
+    assert reader.count_table()["s"]["blocks"] >= 40
+
+
+def test_empty_documents_are_skipped_and_counted(three_sources, tokenizer):
+    reader = reader_of(three_sources, tokenizer)
+    size = sum(1 for block in itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 400) if block["epoch"] == 0)
+    for source in three_sources.sources:
+        counts, passes = reader.count_table()[source.name], reader.count_table()[source.name]["passes"]
+        documents = len(list(corpora.documents(three_sources, source, "train", seed=0)))
+        held_out = len(list(corpora.documents(three_sources, source, "validation", seed=0)))
+        assert passes * 8 <= counts["empty_documents"] <= (passes + 1) * 8
+        assert passes * held_out <= counts["held_out_documents"] <= (passes + 1) * held_out
+        assert passes * documents <= counts["documents"] <= (passes + 1) * documents
+    assert size > 50 and reader.count_table()["b"]["passes"] > 0
+
+
+def test_an_empty_source_is_no_endless_search(tmp_path, tokenizer):
+    write_parquet(tmp_path / "blank.parquet", ["", " ", None])
+    corpus = Corpus("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
+    with pytest.raises(InputError, match=r"source 's' is empty"):
+        next(blocks_of(corpus, tokenizer))
+
+
+# The first blocks only
+
+
+def limited(corpus, tokenizer, limit, **changes):
+    return iter(TrainBlocks(reader_of(corpus, tokenizer), batch_size=1, limit=limit, **changes))
+
+
+def test_the_first_blocks_only_again_and_again(one_source, tokenizer):
+    blocks = first(limited(one_source, tokenizer, 10), 30)
+    kept = {name for _, name, _ in blocks}
+    assert kept == {name for _, name, _ in first(blocks_of(one_source, tokenizer), 10)} and len(kept) == 10
+    for epoch in range(3):
+        part = blocks[10 * epoch : 10 * epoch + 10]
+        assert {b[1] for b in part} == kept and {b[0] for b in part} == {epoch}
+    assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
+    assert first(limited(one_source, tokenizer, 10, start=13), 17) == blocks[13:]
+
+
+def test_a_limit_above_the_corpus_is_the_corpus(one_source, tokenizer):
+    size = len(first_pass(one_source, tokenizer))
+    blocks = first(limited(one_source, tokenizer, 10**5), 2 * size)
+    assert [epoch for epoch, _, _ in blocks] == [0] * size + [1] * size
+    assert len({name for _, name, _ in blocks}) == size
