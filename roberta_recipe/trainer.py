@@ -167,6 +167,7 @@ class RecipeTrainer(Trainer):
             group.update(initial_lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
             group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
             group["lr"] = args.learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput

@@ -1,0 +1,286 @@
+"""Runs that are killed, preempted, short of room or of memory, with real faults: what is left, and how they go on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import make_documents, run_python, write_parquet
+from fsspec.implementations.local import LocalFileSystem
+
+import train_mlm
+from roberta_recipe import checkpoint, corpus, durable
+from roberta_recipe.args import InputError
+from roberta_recipe.corpus import Corpus, Source
+
+SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
+KEYS = ("step", "loss", "grad_norm", "tokens_seen", "digest")
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+def history(output_dir, step=12):
+    log = durable.read_json(Path(output_dir) / f"checkpoint-{step}" / "trainer_state.json")["log_history"]
+    return [{key: entry[key] for key in KEYS} for entry in log if "loss" in entry]
+
+
+@pytest.fixture
+def dropout(config, preset, tmp_path):
+    """The preset with dropout, whose random state a checkpoint must hold."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
+    config.to_json_file(tmp_path / "config.json")
+    return preset
+
+
+def start(root, preset, *argv, cwd, processes=1):
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--standalone"] if processes > 1 else []
+    command = [sys.executable, *launcher, root / "train_mlm.py", "--config", preset, *argv]
+    with open(cwd / "log.txt", "ab") as log:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            **{"cwd": cwd, "stdout": log, "stderr": log, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}},
+        )
+
+
+def wait_for_step(process, log, step):
+    deadline_s = time.monotonic() + 120
+    while log.read_text().count("'loss'") < step and process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, root):
+    """The short form of benchmarks/kill_and_resume.py: two processes, a data worker each, bit for bit."""
+    flags = [*SAVING, "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--output_dir"]
+    assert start(root, dropout, *flags, tmp_path / "alone", cwd=tmp_path, processes=2).wait(timeout=200) == 0
+    (tmp_path / "log.txt").unlink()
+    for steps in (5, 12):
+        process = start(root, dropout, *flags, tmp_path / "killed", cwd=tmp_path, processes=2)
+        wait_for_step(process, tmp_path / "log.txt", steps)
+        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+            victim.kill()
+        process.wait()
+        assert not (tmp_path / "killed" / "run_record.json").exists()
+    assert start(root, dropout, *flags, tmp_path / "killed", cwd=tmp_path, processes=2).wait(timeout=200) == 0
+    assert "Going on" in (tmp_path / "log.txt").read_text()
+    assert history(tmp_path / "killed") == history(tmp_path / "alone") and len(history(tmp_path / "alone")) == 12
+    weights = [durable.sha256(tmp_path / name / "model.safetensors") for name in ("killed", "alone")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_another_layout_takes_the_same_blocks_from_there_on(preset, tmp_path, cached):
+    flags = [*SAVING, *(["--token_cache", tmp_path / "cache"] if cached else [])]
+    train(preset, *flags, "--output_dir", tmp_path / "a")
+    elsewhere = ["--resume_from_checkpoint", tmp_path / "a" / "checkpoint-6", "--output_dir", tmp_path / "b"]
+    train(preset, *flags, *elsewhere, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 2)
+    one, other = history(tmp_path / "a"), history(tmp_path / "b")
+    assert [entry["digest"] for entry in other] == [entry["digest"] for entry in one] and len(one) == 12
+    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in one], rel=1e-5)
+
+
+def test_a_checkpoint_between_two_log_lines(dropout, tmp_path):
+    """The mean that is logged next counts the steps before the checkpoint too."""
+    flags = [*SAVING, "--logging_steps", 4, "--output_dir"]
+    train(dropout, *flags, tmp_path / "a")
+    train(dropout, *flags, tmp_path / "b", "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
+    assert history(tmp_path / "b") == history(tmp_path / "a") and len(history(tmp_path / "a")) == 3
+
+
+def damage(path, fault):
+    if fault == "missing":
+        path.unlink()
+    elif fault == "truncated":
+        path.write_bytes(path.read_bytes()[:-10])
+    elif fault == "bit":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "recipe_state.json", "manifest.json"])
+@pytest.mark.parametrize("fault", ["missing", "truncated", "bit"])
+def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
+    for step in (3, 6):
+        aside = tmp_path / "aside"
+        aside.mkdir()
+        for file in ("optimizer.pt", "model.safetensors", "recipe_state.json"):
+            (aside / file).write_bytes(os.urandom(1000))
+        durable.publish(aside, tmp_path / f"checkpoint-{step}")
+    assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-6")
+    damage(tmp_path / "checkpoint-6" / name, fault)
+    assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-3")
+    assert "Passed over" in caplog.text and "checkpoint-6" in caplog.text
+    assert name in caplog.text or name == durable.MANIFEST
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    with pytest.raises(InputError, match=r"no checkpoint in output_dir=.* is whole \(passed over: checkpoint-6\)"):
+        checkpoint._find(str(tmp_path), None)
+
+
+def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
+    train(preset, *SAVING, "--output_dir", tmp_path / "a")
+    (tmp_path / "a" / "run_record.json").unlink()
+    changes = {"global_batch_size": 16, "mlm_probability": 0.2, "seed": 7, "max_seq_length": 32, "learning_rate": 2e-3}
+    for name, value in changes.items():
+        with pytest.raises(InputError, match=rf"{name} was [\d.]+, is {value}.*--resume_despite_changes"):
+            train(preset, *SAVING, "--output_dir", tmp_path / "a", f"--{name}", value)
+    flags = ["--max_steps", 15, "--learning_rate", 2e-3, "--resume_despite_changes", "--output_dir", tmp_path / "a"]
+    record = train(preset, *SAVING, *flags)
+    assert record["steps"] == 15 and record["restarts"] == 1
+    rates = durable.read_json(tmp_path / "a" / "checkpoint-15" / "trainer_state.json")["log_history"]
+    assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
+
+
+def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
+    first = train(preset, *SAVING)
+    (tmp_path / "run" / "run_record.json").unlink()
+    again = train(preset, *SAVING)
+    assert again["steps"] == 12 and again["digest"] == first["digest"] and again["restarts"] == 1
+    assert again["metrics"]["eval_loss"] == first["metrics"]["eval_loss"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_path, root, processes):
+    flags = ["--max_steps", "100000", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1"]
+    process = start(root, preset, *flags, cwd=tmp_path, processes=processes)
+    wait_for_step(process, tmp_path / "log.txt", 4)
+    process.send_signal(signal.SIGTERM)
+    code, log = process.wait(timeout=120), (tmp_path / "log.txt").read_text()
+    assert code == 75 if processes == 1 else code != 0, log  # torchrun has codes of its own
+    (saved,) = checkpoint.newest_first(tmp_path / "run")
+    step = durable.read_json(saved / "recipe_state.json")["step"]
+    assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
+    if processes == 1:
+        assert f"preempted: step {step} of 100000 is saved" in log and "Traceback" not in log
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
+    """The quota of the file system is that of the process: no file above 200 KB, from the second checkpoint on."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(root)!r})
+import train_mlm
+from roberta_recipe import trainer
+from roberta_recipe.args import exit_on_error
+save = trainer.RecipeTrainer._save_checkpoint
+def with_quota(self, *args):
+    if self.state.global_step == 6:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    save(self, *args)
+trainer.RecipeTrainer._save_checkpoint = with_quota
+exit_on_error(train_mlm.main)
+"""
+    (tmp_path / "quota.py").write_text(script)
+    done = run_python(tmp_path / "quota.py", "--config", preset, *SAVING, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: checkpoint-6 could not be written") and "checkpoint-3" in last
+    assert not (tmp_path / "run" / ".partial").exists()
+    train(preset, *SAVING)
+    assert len(history(tmp_path / "run")) == 12
+
+
+def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, root):
+    """Real memory: the process may take 400 MB more than it has after loading."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(root)!r})
+import train_mlm
+from roberta_recipe import run, trainer
+from roberta_recipe.args import exit_on_error
+def limited(function):
+    def within(*args, **kwargs):
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 400_000_000, resource.RLIM_INFINITY))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return within
+run.fit_micro_batch = limited(run.fit_micro_batch)
+trainer.RecipeTrainer.training_step = limited(trainer.RecipeTrainer.training_step)
+exit_on_error(train_mlm.main)
+"""
+    (tmp_path / "limit.py").write_text(script)
+    big = ["--global_batch_size", "8192", "--per_device_train_batch_size", "8192", "--max_steps", "1"]
+    done = run_python(tmp_path / "limit.py", "--config", preset, *big, cwd=tmp_path)
+    assert done.returncode == 1 and "lower per_device_train_batch_size=8192" in done.stderr, done.stderr
+    shutil.rmtree(tmp_path / "run")
+    done = run_python(tmp_path / "limit.py", "--config", preset, *big, "--auto_micro_batch", cwd=tmp_path)
+    assert done.returncode == 0 and "trying per_device_train_batch_size=4096" in done.stderr, done.stderr
+    assert "Batch       8192 sequences = 1 processes x " in done.stderr
+
+
+# Reading
+
+
+class FailsAtFirst(LocalFileSystem):
+    """A local file system whose first reads fail, as a network's do."""
+
+    protocol, cachable, failures = "shaky", False, 0
+
+    def _open(self, path, mode="rb", **kwargs):
+        if FailsAtFirst.failures > 0 and "r" in mode:
+            FailsAtFirst.failures -= 1
+            raise OSError(5, "Input/output error", path)
+        return super()._open(path, mode, **kwargs)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol("/" + str(path).removeprefix("shaky://").lstrip("/"))
+
+    def unstrip_protocol(self, name):
+        return f"shaky://{name}"
+
+
+def texts_of(files, on_bad_shard="stop"):
+    source = Source("s", files=files)
+    whole = Corpus("c", [source], validation_share=1e-9, on_bad_shard=on_bad_shard)
+    return list(corpus.documents(whole, source, "train", seed=0))
+
+
+def test_reads_that_fail_at_first_are_tried_again(tmp_path, monkeypatch, caplog):
+    import fsspec
+
+    fsspec.register_implementation("shaky", FailsAtFirst, clobber=True)
+    monkeypatch.setattr(corpus, "RETRY_DELAYS_S", (0.01,) * 5)
+    texts = make_documents(30, seed=1)
+    path = write_parquet(tmp_path / "a.parquet", texts)
+    FailsAtFirst.failures = 3
+    assert texts_of(f"shaky://{path}") == texts
+    assert FailsAtFirst.failures == 0 and caplog.text.count("Input/output error") == 3
+    FailsAtFirst.failures = 100
+    with pytest.raises(InputError, match=r"cannot read shaky://.*a.parquet"):
+        texts_of(f"shaky://{path}")
+    FailsAtFirst.failures = 0
+
+
+def test_a_shard_that_breaks_off_is_named_or_skipped_and_counted(preset, tmp_path, tokenizer):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(3):
+        write_parquet(folder / f"{number}.parquet", make_documents(30, seed=number))
+    (folder / "1.parquet").write_bytes((folder / "1.parquet").read_bytes()[:-2000])
+    with pytest.raises(InputError, match=r"cannot read .*1.parquet.*--on_bad_shard skip"):
+        texts_of(str(folder))
+    assert texts_of(str(folder), "skip") and len(texts_of(str(folder), "skip")) == 60
+    record = train(preset, "--train_file", folder, "--on_bad_shard", "skip", "--max_steps", 60)
+    counts = record["counts"]["train"]["train_file"]
+    assert counts["bad_files"] >= 1 and json.loads(json.dumps(counts)) == counts
+
+
+def test_dry_run_prints_and_trains_nothing(root, tmp_path):
+    done = run_python(
+        *[root / "train_mlm.py", "--config", "presets/mlm/roberta_base.yaml", "--dry_run", "--hardware", "8xA100-40GB"],
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "124,727,424 parameters" in done.stdout and "8 processes x 32 x 32 accumulated" in done.stdout
+    assert "58.62 epochs" in done.stdout and not list(tmp_path.iterdir())
