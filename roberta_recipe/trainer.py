@@ -135,7 +135,12 @@ class RecipeTrainer(Trainer):
         self._start_s = time.monotonic()
         try:
             return super().train(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
+            if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
+                raise RunError(
+                    "fp16 gradients overflowed with the loss scale at its floor: train in bf16 (--bf16 true --fp16 "
+                    f"false), or lower learning_rate={self.args.learning_rate}. {self._last_good()}"
+                ) from error
             if not is_out_of_memory(error):
                 raise
             micro = self.args.per_device_train_batch_size
@@ -191,7 +196,7 @@ class RecipeTrainer(Trainer):
                 f"fp16 gradients overflowed in {self._skipped_in_a_row} steps in a row, up to step {step}: train in "
                 f"bf16 (--bf16 true --fp16 false), lower learning_rate={rate}, or warm up longer. {self._last_good()}"
             )
-        if not_finite and not skipped:
+        if not_finite and not (skipped and self.args.fp16):  # in bf16, DeepSpeed would skip it and go on
             batch = self.fingerprint["global_batch_size"]
             raise RunError(
                 f"the loss of step {step} is not finite (blocks {self.places - batch:,} to {self.places - 1:,}); "

@@ -331,8 +331,9 @@ def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):
     values = yaml.safe_load(Path(preset).read_text())
     one = train(preset, "--output_dir", tmp_path / "one")
     done = run_python(
-        *["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
-        *[root / "train_mlm.py", "--config", preset, "--per_device_train_batch_size", "2"],
+        *["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"],
+        *["--main_process_port", "0", root / "train_mlm.py"],
+        *["--config", preset, "--per_device_train_batch_size", "2"],
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
