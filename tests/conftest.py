@@ -23,6 +23,12 @@ datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-golden", action="store_true", help="write tests/golden_loss.json anew: read what changed, and say why"
+    )
+
+
 def run_python(*argv, cwd, env=None):
     """A Python process of its own, with what it printed; it fails the test when it takes five minutes."""
     return subprocess.run(

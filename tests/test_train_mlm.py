@@ -78,6 +78,31 @@ def test_a_saved_preset_repeats_the_run(preset, tmp_path):
     assert again["resolved_args"] == {**first["resolved_args"], "output_dir": str(tmp_path / "b")}
 
 
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
+    """Fifty steps against a committed curve: what changes blocks, masks, weights at the start, loss or optimizer shows.
+
+    Digests are of blocks and masks and equal to the bit; losses leave room for another processor's order of sums.
+    """
+    flags = ["--max_steps", 50, "--learning_rate", "2e-3", "--warmup_steps", 10, "--save_strategy", "steps"]
+    record = train(preset, *flags, "--save_steps", 50, "--per_device_train_batch_size", micro_batch)
+    log = json.loads((tmp_path / "run" / "checkpoint-50" / "trainer_state.json").read_text())["log_history"]
+    curve = {
+        "loss": [entry["loss"] for entry in log if "loss" in entry],
+        "grad_norm": [entry["grad_norm"] for entry in log if "loss" in entry],
+        "digest": [entry["digest"] for entry in log if "loss" in entry],
+        "eval_loss": record["metrics"]["eval_loss"],
+    }
+    path = root / "tests" / "golden_loss.json"
+    if request.config.getoption("--write-golden") and micro_batch == 8:
+        path.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
+    golden = json.loads(path.read_text(encoding="utf-8"))
+    assert len(curve["loss"]) == 50 and curve["digest"] == golden["digest"]
+    assert golden["loss"][0] - golden["loss"][-1] > 0.5  # something is learnt
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert curve[name] == pytest.approx(golden[name], rel=1e-4), name
+
+
 def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
     """Same blocks, same masks, same gradients: one curve, and one validation loss for any evaluation batch."""
     whole = train(preset, "--output_dir", tmp_path / "a")
