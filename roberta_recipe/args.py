@@ -7,6 +7,7 @@ in tables (Tables 9 and 10 of the appendix); a preset is one column of such a ta
 import argparse
 import dataclasses
 import difflib
+import errno
 import re
 import sys
 import types
@@ -45,7 +46,7 @@ class Preempted(RunError):
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a script's `main`; an error of the kinds above becomes one line on stderr and its exit code."""
+    """Run a script's `main`; an error of the kinds above, or a full disk, becomes one line on stderr and its exit code."""
     try:
         main()
         return
@@ -53,6 +54,10 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         # one raised in a data worker comes with the worker's traceback around it
         message = re.split(r"\b(?:InputError|BadShard): ", str(error))[-1].strip()
         code = error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message, code = f"{error}: make room, then start the same command again", RunError.exit_code
     # out here, nothing holds the frames of `main` any more: data workers end in order
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)

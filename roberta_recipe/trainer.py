@@ -259,14 +259,14 @@ class RecipeTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
-        self._end_writing(failure, aside)
+        self._end_writing(failure, name)
         try:
             if self.args.should_save:
                 durable.write_json(aside / STATE_NAME, self._recipe_state(loss_sums))
                 durable.publish(aside, place)
         except OSError as error:
             failure = error
-        self._end_writing(failure, aside)
+        self._end_writing(failure, name)
         if self.args.should_save:
             shutil.rmtree(aside.parent, ignore_errors=True)
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
@@ -306,20 +306,32 @@ class RecipeTrainer(Trainer):
         if self.args.should_save:  # a pickle; preset.yaml says it all
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        if _internal_call:  # of a checkpoint, which has its own care
+            return super().save_model(output_dir, _internal_call)
+        failure = None
+        try:
+            super().save_model(output_dir, _internal_call=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            failure = error
+        self._end_writing(failure, "the model")
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save")
+
     def _push_from_checkpoint(self, checkpoint_folder):
         self._to_push = True  # when it is complete
 
-    def _end_writing(self, failure: Exception | None, aside: Path) -> None:
+    def _end_writing(self, failure: Exception | None, what: str) -> None:
         """Raise `RunError` in all processes where writing failed in one (under DeepSpeed, whose own writing waits for
         all, in that one alone: the launcher ends the others)."""
         failed = torch.tensor(float(failure is not None), device=self.args.device)
         if not (failure and self.is_deepspeed_enabled):
             failed = self.sum_over_processes(failed)
         if failed:
-            if self.args.should_save:
-                shutil.rmtree(aside.parent, ignore_errors=True)  # room for whoever looks into it
+            if self.args.should_save:  # room for whoever looks into it
+                shutil.rmtree(Path(self.args.output_dir, PARTIAL), ignore_errors=True)
             raise RunError(
-                f"checkpoint-{self.state.global_step} could not be written to {self.args.output_dir}: "
+                f"{what} could not be written to {self.args.output_dir}: "
                 f"{_first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make room, "
                 "then start the same command again"
             ) from failure

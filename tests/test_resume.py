@@ -187,6 +187,31 @@ exit_on_error(train_mlm.main)
     assert len(history(tmp_path / "run")) == 12
 
 
+@pytest.mark.parametrize(("behind", "what"), [("train", "the model"), ("evaluate", "File too large")])
+def test_a_disk_that_is_full_at_the_end_loses_no_step(preset, tmp_path, root, behind, what):
+    """The last checkpoint is there; model or run record says in one line what to do, and is written then."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(root)!r})
+import train_mlm
+from roberta_recipe.args import exit_on_error
+from roberta_recipe.trainer import RecipeTrainer
+method = RecipeTrainer.{behind}
+def then_quota(self, *args, **kwargs):
+    value = method(self, *args, **kwargs)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    return value
+RecipeTrainer.{behind} = then_quota
+exit_on_error(train_mlm.main)
+"""
+    (tmp_path / "quota.py").write_text(script)
+    done = run_python(tmp_path / "quota.py", "--config", preset, *SAVING, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and what in last and "start the same command again" in last
+    assert train(preset, *SAVING)["steps"] == 12
+
+
 def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, root):
     """Real memory: the process may take 400 MB more than it has after loading."""
     script = f"""
