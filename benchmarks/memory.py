@@ -1,0 +1,73 @@
+"""`--dry_run` beside a measured run: peak memory of a process at several micro-batches.
+
+    python benchmarks/memory.py [--launch_file one_gpu] [--micro_batch 4 8 16] --config presets/mlm/roberta_base.yaml \\
+        --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings
+
+Each micro-batch is trained for three steps of two micro-batches through the command line; flags that are not this
+script's are passed on. On a GPU what is measured is the allocator's peak, and the ratio says how good the formula is.
+On a CPU it is resident memory, in which Python and its libraries have their part, so there only what a larger
+micro-batch adds can be compared, and only with a --config_name without dropout: the CPU's fused attention has none, so
+that with it the attention matrix is kept, and its masks are fp32. MALLOC_MMAP_THRESHOLD_=131072 in the environment
+keeps glibc from holding on to what is freed.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+
+def run(launch_file: str, processes: int, flags: list[str]) -> str:
+    """What `train_mlm.py` printed."""
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"],
+            *["--config_file", f"ds_configs/accelerate/{launch_file}.yaml", "--num_processes", str(processes)],
+            *["train_mlm.py", *flags],
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launch_file", default="one_gpu", help="a file of ds_configs/accelerate, without .yaml")
+    parser.add_argument("--num_processes", type=int, default=1)
+    parser.add_argument("--hardware", default="H100", help="for --dry_run, without the number; it changes no byte")
+    parser.add_argument("--micro_batch", type=int, nargs="+", default=[4, 8, 16])
+    args, flags = parser.parse_known_args()
+
+    print(f"{'micro-batch':>11}{'formula GiB':>13}{'measured GiB':>14}{'ratio':>8}{'ratio of what it adds':>24}")
+    before = None
+    for micro_batch in args.micro_batch:
+        batch = 2 * micro_batch * args.num_processes
+        sizes = ["--per_device_train_batch_size", str(micro_batch), "--global_batch_size", str(batch)]
+        hardware = ["--dry_run", "--hardware", f"{args.num_processes}x{args.hardware}"]
+        report = run(args.launch_file, args.num_processes, [*flags, *sizes, *hardware])
+        formula = float(re.search(r"^ +total +([\d.]+) GiB", report, re.MULTILINE)[1])
+        with tempfile.TemporaryDirectory() as folder:
+            others = ["--max_steps", "3", "--save_strategy", "no", "--eval_strategy", "no", "--max_eval_samples", "64"]
+            others += ["--shuffle_window", "0", "--report_to", "none", "--output_dir", f"{folder}/run"]
+            run(args.launch_file, args.num_processes, [*flags, *sizes, *others])
+            record = json.loads((Path(folder) / "run" / "run_record.json").read_text())
+        measured = record["peak_memory_bytes"] / GIB
+        added = f"{(formula - before[0]) / (measured - before[1]):.3f}" if before else ""
+        print(f"{micro_batch:>11}{formula:>13.2f}{measured:>14.2f}{formula / measured:>8.3f}{added:>24}", flush=True)
+        before = formula, measured
+    print(f"formula / measured, {', '.join(record['hardware']['gpus']) or 'CPU'}, torch {record['versions']['torch']}")
+
+
+if __name__ == "__main__":
+    main()
