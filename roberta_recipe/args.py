@@ -46,7 +46,7 @@ class Preempted(RunError):
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a script's `main`; an error of the kinds above, or a full disk, becomes one line on stderr and its exit code."""
+    """Run a script's `main`; errors of the kinds above and full disks become one line on stderr and an exit code."""
     try:
         main()
         return
