@@ -261,8 +261,7 @@ def run_record(trainer: Trainer, metrics: dict[str, Any], **parts: Any) -> dict[
         "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / trainer.train_seconds),
         "train_seconds": round(trainer.train_seconds, 1),  # of all starts
         "restarts": trainer.restarts,
-        "digest": f"{trainer.digest:012x}",  # of all blocks and masks
-        "skipped_steps": trainer.skipped_steps,
+        **trainer.record(),
         "peak_memory_bytes": peak_memory_bytes(),
         # under ZeRO 3 a parameter is a part of itself, and `ds_numel` the size of the whole
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),

@@ -1,32 +1,26 @@
-"""`Trainer` for runs of weeks: exact figures, checkpoints that are whole or absent, and a stop that loses nothing.
+"""`Trainer` for pretraining runs of weeks: exact figures, and a stop that loses nothing.
 
-The paper pretrains for 500K steps of 8K sequences (Table 9). Built on these of `Trainer`'s internals in transformers
-5.23: `_save_checkpoint` writes below `_get_output_dir()`, `_run_epoch` loads the random state first where
-`ignore_data_skip` is set, `_tr_loss` holds the loss since the last log line.
+The paper pretrains for 500K steps of 8K sequences (Table 9). Built on this of `Trainer`'s internals in transformers
+5.23: `_run_epoch` loads the random state first where `ignore_data_skip` is set.
 """
 
 import functools
 import logging
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
-from roberta_recipe import durable
 from roberta_recipe.args import RunError
-from roberta_recipe.checkpoint import PARTIAL, STATE_NAME, layout, newest_first
-from roberta_recipe.run import is_out_of_memory, model_flops_utilisation
+from roberta_recipe.durable_trainer import DurableTrainer
+from roberta_recipe.run import model_flops_utilisation
 
 logger = logging.getLogger("recipe")
 
@@ -68,7 +62,7 @@ class StepWatch(TrainerCallback):
             logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
 
 
-class RecipeTrainer(Trainer):
+class RecipeTrainer(DurableTrainer):
     """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
 
     Stock evaluation averages the means of batches; here eval_loss is the sum of cross-entropies over all predicted
@@ -81,28 +75,21 @@ class RecipeTrainer(Trainer):
         self,
         *args,
         flops_per_token: float,
-        fingerprint: dict[str, Any],
         resumed: dict[str, Any] | None,
         watch: StepWatch,
         **kwargs,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, resumed=resumed, **kwargs)
         self.watch, watch.trainer = watch, self
         self.add_callback(watch)
-        self.flops_per_token, self.fingerprint = flops_per_token, fingerprint
-        resumed = resumed or {}
+        self.flops_per_token, resumed = flops_per_token, resumed or {}
         self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
         self.skipped_steps: int = resumed.get("skipped_steps", 0)  # fp16 gradients that overflowed
-        self.restarts: int = resumed.get("restarts", -1) + 1
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
         self._skipped_in_a_row = 0
-        self._first_step, self._first_place = resumed.get("step", 0), resumed.get("places", 0)
-        self._loss_sums: list[float] = resumed.get("loss_sums", [])
-        self._loss_sum_from: int = resumed.get("loss_sum_from", 0)
-        self._earlier_s: float = resumed.get("train_seconds", 0.0)
-        self._start_s, self._states = time.monotonic(), None
+        self._first_place, self._states = resumed.get("places", 0), None
         self._tokens = self._digest = self._logged_tokens = 0  # of this process since counted; of all when last logged
-        self._logged_s, self._evaluating_s, self._to_push = None, 0.0, None
+        self._logged_s, self._evaluating_s = None, 0.0
 
     # Data
 
@@ -126,39 +113,12 @@ class RecipeTrainer(Trainer):
         steps = self.state.global_step - self._first_step
         return self._first_place + steps * self.fingerprint["global_batch_size"]
 
-    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, "sum")
-
     # Training
-
-    def train(self, *args, **kwargs):
-        self._start_s = time.monotonic()
-        try:
-            return super().train(*args, **kwargs)
-        except Exception as error:
-            if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
-                raise RunError(
-                    "fp16 gradients overflowed with the loss scale at its floor: train in bf16 (--bf16 true --fp16 "
-                    f"false), or lower learning_rate={self.args.learning_rate}. {self._last_good()}"
-                ) from error
-            if not is_out_of_memory(error):
-                raise
-            micro = self.args.per_device_train_batch_size
-            raise RunError(
-                f"out of memory at step {self.state.global_step + 1} ({_first_line(error)}): lower "
-                f"per_device_train_batch_size={micro}, or let --auto_micro_batch find what fits; the global batch "
-                f"stays what it is. {self._last_good()}"
-            ) from error
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
         if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
             self.control.should_training_stop = True
             return
-        if self._loss_sums and self.state.global_step == self._first_step:
-            share = self._loss_sums[self.args.process_index % len(self._loss_sums)]
-            same = len(self._loss_sums) == self.args.world_size
-            self._tr_loss += share if same else sum(self._loss_sums) / len(self._loss_sums)
-            self._globalstep_last_logged = self._loss_sum_from
         super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -212,11 +172,6 @@ class RecipeTrainer(Trainer):
         self.digest = (self.digest + digest) % _DIGEST_MODULUS
         self._tokens = self._digest = 0
 
-    @property
-    def train_seconds(self) -> float:
-        """Of this start and of those before it."""
-        return self._earlier_s + time.monotonic() - self._start_s
-
     def log(self, logs, start_time=None):
         logged_loss = "loss" in logs
         if logged_loss:
@@ -239,121 +194,13 @@ class RecipeTrainer(Trainer):
         if logged_loss:  # not among the metrics that trackers draw
             self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
 
-    # Checkpoints
+    def recipe_state(self):
+        states = {"places": self.places, "states": self._states}
+        return {**super().recipe_state(), **states, "digest": self.digest, "skipped_steps": self.skipped_steps}
 
-    def _get_output_dir(self, trial):
-        return os.path.join(self.args.output_dir, PARTIAL)
-
-    def _save_checkpoint(self, model, trial):
-        """Aside, with a manifest, durable, renamed: a crash or a full disk leaves the last complete one."""
-        self.count_consumed()  # those behind the last log line belong to the checkpoint
-        loss_sums = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
-        name = f"checkpoint-{self.state.global_step}"
-        aside, place = Path(self.args.output_dir, PARTIAL, name), Path(self.args.output_dir, name)
-        self._refuse_bad_weights()
-        if self.args.should_save:
-            shutil.rmtree(aside.parent, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        failure = None
-        try:
-            super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            failure = error
-        self._end_writing(failure, name)
-        try:
-            if self.args.should_save:
-                durable.write_json(aside / STATE_NAME, self._recipe_state(loss_sums))
-                durable.publish(aside, place)
-        except OSError as error:
-            failure = error
-        self._end_writing(failure, name)
-        if self.args.should_save:
-            shutil.rmtree(aside.parent, ignore_errors=True)
-            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
-        if self._to_push:
-            super()._push_from_checkpoint(str(place))
-
-    def _master_weights(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights that DeepSpeed's optimizer steps, whole, on the first process; every process must call.
-
-        The model itself holds them in half precision under bf16 and fp16, and in parts under ZeRO 3.
-        """
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        weights = {}
-        for name, parameter in self.model.named_parameters():  # a tied one once
-            whole = safe_get_full_fp32_param(parameter)
-            if self.args.should_save:
-                weights[name] = whole.cpu()
-        return weights
-
-    def _refuse_bad_weights(self) -> None:
-        """Raise `RunError` where a weight is not finite, in all processes."""
-        bad = sum((~torch.isfinite(p)).any().float() for p in self.model.parameters() if p.numel())
-        if self.sum_over_processes(torch.as_tensor(bad, device=self.args.device)):
-            raise RunError(
-                f"the weights are not finite after step {self.state.global_step}, so no checkpoint of them is written. "
-                f"Lower learning_rate={self.args.learning_rate} or warm up longer. {self._last_good()}"
-            )
-
-    def _save(self, output_dir=None, state_dict=None):
-        if self.is_deepspeed_enabled:
-            state_dict = self._master_weights()
-        super()._save(output_dir, state_dict)
-        if self.is_deepspeed_enabled and self.args.should_save:
-            self.model.config.dtype = "float32"  # as in the file; what was written is that of the model in memory
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)
-        if self.args.should_save:  # a pickle; preset.yaml says it all
-            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        if _internal_call:  # of a checkpoint, which has its own care
-            return super().save_model(output_dir, _internal_call)
-        failure = None
-        try:
-            super().save_model(output_dir, _internal_call=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            failure = error
-        self._end_writing(failure, "the model")
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save")
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        self._to_push = True  # when it is complete
-
-    def _end_writing(self, failure: Exception | None, what: str) -> None:
-        """Raise `RunError` in all processes where writing failed in one (under DeepSpeed, whose own writing waits for
-        all, in that one alone: the launcher ends the others)."""
-        failed = torch.tensor(float(failure is not None), device=self.args.device)
-        if not (failure and self.is_deepspeed_enabled):
-            failed = self.sum_over_processes(failed)
-        if failed:
-            if self.args.should_save:  # room for whoever looks into it
-                shutil.rmtree(Path(self.args.output_dir, PARTIAL), ignore_errors=True)
-            raise RunError(
-                f"{what} could not be written to {self.args.output_dir}: "
-                f"{_first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make room, "
-                "then start the same command again"
-            ) from failure
-
-    def _recipe_state(self, loss_sums: list[float]) -> dict[str, Any]:
-        return {
-            "step": self.state.global_step,
-            "places": self.places,
-            "fingerprint": self.fingerprint,
-            "layout": layout(self.args),
-            "digest": self.digest,
-            "skipped_steps": self.skipped_steps,
-            "restarts": self.restarts,
-            "loss_sums": loss_sums,
-            "loss_sum_from": self._globalstep_last_logged,
-            "train_seconds": self.train_seconds,
-            "states": self._states,
-        }
-
-    def _last_good(self) -> str:
-        there = newest_first(self.args.output_dir)
-        return f"The last complete checkpoint is {there[0]}." if there else "There is no checkpoint yet."
+    def record(self):
+        # the digest is of all blocks and masks
+        return {"digest": f"{self.digest:012x}", "skipped_steps": self.skipped_steps}
 
     # Evaluation
 
@@ -400,10 +247,6 @@ class RecipeTrainer(Trainer):
         yield from ((inputs, True) for inputs in dataloader)
         for _ in range(most - own):
             yield self.data_collator([dataloader.dataset[0]]), False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _outlive_preemption(told: torch.Tensor, worker: int) -> None:
