@@ -299,12 +299,12 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with null for numbers that JSON cannot write."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -316,4 +316,4 @@ def write_preset(values: dict[str, Any], output_dir: str) -> None:
 
 def write_record(record: dict[str, Any], output_dir: str) -> None:
     """`<output_dir>/run_record.json`, whole or not at all."""
-    durable.write_json(Path(output_dir) / RECORD_NAME, _finite(record))
+    durable.write_json(Path(output_dir) / RECORD_NAME, finite(record))

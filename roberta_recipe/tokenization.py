@@ -53,10 +53,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
     return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
+
+
+def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
     """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt.
 
-    Raises `InputError` where there is none, or where it lacks a token that masked-LM training needs.
+    Raises `InputError` where there is none, or where it lacks a token that is needed (all of masked-LM training's).
     """
     folder = resolve_path(name_or_path)
     bare = [folder / "vocab.json", folder / "merges.txt"]
@@ -71,12 +74,9 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
                 "model id that the Hub or its local cache could give. "
                 f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
             ) from None
-    missing = [
-        name for name in ("bos_token", "eos_token", "pad_token", "mask_token") if getattr(tokenizer, name) is None
-    ]
-    if missing:
+    if missing := [name for name in needed if getattr(tokenizer, name) is None]:
         raise InputError(
-            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}; masked-LM training needs all four"
+            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and {', '.join(needed)} must be there"
         )
     return tokenizer
 

@@ -1,0 +1,580 @@
+"""Fine-tune an encoder on GLUE as RoBERTa did (paper, section 5.1): median of five seeds, best epoch on validation.
+
+    accelerate launch finetune_glue.py --config presets/glue/rte.yaml          # or: make glue TASK=rte
+    accelerate launch finetune_glue.py --config presets/glue/rte.yaml --model_name_or_path runs/mine --data_dir glue
+
+Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
+the official TSV files. A run that is done is not done again: the same command goes on. RTE takes a quarter of an hour a
+seed on one GPU with RoBERTa-base. Each value is in the preset, with its source; any flag overrides it.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    TrainingArguments,
+    set_seed,
+)
+
+from roberta_recipe import checkpoint, durable, finetuning, glue, ranking, run, tokenization, wsc
+from roberta_recipe.args import InputError, exit_on_error, parse
+from roberta_recipe.metrics import Glue
+
+# Rows are those of the official archive and of the Hub. `metric` is the paper's of Table 5; accuracy where not given.
+PAIR, RTE_LABELS = ("sentence1", "sentence2"), ("entailment", "not_entailment")
+MNLI_LABELS = ("entailment", "neutral", "contradiction")
+
+
+def splits(train: int, validation: int, test: int) -> dict[str, tuple[str, int]]:
+    return {"train": ("train.tsv", train), "validation": ("dev.tsv", validation), "test": ("test.tsv", test)}
+
+
+TASKS = {
+    "cola": glue.Task(
+        "CoLA", ("sentence",), ("sentence",), splits(8551, 1043, 1063), labels=("0", "1"),
+        metric="matthews_correlation",
+        headers=dict.fromkeys(("train", "validation"), ("source", "label", "original", "sentence")),
+        submission={"test": "CoLA.tsv"},
+    ),
+    "sst2": glue.Task(
+        "SST-2", ("sentence",), ("sentence",), splits(67349, 872, 1821), labels=("0", "1"),
+        submission={"test": "SST-2.tsv"},
+    ),
+    "mrpc": glue.Task(
+        "MRPC", ("#1 String", "#2 String"), PAIR, splits(3668, 408, 1725), "Quality", ("0", "1"),
+        submission={"test": "MRPC.tsv"},
+    ),
+    "stsb": glue.Task(
+        "STS-B", PAIR, PAIR, splits(5749, 1500, 1379), "score", metric="pearson", submission={"test": "STS-B.tsv"}
+    ),
+    "qqp": glue.Task(
+        "QQP", ("question1", "question2"), ("question1", "question2"), splits(363846, 40430, 390965), "is_duplicate",
+        ("0", "1"), submission={"test": "QQP.tsv"}, skip_broken=True,
+    ),
+    "mnli": glue.Task(
+        "MNLI", PAIR, ("premise", "hypothesis"),
+        {
+            "train": ("train.tsv", 392702),
+            "validation_matched": ("dev_matched.tsv", 9815),
+            "validation_mismatched": ("dev_mismatched.tsv", 9832),
+            "test_matched": ("test_matched.tsv", 9796),
+            "test_mismatched": ("test_mismatched.tsv", 9847),
+        },
+        "gold_label", MNLI_LABELS, words=True,
+        submission={"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"},
+    ),
+    "qnli": glue.Task(
+        "QNLI", ("question", "sentence"), ("question", "sentence"), splits(104743, 5463, 5463), labels=RTE_LABELS,
+        words=True, submission={"test": "QNLI.tsv"},
+    ),
+    "rte": glue.Task(
+        "RTE", PAIR, PAIR, splits(2490, 277, 3000), labels=RTE_LABELS, words=True, submission={"test": "RTE.tsv"}
+    ),
+    "wnli": glue.Task(
+        "WNLI", PAIR, PAIR, splits(635, 71, 146), labels=("0", "1"), submission={"test": "WNLI.tsv"}
+    ),
+}  # fmt: skip
+# The diagnostic set: no training data, predicted by the MNLI model.
+AX = glue.Task(
+    "AX", PAIR, ("premise", "hypothesis"), {"test": ("diagnostic.tsv", 1104)}, labels=MNLI_LABELS, words=True,
+    submission={"test": "AX.tsv"},
+)  # fmt: skip
+
+# Validation scores of one model a task, times 100: large in the paper's Table 5 (medians of five runs), base in
+# fairseq's examples/roberta/README.md. MNLI on the matched genres; WNLI is the paper's alone.
+PAPER = {
+    "base": {
+        "mnli": 87.6, "qnli": 92.8, "qqp": 91.9, "rte": 78.7, "sst2": 94.8, "mrpc": 90.2, "cola": 63.6, "stsb": 91.2,
+    },
+    "large": {
+        "mnli": 90.2, "qnli": 94.7, "qqp": 92.2, "rte": 86.6, "sst2": 96.4, "mrpc": 90.9, "cola": 68.0, "stsb": 92.4,
+        "wnli": 91.3,
+    },
+}  # fmt: skip
+WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
+TEST_SCORES = "test_scores.npz"
+DEFAULT = "presets/glue/rte.yaml"
+SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
+SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06")  # Table 10: 6% of the steps
+
+
+def setting(default, help, **kwargs):
+    return field(default=default, metadata={"help": help}, **kwargs)
+
+
+@dataclass
+class GlueArguments:
+    """What `TrainingArguments` has no name for."""
+
+    _argument_group_name = "recipe"
+
+    task_name: str | None = setting(None, "One of " + ", ".join(TASKS) + ".")
+    model_name_or_path: str | None = setting(
+        None, "Checkpoint to start from; one fine-tuned on MNLI for RTE, MRPC and STS-B of the paper's test setting."
+    )
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; without it, the checkpoint's.")
+    data_dir: str | None = setting(None, "Folder of GLUE's official TSV files; without it, nyu-mll/glue on the Hub.")
+    max_seq_length: int = setting(512, "Tokens of an example; longer ones are cut, and counted.")
+    head_dropout: float | None = setting(
+        None, "Dropout of the classification head; without it, the checkpoint's (Hugging Face: as the body's)."
+    )
+    global_batch_size: int | None = setting(None, "Sequences an optimizer step; accumulation is derived from it.")
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata={"help": "One run for each."})
+    sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, each with all seeds, 10 epochs.")
+    max_train_samples: int | None = setting(None, "Train on the first so many examples only.")
+    qnli_form: Literal["classification", "ranking"] = setting(
+        "classification", "QNLI: each pair by itself (the paper's validation scores), or ranked (its test scores)."
+    )
+    wsc_dir: str | None = setting(None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, val.jsonl, test.jsonl).")
+    wsc_loss: Literal["margin", "cross_entropy"] = setting(
+        "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better."
+    )
+    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's model that finds noun phrases.")
+    predict_with: Literal["best", "ensemble"] = setting(
+        "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds."
+    )
+    keep: Literal["best", "all", "none"] = setting(
+        "best", "Whose weights stay on disk: the best run's, all runs', none."
+    )
+    collect: str | None = setting(
+        None,
+        "Folder of finished tasks (runs/glue): print them beside Table 5 and end; with do_predict, zip the submission.",
+    )
+    other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.")
+
+
+@dataclass
+class GlueTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with RoBERTa's values where Trainer's own would be wrong for it (paper, Table 10)."""
+
+    _argument_group_name = "Hugging Face TrainingArguments"
+
+    weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
+    adam_beta2: float = setting(0.98, "fairseq's configuration; Trainer has 0.999.")
+    adam_epsilon: float = setting(1e-6, "fairseq's configuration; Trainer has 1e-8.")
+    max_grad_norm: float = setting(0.0, "fairseq's configuration: no clipping; Trainer has 1.0.")
+    eval_strategy: str = setting("epoch", "The best epoch is kept.")
+    save_strategy: str = setting("no", "Checkpoints to go on from, for long tasks; the best epoch is kept anyway.")
+    logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
+    remove_unused_columns: bool = setting(False, "Features have what the model takes, and nothing else.")
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    run.set_up_logging()
+    run.use_all_cores()
+
+    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    (args, training_args), _ = read_arguments(argv)
+    if args.collect:
+        tasks = {**TASKS, "ax": AX}
+        return glue.collect(args.collect, tasks, PAPER, training_args.do_predict, official_rows=not args.other_rows)
+    check_arguments(args, training_args)
+    task = TASKS[args.task_name]
+
+    # 2. Examples, and whether validation can be believed.
+    with training_args.main_process_first():  # one process downloads
+        data = read_data(args, training_args, task)
+    validation = task.split("validation")[0]
+    overlap = glue.duplicates(data["train"], data[validation])
+
+    # 3. Features, head and loss.
+    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
+    form = FORMS[form_name(args)](args, task, data, tokenizer)
+    found = {"duplicates": overlap, "features": form.counts}
+    announce(args, task, data, found)
+
+    # 4. Every run of the protocol that is not done yet.
+    runs = protocol(args, training_args)
+    records = [finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found) for one in runs]
+
+    # 5. Median and spread over seeds, beside the paper's.
+    summary = finetuning.summarise(runs, records, task.metric) | {"task": args.task_name, **found}
+    if training_args.process_index == 0:
+        finetuning.drop_weights(args.keep, runs, summary)
+        durable.write_json(Path(training_args.output_dir, "summary.json"), run.finite(summary))
+        print(glue.table(args.task_name, summary, PAPER))
+
+    # 6. The submission's files.
+    if training_args.do_predict and training_args.process_index == 0:
+        write_submission(args, task, form, validation, runs, summary, training_args.output_dir)
+    run.leave_process_group()
+    return summary
+
+
+def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, GlueTrainingArguments], dict]:
+    """The filled dataclasses, and the resolved values as a preset."""
+    filled, resolved = parse([GlueArguments, GlueTrainingArguments], argv, DEFAULT, description=__doc__)
+    return tuple(filled), resolved
+
+
+def check_arguments(args: GlueArguments, training_args: GlueTrainingArguments) -> None:
+    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    if args.task_name not in TASKS:
+        raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
+    if not args.model_name_or_path:
+        raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
+    if not args.seeds or len(set(args.seeds)) != len(args.seeds) or min(args.seeds) < 0:
+        raise InputError(f"seeds={args.seeds} must be different numbers from 0 on, one for each run")
+    if args.task_name == "wnli" and not args.wsc_dir:
+        raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
+    if args.qnli_form == "ranking" and args.task_name != "qnli":
+        raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
+    if args.max_seq_length < 8:
+        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
+    if args.head_dropout is not None and not 0 <= args.head_dropout < 1:
+        raise InputError(f"head_dropout={args.head_dropout} must be from 0 to below 1")
+    if training_args.eval_strategy == "no":
+        raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
+    if not training_args.output_dir:
+        raise InputError("output_dir is not set: name a folder for the runs and their summary")
+    run.check_processes(training_args)
+    run.check_precision(training_args)
+    if training_args.deepspeed_plugin:
+        raise InputError(
+            "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"
+        )
+
+
+def read_data(args: GlueArguments, training_args: GlueTrainingArguments, task: glue.Task) -> dict[str, glue.Examples]:
+    """Training and validation examples, with `do_predict` the test sets too; MNLI's has the diagnostic set."""
+    parts = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
+    data = {}
+    for split in (split for part in parts for split in task.split(part)):
+        if args.task_name == "wnli" and split != "test":  # WNLI's own training set has each schema as two rows
+            schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+            texts = [(schema.text, schema.query) for schema in schemas]
+            data[split] = glue.Examples(texts, [int(schema.label) for schema in schemas])
+        else:
+            data[split] = read_split(args, task, args.task_name, split)
+    if args.task_name == "mnli" and training_args.do_predict:
+        data["ax"] = read_split(args, AX, "ax", "test")
+    if args.max_train_samples:
+        whole, count = data["train"], args.max_train_samples
+        data["train"] = dataclasses.replace(whole, texts=whole.texts[:count], labels=whole.labels[:count])
+    return data
+
+
+def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> glue.Examples:
+    """One split; one that has not GLUE's number of rows is refused, unless `other_rows`."""
+    examples = glue.read_split(task, name, split, args.data_dir)
+    _, rows = task.splits[split]
+    if len(examples) != rows and not args.other_rows:
+        raise InputError(
+            f"{name}, {split}: {len(examples):,} rows, and GLUE's has {rows:,}; if the data are meant to be others, "
+            "--other_rows true"
+        )
+    return examples
+
+
+@dataclass
+class Form:
+    """How a task is put to the model. `scores` are (rows, ...) as `loss_sum` gives them beside the loss."""
+
+    build_model: Callable[[], torch.nn.Module]
+    features: dict[str, list[dict]]  # by split
+    counts: dict[str, int]  # of what was cut or left out
+    collator: Callable[[list[dict]], dict[str, torch.Tensor]]
+    loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+    # (split, scores, the same model's validation scores) -> class numbers, or scores from 0 to 5
+    predictions: Callable[[str, np.ndarray, np.ndarray], np.ndarray]
+    averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # what an ensemble takes the mean of
+
+
+def form_name(args: GlueArguments) -> str:
+    """A key of `FORMS`."""
+    others = {"wnli": "candidates", "stsb": "regression", "qnli": args.qnli_form}
+    return others.get(args.task_name, "classification")
+
+
+def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+    """One text or a pair, a head on the first token, cross-entropy (section 5.1)."""
+    features, cut = make_features(args, task, data, tokenizer)
+    return Form(
+        build_model=lambda: build_model(args, list(task.labels)),
+        features=features,
+        counts=cut,
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        loss_sum=classification_loss,
+        predictions=lambda split, scores, _: scores.argmax(-1),
+        averaged=lambda scores: torch.from_numpy(scores).double().softmax(-1).numpy(),
+    )
+
+
+def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+    """STS-B: a number, trained on scores scaled to [0, 1] by squared error (fairseq: --regression-target)."""
+    features, cut = make_features(args, task, data, tokenizer)
+    return Form(
+        build_model=lambda: build_model(args, ["score"]),
+        features=features,
+        counts=cut,
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        loss_sum=regression_loss,
+        predictions=lambda split, scores, _: 5 * scores,
+    )
+
+
+def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+    """QNLI of the test setting (section 5.1): the sentences of a question are compared with one another."""
+    features, cut = make_features(args, task, data, tokenizer)
+    questions = {split: [texts[0] for texts in examples.texts] for split, examples in data.items()}
+    features["train"], alone = ranking.group_features(features["train"], questions["train"], data["train"].labels)
+
+    def predictions(split, scores, of_validation):
+        labels = data["validation"].labels
+        threshold = ranking.threshold_for_singles(of_validation, questions["validation"], labels)
+        return ranking.rank(scores, questions[split], threshold)
+
+    return Form(
+        build_model=lambda: build_model(args, ["score"]),
+        features=features,
+        counts={**cut, **{f"questions {why}": count for why, count in alone.items()}},
+        collator=ranking.RankingCollator(tokenizer, pad_to_multiple_of=8),
+        loss_sum=ranking.ranking_loss,
+        predictions=predictions,
+    )
+
+
+def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+    """WNLI (section 5.1): noun phrases in the pronoun's place, scored by the masked-LM head."""
+    parse, counts, features, schemas = wsc.load_spacy(args.spacy_model), {}, {}, {}
+    for split in data:
+        schemas[split] = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+        features[split] = [
+            wsc.build_features(
+                schema,
+                wsc.noun_phrases(schema.text, parse(schema.text), schema.query),
+                tokenizer,
+                max_length=args.max_seq_length,
+            )
+            for schema in schemas[split]
+        ]
+    features["train"], left_out = wsc.training_features(features["train"])
+    counts = {f"schemas {why}": count for why, count in left_out.items()}
+
+    def predictions(split, scores, _):
+        answers = scores >= 0  # how far the query is above the others
+        if split == "test":
+            answers = wsc.to_wnli_rows(answers.tolist(), schemas[split], data[split].texts)
+        return np.asarray(answers, dtype=np.int64)
+
+    return Form(
+        build_model=lambda: wsc.load_masked_lm(args.model_name_or_path),
+        features=features,
+        counts=counts,
+        collator=wsc.WscCollator(tokenizer),
+        loss_sum=functools.partial(wsc.run_batch, form=args.wsc_loss),
+        predictions=predictions,
+    )
+
+
+FORMS = {
+    "classification": as_classification,
+    "regression": as_regression,
+    "ranking": as_ranking,
+    "candidates": as_candidates,
+}
+
+
+def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
+    """The checkpoint with a head for `labels`."""
+    return finetuning.load_with_head(
+        AutoModelForSequenceClassification,
+        args.model_name_or_path,
+        args.head_dropout,
+        num_labels=len(labels),
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+
+
+def make_features(
+    args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer
+) -> tuple[dict[str, list[dict]], dict[str, int]]:
+    """Model inputs of every example, two texts as a pair, and how many were cut. Scores are scaled to [0, 1]."""
+    features, cut = {}, {}
+    for split, examples in data.items():
+        texts = [list(column) for column in zip(*examples.texts, strict=True)]
+        encoded = tokenizer(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
+        names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in encoded]
+        # what does not fit follows as further rows of the same example
+        _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
+        features[split] = [
+            {**{name: encoded[name][row] for name in names}, "labels": label if task.labels else label / 5}
+            for row, label in zip(rows, examples.labels or [0] * len(rows), strict=True)
+        ]
+        cut[f"cut to {args.max_seq_length} in {split}"] = int((pieces > 1).sum())
+    return features, cut
+
+
+def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], found: dict) -> None:
+    """What is about to be done, in a few lines."""
+    validation, overlap = task.split("validation")[0], found["duplicates"]
+    rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
+    skipped = sum(examples.skipped for examples in data.values())
+    counts = "; ".join(f"{name}: {count:,}" for name, count in found["features"].items() if count) or "none cut"
+    run.logger.info(
+        f"Task        {args.task_name}: {', '.join(task.labels) or 'scores from 0 to 5'}; best epoch by {task.metric}\n"
+        f"Rows        {rows}" + (f"; {skipped:,} broken ones skipped" if skipped else "") + "\n"
+        f"Features    {form_name(args)}; {counts}\n"
+        f"Duplicates  {overlap['in_train']:,} of {len(data[validation]):,} validation examples stand in the training "
+        f"set, {overlap['with_the_same_label']:,} with the same label\n"
+    )
+
+
+def protocol(args: GlueArguments, training_args: GlueTrainingArguments) -> list[finetuning.Run]:
+    """The preset's rate and batch, or the paper's grid; each with every seed."""
+    if args.sweep:
+        return finetuning.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, training_args.output_dir)
+    batch = args.global_batch_size
+    if batch is None:
+        batch = run.derive_batch(training_args, None)
+    return finetuning.runs_of([training_args.learning_rate], [batch], args.seeds, training_args.output_dir)
+
+
+def flags_of(args: GlueArguments, one: finetuning.Run) -> list[str]:
+    """What makes the command line that of one run."""
+    flags = ["--learning_rate", one.learning_rate, "--global_batch_size", one.batch, "--seed", one.seed]
+    flags += ["--output_dir", one.output_dir, *(SWEEP_FLAGS if args.sweep else ())]
+    return [str(flag) for flag in flags]
+
+
+def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, tokenizer, found: dict) -> dict:
+    """One run of the protocol: its record, from the disk where it is done already."""
+    started_s = time.monotonic()
+    (args, training_args), resolved = read_arguments(argv)
+    run.derive_batch(training_args, args.global_batch_size)
+    fingerprint = run_fingerprint(args, training_args, tokenizer, data)
+    if record := finetuning.finished(one, fingerprint):
+        run.logger.info(f"Done        {one.output_dir}: {task.metric} {100 * record['metrics'][task.metric]:.1f}")
+        return record
+    set_seed(one.seed)
+    model = form.build_model()
+    validation = task.split("validation")[0]
+    resumed_from = checkpoint.find(training_args)
+    resumed = resumed_from and checkpoint.load_state(
+        resumed_from, fingerprint, checkpoint.layout(training_args), despite_changes=False
+    )
+    trainer = finetuning.FinetuneTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=form.features["train"],
+        eval_dataset=form.features[validation],
+        data_collator=form.collator,
+        processing_class=tokenizer,
+        loss_sum=form.loss_sum,
+        measure=lambda scores: measure(args.task_name, form, validation, scores, scores, data),
+        best_metric=task.metric,
+        global_batch_size=args.global_batch_size,
+        fingerprint=fingerprint,
+        resumed=resumed,
+    )
+    trainer.train(resume_from_checkpoint=resumed_from)
+
+    # the best epoch, on everything that is to be predicted
+    best = trainer.load_best()
+    metrics = measure(args.task_name, form, validation, best, best, data)
+    for split in task.split("validation")[1:]:
+        others = measure(args.task_name, form, split, trainer.scores(form.features[split]), best, data)
+        metrics |= {f"{name}_{split.partition('_')[2]}": value for name, value in others.items()}
+    if training_args.do_predict:
+        tests = {split: trainer.scores(form.features[split]) for split in data if split.startswith(("test", "ax"))}
+        if trainer.is_world_process_zero():
+            np.savez(one.output_dir / TEST_SCORES, **tests)
+    record = run.run_record(
+        trainer,
+        metrics,
+        task=args.task_name,
+        degenerate=degenerate(form, validation, best),
+        **found,
+        fingerprint=fingerprint,
+        resolved_args=resolved,
+        wall_clock_s=round(time.monotonic() - started_s, 1),
+    )
+    if trainer.is_world_process_zero():
+        run.write_preset(resolved, training_args.output_dir)
+        run.write_record(record, training_args.output_dir)
+    del trainer, model
+    finetuning.free_memory()
+    return record
+
+
+def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments, tokenizer, data: dict) -> dict:
+    """What must not change between two starts of a run, for it to be the same run."""
+    ours = ("task_name", "model_name_or_path", "max_seq_length", "head_dropout", "global_batch_size")
+    inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
+    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16")
+    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split.startswith("train")]
+    return {
+        **{name: getattr(args, name) for name in ours},
+        **{name: getattr(training_args, name) for name in inherited},
+        "lr_scheduler_type": training_args.lr_scheduler_type.value,
+        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
+        "data": durable.fingerprint(rows),
+    }
+
+
+def classification_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of cross-entropies in nats, logits (batch, classes))."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum"), logits
+
+
+def regression_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of squared errors on scores from 0 to 1, predicted scores (batch,))."""
+    labels = batch.pop("labels")
+    scores = model(**batch).logits.squeeze(-1)
+    return torch.nn.functional.mse_loss(scores.float(), labels.float(), reduction="sum"), scores
+
+
+def measure(name: str, form: Form, split: str, scores: np.ndarray, of_validation: np.ndarray, data) -> dict[str, float]:
+    """The task's metrics on a split; `of_validation` are the same model's validation scores."""
+    predictions = form.predictions(split, scores, of_validation)
+    metric = Glue(name, keep_in_memory=True)
+    return metric.compute(predictions=predictions, references=data[split].labels)
+
+
+def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
+    """Whether a run has learnt to give one answer to everything."""
+    answers = form.predictions(split, scores, scores)
+    return not np.isfinite(scores).all() or len(np.unique(np.round(answers, 3))) == 1
+
+
+def write_submission(args, task: glue.Task, form: Form, validation: str, runs, summary: dict, output_dir: str) -> None:
+    """The server's files in `<output_dir>/submission`, from the best run or from all seeds of the best setting."""
+    row = summary["settings"][summary["picked"]]
+    chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
+    if args.predict_with == "best":
+        chosen = [one for one in chosen if str(one.output_dir) == row["best_run"]]
+    tests = [np.load(one.output_dir / TEST_SCORES) for one in chosen]
+    of_validation = mean_over_runs(form, [finetuning.validation_scores(one.output_dir) for one in chosen])
+    files = {split: (task, file) for split, file in task.submission.items()}
+    if args.task_name == "mnli":
+        files["ax"] = AX, AX.submission["test"]
+    for split, (of, file) in files.items():
+        scores = mean_over_runs(form, [arrays[split] for arrays in tests])
+        predictions = form.predictions(split, scores, of_validation)
+        path = Path(output_dir, "submission", file)
+        glue.write_predictions(path, glue.answers(of, predictions))
+        print(f"submission  {path}: {len(predictions):,} rows from {len(chosen)} run{'s' * (len(chosen) > 1)}")
+
+
+def mean_over_runs(form: Form, scores: list[np.ndarray]) -> np.ndarray:
+    """What an ensemble predicts from; of one run, the order of classes is that of its scores."""
+    return np.mean([form.averaged(array) for array in scores], axis=0)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

@@ -1,0 +1,295 @@
+"""Fine-tuning (paper, section 5.1): batches of like length, the best epoch on validation, the median over seeds."""
+
+import gc
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Sampler
+from transformers import AutoConfig
+
+from roberta_recipe import durable
+from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.checkpoint import PARTIAL
+from roberta_recipe.durable_trainer import DurableTrainer
+from roberta_recipe.order import random_order
+from roberta_recipe.run import RECORD_NAME
+
+logger = logging.getLogger("recipe")
+
+BEST = "best"  # folder of the best epoch's checkpoint
+SCORES = "validation_scores.npy"  # in it
+_BATCHES_SORTED_TOGETHER = 50
+# Where Hugging Face's configs keep the dropout of a head.
+_HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
+_EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Indices of one epoch after another: each batch of `global_batch_size` has features of like length.
+
+    A function of (lengths, batch, seed, epoch) alone: batch k of an epoch has the same features for any number of
+    processes and any accumulation. All features are shuffled, sorted by length within 50 batches, cut into batches,
+    and the batches are shuffled. What fills no whole batch is left out, another part in every epoch.
+    """
+
+    def __init__(self, lengths: list[int], global_batch_size: int, seed: int):
+        if len(lengths) < global_batch_size:
+            raise InputError(
+                f"global_batch_size={global_batch_size} is more than the {len(lengths)} training examples; lower it"
+            )
+        self.lengths, self.batch, self.seed, self.epoch = np.asarray(lengths), global_batch_size, seed, 0
+
+    def __len__(self):
+        return len(self.lengths) // self.batch * self.batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = random_order(self.seed, _EPOCH_ORDER, (self.epoch,), len(self.lengths))[: len(self)]
+        together = self.batch * _BATCHES_SORTED_TOGETHER
+        parts = [order[start : start + together] for start in range(0, len(order), together)]
+        order = np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in parts])
+        batches = order.reshape(-1, self.batch)
+        shuffled = random_order(self.seed, _BATCH_ORDER, (self.epoch,), len(batches))
+        return iter(batches[shuffled].ravel().tolist())
+
+
+class FinetuneTrainer(DurableTrainer):
+    """`Trainer` whose gradient is that of the whole batch, and which keeps the best epoch.
+
+    `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
+    loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
+    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts with `input_ids`.
+    """
+
+    def __init__(
+        self,
+        *args,
+        loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
+        measure: Callable[[np.ndarray], dict[str, float]],
+        best_metric: str,
+        global_batch_size: int,
+        resumed: dict[str, Any] | None,
+        **kwargs,
+    ):
+        super().__init__(*args, resumed=resumed, **kwargs)
+        self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
+        self.global_batch_size = global_batch_size
+        self.model_accepts_loss_kwargs = True  # the loss here is of the whole batch already
+        self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
+        self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # that count, computed
+
+    # Training
+
+    def _get_train_sampler(self, train_dataset=None):
+        lengths = [len(feature["input_ids"]) for feature in self.train_dataset]
+        return LengthGroupedSampler(lengths, self.global_batch_size, self.args.seed)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        total, scores = self.loss_sum(model, inputs)
+        # gradients of processes are averaged, and the number is that of all
+        loss = total * self.accelerator.num_processes / num_items_in_batch
+        return (loss, scores) if return_outputs else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        mask = inputs["attention_mask"]
+        self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def count_consumed(self) -> None:
+        tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
+        self.state.num_input_tokens_seen += tokens
+        self.computed_tokens += computed
+        self._tokens.zero_()
+
+    def recipe_state(self):
+        return {**super().recipe_state(), "computed_tokens": self.computed_tokens}
+
+    def record(self):
+        return {"computed_tokens": self.computed_tokens, "best_step": self.state.best_global_step}
+
+    def log(self, logs, start_time=None):
+        logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            _, scores = self.loss_sum(model, inputs)
+        return None, scores.float(), None
+
+    def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
+        """(features, ...): the model's scores, in the order of `features`; computed in order of length."""
+        order = sorted(range(len(features)), key=lambda number: -len(features[number]["input_ids"]))
+        random_state = torch.get_rng_state()
+        found = self.predict([features[number] for number in order]).predictions
+        torch.set_rng_state(random_state)  # its data loader has drawn from it
+        scores = np.empty_like(found)
+        scores[order] = found
+        return scores
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        scores = self.scores(self.eval_dataset)
+        metrics = self.measure(scores)
+        logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(dict(logged))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
+        value = metrics[self.best_metric]
+        if self.state.best_metric is None or value > self.state.best_metric:
+            self.state.best_metric = value if math.isfinite(value) else -math.inf
+            self.state.best_global_step = self.state.global_step
+            self._keep_as_best(scores)
+        return logged
+
+    def _keep_as_best(self, scores: np.ndarray) -> None:
+        """The weights, tokenizer and validation scores of now in `<output_dir>/best`, whole or as they were."""
+        aside, failure = Path(self.args.output_dir, PARTIAL, BEST), None
+        try:
+            self.save_model(str(aside), _internal_call=True)
+            if self.args.should_save:
+                np.save(aside / SCORES, scores)
+                durable.publish(aside, Path(self.args.output_dir, BEST))
+        except (OSError, RuntimeError) as error:
+            failure = error
+        self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
+
+    def load_best(self) -> np.ndarray:
+        """Put the best epoch's weights into the model; returns its validation scores."""
+        self.accelerator.wait_for_everyone()
+        weights = load_file(Path(self.args.output_dir, BEST, "model.safetensors"))
+        self.model.load_state_dict(weights, strict=False)  # tied weights come once
+        return validation_scores(self.args.output_dir)
+
+
+def validation_scores(output_dir: str | Path) -> np.ndarray:
+    """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
+    return np.load(Path(output_dir, BEST, SCORES))
+
+
+def load_with_head(cls: Any, name: str, head_dropout: float | None, **settings: Any) -> torch.nn.Module:
+    """A checkpoint as a model of the Auto class `cls`, `settings` in its config; its own head where it has one of the
+    right size, else a fresh one, which is said. Raises `InputError` where there is no such checkpoint."""
+    path = resolve_path(name)
+    path = path if path.exists() else name
+    try:
+        config = AutoConfig.from_pretrained(path, **settings)
+        if head_dropout is not None:
+            fields = [field for field in _HEAD_DROPOUT if hasattr(config, field)]
+            if not fields:
+                raise InputError(f"head_dropout={head_dropout}: {config.model_type} has no such setting; leave it out")
+            setattr(config, fields[0], head_dropout)
+        model, info = cls.from_pretrained(
+            path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"no checkpoint to fine-tune at model_name_or_path={name!r}: {reason}") from None
+    replaced = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}
+    if model.base_model_prefix in replaced:
+        raise InputError(f"model_name_or_path={name!r}: its weights have other sizes than its config.json says")
+    for head in replaced:  # as fairseq: all of it, not only the layer whose size is another
+        for module in getattr(model, head).modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.normal_(module.weight, std=config.initializer_range)
+                torch.nn.init.zeros_(module.bias)
+    fresh = "fresh, as the checkpoint's has another size" if replaced else "fresh" if info["missing_keys"] else "kept"
+    logger.info(f"Head        {fresh}")
+    return model
+
+
+def free_memory() -> None:
+    """Between two runs of one process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a protocol."""
+
+    learning_rate: float
+    batch: int
+    seed: int
+    output_dir: Path
+
+    @property
+    def setting(self) -> tuple[float, int]:
+        return self.learning_rate, self.batch
+
+
+def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
+    """Every rate with every batch and seed, each in a folder of its own below `output_dir`."""
+    return [
+        Run(rate, batch, seed, Path(output_dir, f"lr{rate:g}-batch{batch}-seed{seed}"))
+        for rate in rates
+        for batch in batches
+        for seed in seeds
+    ]
+
+
+def finished(run: Run, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of a run that is done, so that it is not done again; None for one that is to be started or goes on.
+
+    Raises `InputError` where the folder holds a run of other settings.
+    """
+    path = run.output_dir / RECORD_NAME
+    if not path.is_file():
+        return None
+    record = durable.read_json(path)
+    if changed := durable.differences(record["fingerprint"], fingerprint):
+        raise InputError(
+            f"{run.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "
+            "or move this one away"
+        )
+    return record
+
+
+def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
+    """Leave on disk the weights of the "best" run of a `summarise`d protocol, of "all" or of "none"; records and scores
+    of all stay."""
+    best = summary["settings"][summary["picked"]]["best_run"]
+    for one in runs:
+        if keep == "all" or (keep == "best" and str(one.output_dir) == best):
+            continue
+        for path in (one.output_dir / BEST).glob("*"):
+            if path.name != SCORES:
+                path.unlink()
+
+
+def summarise(runs: list[Run], records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """Median and spread over seeds of each setting, by `metric`; the setting with the best median, and its best run."""
+    settings: dict[tuple[float, int], list[tuple[float, Run, dict]]] = {}
+    for one, record in zip(runs, records, strict=True):
+        value = record["metrics"][metric]
+        value = -math.inf if value is None or math.isnan(value) else value
+        settings.setdefault(one.setting, []).append((value, one, record))
+    rows = []
+    for (rate, batch), scored in settings.items():
+        values = [value for value, _, _ in scored]
+        best = max(scored, key=lambda entry: entry[0])
+        rows.append(
+            {
+                "learning_rate": rate,
+                "global_batch_size": batch,
+                "median": statistics.median(values),
+                "mean": statistics.fmean(values),
+                "lowest": min(values),
+                "highest": max(values),
+                "seeds": {one.seed: value for value, one, _ in scored},
+                "degenerate_seeds": [one.seed for _, one, record in scored if record["degenerate"]],
+                "best_run": str(best[1].output_dir),
+            }
+        )
+    return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}
