@@ -4,10 +4,10 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
 
-.PHONY: help setup demo test lint tokenizer pretrain bench clean
+.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission bench clean
 
 help:             ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
 
 setup: $(VENV)/.installed  ## virtual environment with requirements.txt
 
@@ -34,6 +34,20 @@ tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpu
 
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
 	$(ACCELERATE) train_mlm.py --config $(or $(CONFIG),presets/mlm/roberta_base.yaml) $(ARGS)
+
+# TASK, MODEL (checkpoint), DATA (folder of the official TSV files), SWEEP=1 (the paper's grid), ARGS (any flags)
+GLUE = $(ACCELERATE) finetune_glue.py $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(if $(SWEEP),--sweep) $(ARGS)
+GLUE_TASKS = mnli qnli qqp rte sst2 mrpc cola stsb
+
+glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK=rte MODEL=runs/roberta_base
+	$(GLUE) --config presets/glue/$(or $(TASK),rte).yaml
+
+glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli), then the row of Table 5
+	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
+	$(BIN)/python finetune_glue.py --collect runs/glue
+
+glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
+	$(BIN)/python finetune_glue.py --collect runs/glue --do_predict
 
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py

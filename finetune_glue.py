@@ -10,6 +10,7 @@ seed on one GPU with RoBERTa-base. Each value is in the preset, with its source;
 
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,7 @@ WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.js
 TEST_SCORES = "test_scores.npz"
 DEFAULT = "presets/glue/rte.yaml"
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
+SWEEP_FOLDER = "sweep"  # below output_dir
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06")  # Table 10: 6% of the steps
 
 
@@ -203,7 +205,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     summary = finetuning.summarise(runs, records, task.metric) | {"task": args.task_name, **found}
     if training_args.process_index == 0:
         finetuning.drop_weights(args.keep, runs, summary)
-        durable.write_json(Path(training_args.output_dir, "summary.json"), run.finite(summary))
+        folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
+        durable.write_json(folder / "summary.json", run.finite(summary))
         print(glue.table(args.task_name, summary, PAPER))
 
     # 6. The submission's files.
@@ -436,7 +439,8 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
 def protocol(args: GlueArguments, training_args: GlueTrainingArguments) -> list[finetuning.Run]:
     """The preset's rate and batch, or the paper's grid; each with every seed."""
     if args.sweep:
-        return finetuning.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, training_args.output_dir)
+        folder = os.path.join(training_args.output_dir, SWEEP_FOLDER)
+        return finetuning.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
     batch = args.global_batch_size
     if batch is None:
         batch = run.derive_batch(training_args, None)

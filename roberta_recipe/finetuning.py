@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Sampler
 from transformers import AutoConfig
+from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
 from roberta_recipe.args import InputError, resolve_path
@@ -182,6 +183,8 @@ def load_with_head(cls: Any, name: str, head_dropout: float | None, **settings: 
     right size, else a fresh one, which is said. Raises `InputError` where there is no such checkpoint."""
     path = resolve_path(name)
     path = path if path.exists() else name
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report on a head without weights; what matters of it is said here
     try:
         config = AutoConfig.from_pretrained(path, **settings)
         if head_dropout is not None:
@@ -195,6 +198,8 @@ def load_with_head(cls: Any, name: str, head_dropout: float | None, **settings: 
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"no checkpoint to fine-tune at model_name_or_path={name!r}: {reason}") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     replaced = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}
     if model.base_model_prefix in replaced:
         raise InputError(f"model_name_or_path={name!r}: its weights have other sizes than its config.json says")

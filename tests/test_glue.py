@@ -1,0 +1,468 @@
+"""GLUE through the command line, on a few rows of each task in the official layout, written here."""
+
+import json
+import random
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import PLACES, SUBJECTS, VERBS, run_python
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+import finetune_glue
+from finetune_glue import TASKS
+from roberta_recipe import durable, finetuning, glue, ranking, wsc
+from roberta_recipe.args import InputError, RunError
+from roberta_recipe.modeling import build_model
+
+ROWS = {"train": 24, "validation": 9, "test": 7}
+HEADERS = {
+    "cola": ["source", "label", "original", "sentence"],
+    "sst2": ["sentence", "label"],
+    "mrpc": ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"],
+    "stsb": ["index", "genre", "filename", "year", "old_index", "source1", "source2", *finetune_glue.PAIR, "score"],
+    "qqp": ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
+    "mnli": ["index", "promptID", "pairID", "genre", *finetune_glue.PAIR, "label1", "gold_label"],
+    "qnli": ["index", "question", "sentence", "label"],
+    "rte": ["index", *finetune_glue.PAIR, "label"],
+    "wnli": ["index", *finetune_glue.PAIR, "label"],
+    "ax": ["index", *finetune_glue.PAIR],
+}
+
+
+def sentence(rng):
+    return f"{rng.choice(SUBJECTS).capitalize()} {rng.choice(VERBS)} {rng.choice(SUBJECTS)} {rng.choice(PLACES)}."
+
+
+def write_tsv(path, header, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [*([header] if header else []), *rows]
+    path.write_text("".join("\t".join(line) + "\n" for line in lines), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """All ten folders; the label says whether the first sentence is in the garden or at night."""
+    folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
+    for name, task in {**TASKS, "ax": finetune_glue.AX}.items():
+        for split, (file, _) in task.splits.items():
+            part, rows = split.partition("_")[0], []
+            for number in range(ROWS[part]):
+                row = dict.fromkeys(HEADERS[name], str(number))
+                texts = [sentence(rng) for _ in task.columns]
+                if name == "qnli":  # two sentences for each question
+                    texts[0] = f"Who {split} {number // 2}?"
+                row |= dict(zip(task.columns, texts, strict=True))
+                answer = number % len(task.labels) if task.labels else number % 6
+                row[task.label_column] = task.labels[answer] if task.labels else f"{answer}.000"
+                rows.append(row)
+            header = [c for c in HEADERS[name] if part != "test" or c not in (task.label_column, "label1")]
+            if name == "cola":
+                header = header if part != "test" else ["index", "sentence"]
+            lines = [[row.get(column, str(n)) for column in header] for n, row in enumerate(rows)]
+            write_tsv(folder / task.folder / file, None if split in task.headers else header, lines)
+    return folder
+
+
+@pytest.fixture
+def model_dir(config_file, tokenizer, tmp_path):
+    """A masked-LM checkpoint to fine-tune, no dropout in its body."""
+    torch.manual_seed(0)
+    model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def flags(root, data_dir, model_dir, tmp_path):
+    """A function from task and further flags to a command line that trains for a second."""
+
+    def of(name, *others):
+        values = {
+            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name},
+            **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 6},
+            **{"warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True},
+            **{"disable_tqdm": True, "seeds": 1, "save_strategy": "no"},
+        }
+        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        return ["--config", str(root / "presets" / "glue" / f"{name}.yaml"), *argv, *map(str, others)]
+
+    return of
+
+
+def parse_by_articles(text):
+    """What looks like a spaCy Doc: every word a token, "the" and the word behind it a noun chunk."""
+    words, at, tokens = text.split(" "), 0, []
+    for word in words:
+        tokens.append(types.SimpleNamespace(idx=at, text=word.rstrip("."), pos_="X"))
+        at += len(word) + 1
+    chunks = [types.SimpleNamespace(start=n, end=n + 2) for n, word in enumerate(words[:-1]) if word.lower() == "the"]
+
+    class Parse(list):
+        noun_chunks = chunks
+
+    return Parse(tokens)
+
+
+@pytest.fixture
+def wsc_dir(tmp_path, data_dir, monkeypatch):
+    """SuperGLUE's files for the WNLI rows of `data_dir`, and a parser without spaCy."""
+    monkeypatch.setattr(wsc, "load_spacy", lambda model: parse_by_articles)
+    folder = tmp_path / "wsc"
+    folder.mkdir()
+    wnli = []
+    for split, file in finetune_glue.WSC_FILES.items():
+        rows = []
+        for number in range(ROWS[split]):
+            name = ("cat", "boat")[number % 2]
+            text = f"The cat sees the boat and the dog number {number} {split} but it sleeps."
+            place = text.split(" ").index("it")
+            target = {"span1_index": 0, "span1_text": f"the {name}", "span2_index": place, "span2_text": "it"}
+            row = {"idx": number, "text": text, "target": target}
+            rows.append(row if split == "test" else {**row, "label": number % 2 == 0})
+            if split == "test":
+                wnli.append([str(number), text, f"The {name} sleeps."])
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tsv(data_dir / "WNLI" / "test.tsv", ["index", *finetune_glue.PAIR], wnli)
+    return folder
+
+
+def special(name, wsc_dir):
+    return {"wnli": ["--wsc_dir", wsc_dir, "--eval_steps", 3]}.get(name, [])
+
+
+def record_of(tmp_path, name="rte", run="lr0.001-batch8-seed1"):
+    return durable.read_json(tmp_path / "glue" / name / run / "run_record.json")
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
+    for name in TASKS:
+        summary = finetune_glue.main(flags(name, "--do_predict", *special(name, wsc_dir)))
+        record = record_of(tmp_path, name)
+        assert record["steps"] == 6 and summary["settings"][0]["seeds"] == {1: record["metrics"][summary["metric"]]}
+        assert set(glue_metrics(name)) <= set(record["metrics"])
+        best = tmp_path / "glue" / name / "lr0.001-batch8-seed1" / "best"
+        assert (best / "model.safetensors").is_file() and not list(best.parent.glob("**/*.bin"))
+    assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
+
+    assert finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict", "--other_rows"]).keys() == set(
+        TASKS
+    )
+    shown = capsys.readouterr().out
+    assert "not run" not in shown.partition("ours")[2] and "90.2" in shown
+    with zipfile.ZipFile(tmp_path / "glue" / "submission.zip") as archive:
+        files = {name: archive.read(name).decode().splitlines() for name in archive.namelist()}
+    official = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
+    assert set(files) == {f"{name}.tsv" for name in official.split()} and len(files) == 11
+    for name, lines in files.items():
+        assert lines[0] == "index\tprediction"
+        assert [line.split("\t")[0] for line in lines[1:]] == [str(n) for n in range(ROWS["test"])]
+        found = {line.split("\t")[1] for line in lines[1:]}
+        if name == "STS-B.tsv":
+            assert all(0 <= float(value) <= 5 for value in found)
+        else:
+            words = {"MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv", "RTE.tsv", "AX.tsv"}
+            assert found <= (
+                {"entailment", "neutral", "contradiction", "not_entailment"} if name in words else {"0", "1"}
+            )
+
+    with pytest.raises(InputError, match=r"CoLA.tsv: 7 rows, and the test set has 1063"):
+        finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict"])
+    (tmp_path / "glue" / "rte" / "submission" / "RTE.tsv").write_text("index\tprediction\n0\tyes\n")
+    with pytest.raises(InputError, match="row 0: 'yes' is no label of RTE"):
+        finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict", "--other_rows"])
+
+
+def glue_metrics(name):
+    from roberta_recipe.metrics import GLUE_METRICS
+
+    return GLUE_METRICS[name]
+
+
+def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
+    """Two seeds through `accelerate launch`; the second start runs nothing."""
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
+    command += [root / "finetune_glue.py", *flags("rte", "--seeds", 1, 2, "--do_predict", "--predict_with", "ensemble")]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rte, validation accuracy x 100" in done.stdout and "base 78.7, large 86.6" in done.stdout
+    assert "7 rows from 2 runs" in done.stdout and "Duplicates  0 of 9" in done.stderr
+    kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
+    assert len(kept) == 1  # the best run's weights
+    again = run_python(*command, cwd=tmp_path)
+    assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
+    # and what it leaves is a plain checkpoint
+    best = next((tmp_path / "glue").rglob("best"))
+    for path in (tmp_path / "glue").rglob("best/model.safetensors"):
+        best = path.parent
+    assert AutoModelForSequenceClassification.from_pretrained(best).config.id2label[1] == "not_entailment"
+
+
+def test_a_run_of_other_settings_is_not_taken_for_done(flags):
+    finetune_glue.main(flags("rte"))
+    with pytest.raises(InputError, match="max_steps was 6, is 7"):
+        finetune_glue.main(flags("rte", "--max_steps", 7))
+
+
+@pytest.mark.parametrize("name", ["rte", "stsb", "qnli", "wnli"])
+def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
+    form = ["--qnli_form", "ranking"] if name == "qnli" else []
+    curves = []
+    for micro_batch in (8, 4, 1):
+        out = tmp_path / str(micro_batch)
+        others = ["--per_device_train_batch_size", micro_batch, "--output_dir", out, *form, *special(name, wsc_dir)]
+        finetune_glue.main(flags(name, *others))
+        curves.append(losses(durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")))
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
+    finetune_glue.main(flags("rte", "--output_dir", tmp_path / "one"))
+    done = run_python(
+        *["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"],
+        *["--main_process_port", "0", root / "finetune_glue.py"],
+        *flags("rte", "--per_device_train_batch_size", 2, "--do_predict"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    two, one = record_of(tmp_path), durable.read_json(tmp_path / "one" / "lr0.001-batch8-seed1" / "run_record.json")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
+    assert two["metrics"] == pytest.approx(one["metrics"]) and two["tokens_seen"] == one["tokens_seen"]
+    assert done.stdout.count("rte, validation accuracy") == 1
+
+
+def test_killed_and_started_again(flags, tmp_path, monkeypatch):
+    """With a checkpoint an epoch: the same losses, metrics and best weights as uninterrupted."""
+    saving = ["--save_strategy", "epoch", "--max_steps", 9]
+    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
+    step = finetuning.FinetuneTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 7:
+            raise RunError("killed")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(finetuning.FinetuneTrainer, "training_step", killed)
+    with pytest.raises(RunError):
+        finetune_glue.main(flags("rte", *saving))
+    monkeypatch.setattr(finetuning.FinetuneTrainer, "training_step", step)
+    finetune_glue.main(flags("rte", *saving))
+    whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
+    again = record_of(tmp_path)
+    assert again["restarts"] == 1 and whole["restarts"] == 0
+    for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
+        assert again[key] == whole[key], key
+    weights = [
+        load_file(folder / "lr0.001-batch8-seed1" / "best" / "model.safetensors")
+        for folder in (tmp_path / "whole", tmp_path / "glue" / "rte")
+    ]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_the_papers_grid(flags, tmp_path, capsys):
+    grid = ["--sweep", "--seeds", 3, "--max_train_samples", 32, "--per_device_train_batch_size", 4]
+    with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
+        finetune_glue.main(flags("rte", *grid))
+    done = {
+        path.name for path in (tmp_path / "glue" / "rte" / "sweep").iterdir() if (path / "run_record.json").is_file()
+    }
+    assert done == {"lr1e-05-batch16-seed3"}
+    assert record_of(tmp_path, "rte/sweep", "lr1e-05-batch16-seed3")["steps"] == 10  # 24 // 16 steps, ten epochs
+    assert len(finetuning.runs_of(finetune_glue.SWEEP_RATES, finetune_glue.SWEEP_BATCHES, [1, 2, 3, 4, 5], "x")) == 30
+
+
+def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
+    runs = finetuning.runs_of([1e-5, 2e-5], [16], [1, 2, 3], "out")
+    scores = [0.9, 0.5, 0.6, 0.7, 0.7, 0.1]
+    records = [{"metrics": {"accuracy": score}, "degenerate": score == 0.1} for score in scores]
+    summary = finetuning.summarise(runs, records, "accuracy")
+    first, second = summary["settings"]
+    assert (first["median"], second["median"]) == (0.6, 0.7) and summary["picked"] == 1
+    assert (second["lowest"], second["highest"]) == (0.1, 0.7) and second["degenerate_seeds"] == [3]
+    assert first["best_run"].endswith("lr1e-05-batch16-seed1")
+    shown = glue.table("rte", summary, finetune_glue.PAPER)
+    assert "best median" in shown.splitlines()[4] and "degenerate (one answer to everything): seed 3" in shown
+
+
+def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
+    """As the paper's test setting for RTE, MRPC and STS-B; a head of the right size is kept."""
+    finetune_glue.main(flags("mnli"))
+    best = tmp_path / "glue" / "mnli" / "lr0.001-batch8-seed1" / "best"
+    for name, said in (("rte", "fresh, as the checkpoint's has another size"), ("mnli", "kept")):
+        model = finetuning.load_with_head(
+            AutoModelForSequenceClassification, str(best), 0.0, num_labels=len(TASKS[name].labels)
+        )
+        assert f"Head        {said}" in capsys.readouterr().err and model.config.classifier_dropout == 0.0
+        stored = load_file(best / "model.safetensors")
+        same = model.classifier.dense.weight.equal(stored["classifier.dense.weight"])
+        assert same == (name == "mnli")
+        layer = "roberta.encoder.layer.0.attention.self.query.weight"
+        assert model.state_dict()[layer].equal(stored[layer])
+
+
+def test_batches_are_of_like_length_and_depend_on_nothing_else():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 200, 1003).tolist()
+    sampler = finetuning.LengthGroupedSampler(lengths, 8, seed=1)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 1000 == len(set(first)) and first == list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    batches = np.array(lengths)[np.array(first)].reshape(-1, 8)
+    waste = 1 - batches.sum() / (8 * batches.max(1)).sum()
+    assert waste < 0.05 < 0.3 < 1 - np.mean(lengths) / max(lengths)
+    assert np.corrcoef(batches.mean(1), np.arange(125))[0, 1] < 0.3  # long ones are not last
+    with pytest.raises(InputError, match="global_batch_size=8 is more than the 7 training examples"):
+        finetuning.LengthGroupedSampler(lengths[:7], 8, seed=1)
+
+
+def test_scores_come_back_in_the_order_of_the_file(flags, tmp_path, data_dir, tokenizer):
+    """By the saved model, one example at a time."""
+    finetune_glue.main(flags("rte"))
+    best = tmp_path / "glue" / "rte" / "lr0.001-batch8-seed1" / "best"
+    model = AutoModelForSequenceClassification.from_pretrained(best).eval()
+    examples = glue.read_split(TASKS["rte"], "rte", "validation", str(data_dir))
+    with torch.no_grad():
+        wanted = torch.cat([model(**tokenizer(*texts, return_tensors="pt")).logits for texts in examples.texts])
+    assert np.load(best / finetuning.SCORES) == pytest.approx(wanted.numpy(), abs=1e-5)
+
+
+def test_qnli_is_ranked_within_its_questions():
+    features = [{"input_ids": [0] * n, "labels": 0} for n in range(3, 9)]
+    questions, labels = ["a", "a", "a", "b", "c", "c"], [1, 0, 1, 0, 1, 1]
+    groups, alone = ranking.group_features(features, questions, labels)
+    assert [[len(pair["input_ids"]) for pair in group["pairs"]] for group in groups] == [[4, 3, 5]]
+    assert alone == {"without a negative": 1, "without a positive": 1}
+    scores = np.array([0.1, 0.9, 0.5, -1.0, -3.0, -2.0])
+    assert ranking.rank(scores, questions, threshold=0.0).tolist() == [1, 0, 1, 1, 1, 0]
+    assert ranking.rank(scores, questions, threshold=-2.0).tolist() == [1, 0, 1, 0, 1, 0]
+    singles, truth = np.array([3.0, 2.0, 1.0, 0.0]), [0, 1, 0, 1]
+    assert ranking.threshold_for_singles(singles, list("wxyz"), truth) == 0.0
+    # loss by hand: two groups, of three and of two
+    logits = torch.tensor([[1.0], [2.0], [0.0], [3.0], [1.0]], requires_grad=True)
+    batch = {"labels": torch.tensor([0, 0]), "group_sizes": torch.tensor([3, 2])}
+    total, _ = ranking.ranking_loss(lambda **_: types.SimpleNamespace(logits=logits), batch)
+    wanted = -torch.log_softmax(logits[:3, 0], 0)[0] - torch.log_softmax(logits[3:, 0], 0)[0]
+    assert total.item() == pytest.approx(wanted.item())
+
+
+def test_duplicates_are_counted():
+    train = glue.Examples([("The cat", "A dog"), ("B", "C"), ("B ", "c")], [0, 1, 0])
+    validation = glue.Examples([("the  CAT", "a dog"), ("b", "c"), ("x", "y"), ("A dog", "The cat")], [1, 0, 0, 0])
+    assert glue.duplicates(train, validation) == {"in_train": 2, "with_the_same_label": 1}
+
+
+def test_quotes_tabs_and_line_ends(tmp_path):
+    """Quoting is off, \\r\\n is a line end, Unicode's other separators are not, nor is a byte order mark a name."""
+    text = "\ufeffindex\tsentence1\tsentence2\tlabel\r\n"
+    text += '0\tHe said "no.\tA\u2028b " c\tentailment\r\n1\t\tx\tnot_entailment\n'
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE" / "dev.tsv").write_bytes(text.encode())
+    examples = glue.read_split(TASKS["rte"], "rte", "validation", str(tmp_path))
+    assert examples.texts == [('He said "no.', 'A\u2028b " c'), ("", "x")] and examples.labels == [0, 1]
+
+
+def test_broken_rows_of_qqp_are_skipped_and_counted(tmp_path):
+    (tmp_path / "QQP").mkdir()
+    rows = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t1\nbroken\n"
+    (tmp_path / "QQP" / "dev.tsv").write_text(rows)
+    examples = glue.read_split(TASKS["qqp"], "qqp", "validation", str(tmp_path))
+    assert len(examples) == 1 and examples.skipped == 1
+
+
+BAD = {
+    "unknown task": (["--task_name", "snli"], "task_name=snli is none of GLUE's: cola, sst2, mrpc, stsb, qqp, mnli"),
+    "no model": (["--model_name_or_path", "nowhere/at-all"], "nowhere/at-all"),
+    "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
+    "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
+    "batch": (["--per_device_train_batch_size", "3"], "global_batch_size=8 is not divisible by 1 processes x 3"),
+    "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
+    "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
+    "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
+    "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
+    "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
+    "nothing collected": (["--collect", "/nowhere"], "collect=/nowhere holds no finished task"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, flags):
+    others, said = BAD[case]
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", *others))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1\tonly two\n", "train.tsv, line 3: 2 columns, and 4 are wanted"),
+        ("1\ta\tb\tmaybe\n", "line 3: label 'maybe' is none of entailment, not_entailment"),
+    ],
+)
+def test_bad_rows_are_named(flags, data_dir, tmp_path, line, said):
+    (tmp_path / "bad" / "RTE").mkdir(parents=True)
+    head = (data_dir / "RTE" / "train.tsv").read_text().splitlines(keepends=True)[:2]
+    (tmp_path / "bad" / "RTE" / "train.tsv").write_text("".join(head) + line)
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", "--data_dir", tmp_path / "bad"))
+
+
+def test_a_score_out_of_range_is_named(tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    (tmp_path / "STS-B" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t5.5\n")
+    with pytest.raises(InputError, match=r"line 2: score '5.5' is no number from 0 to 5"):
+        glue.read_split(TASKS["stsb"], "stsb", "validation", str(tmp_path))
+
+
+def test_wnli_needs_a_masked_lm_head(flags, wsc_dir, tmp_path, model_dir):
+    AutoModelForSequenceClassification.from_pretrained(model_dir).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="WNLI is scored by the masked-LM head"):
+        finetune_glue.main(flags("wnli", *special("wnli", wsc_dir)))
+
+
+def test_presets_are_fairseqs(root):
+    """The table of examples/roberta/README.glue.md: rate, batch, updates, warm-up."""
+    table = {
+        "mnli": (1e-5, 32, 123873, 7432),
+        "qnli": (1e-5, 32, 33112, 1986),
+        "qqp": (1e-5, 32, 113272, 28318),
+        "rte": (2e-5, 16, 2036, 122),
+        "sst2": (1e-5, 32, 20935, 1256),
+        "mrpc": (1e-5, 16, 2296, 137),
+        "cola": (1e-5, 16, 5336, 320),
+        "stsb": (2e-5, 16, 3598, 214),
+    }
+    presets = sorted((root / "presets" / "glue").glob("*.yaml"))
+    assert {path.stem for path in presets} == set(TASKS) and len(presets) == 9
+    for path in presets:
+        (args, training), _ = finetune_glue.read_arguments(["--config", str(path), "--use_cpu"])
+        assert args.task_name == path.stem and args.seeds == [1, 2, 3, 4, 5]
+        assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
+        assert training.max_grad_norm == 0 and training.weight_decay == (0.01 if path.stem == "wnli" else 0.1)
+        got = (training.learning_rate, args.global_batch_size, training.max_steps, training.warmup_steps)
+        assert got == table.get(path.stem, (2e-5, 32, 2000, 250))
+        assert args.head_dropout == (None if path.stem == "wnli" else 0.0)
+        # each value of the preset has its source or reason beside it
+        values = [line for line in path.read_text().splitlines() if ": " in line and not line.startswith("#")]
+        sourced = yaml.safe_load(path.read_text()).keys()
+        assert len(values) == len(sourced)
+
+
+def test_the_table_of_tasks():
+    """Nine tasks, eleven files of the submission, none twice."""
+    assert len(TASKS) == 9
+    files = [file for task in [*TASKS.values(), finetune_glue.AX] for file in task.submission.values()]
+    assert len(files) == len(set(files)) == 11
+    for task in TASKS.values():
+        assert len(task.columns) == len(task.hub_columns) and Path(task.folder).name == task.folder
