@@ -4,8 +4,8 @@
     accelerate launch finetune_glue.py --config presets/glue/rte.yaml --model_name_or_path runs/mine --data_dir glue
 
 Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
-the official TSV files. A run that is done is not done again: the same command goes on. RTE takes a quarter of an hour a
-seed on one GPU with RoBERTa-base. Each value is in the preset, with its source; any flag overrides it.
+the official TSV files. A run that is done is not done again: the same command goes on. Each value is in the preset,
+with its source; any flag overrides it.
 """
 
 import dataclasses
@@ -133,6 +133,9 @@ class GlueArguments:
     global_batch_size: int | None = setting(None, "Sequences an optimizer step; accumulation is derived from it.")
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata={"help": "One run for each."})
     sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, each with all seeds, 10 epochs.")
+    random_weights: bool = setting(
+        False, "Fine-tune the checkpoint's architecture from fresh weights: what pretraining is worth."
+    )
     max_train_samples: int | None = setting(None, "Train on the first so many examples only.")
     qnli_form: Literal["classification", "ranking"] = setting(
         "classification", "QNLI: each pair by itself (the paper's validation scores), or ranked (its test scores)."
@@ -232,6 +235,8 @@ def check_arguments(args: GlueArguments, training_args: GlueTrainingArguments) -
         raise InputError(f"seeds={args.seeds} must be different numbers from 0 on, one for each run")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
+    if args.task_name == "wnli" and args.random_weights:
+        raise InputError("random_weights goes with a fresh head, and wnli is scored by the checkpoint's masked-LM head")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
     if args.max_seq_length < 8:
@@ -240,8 +245,8 @@ def check_arguments(args: GlueArguments, training_args: GlueTrainingArguments) -
         raise InputError(f"head_dropout={args.head_dropout} must be from 0 to below 1")
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
-    if not training_args.output_dir:
-        raise InputError("output_dir is not set: name a folder for the runs and their summary")
+    if not training_args.output_dir or Path(training_args.output_dir).is_file():
+        raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
     run.check_processes(training_args)
     run.check_precision(training_args)
     if training_args.deepspeed_plugin:
@@ -396,6 +401,7 @@ def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
         AutoModelForSequenceClassification,
         args.model_name_or_path,
         args.head_dropout,
+        args.random_weights,
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
@@ -516,7 +522,8 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
 
 def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments, tokenizer, data: dict) -> dict:
     """What must not change between two starts of a run, for it to be the same run."""
-    ours = ("task_name", "model_name_or_path", "max_seq_length", "head_dropout", "global_batch_size")
+    ours = ("task_name", "model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "global_batch_size")
+    ours += ("qnli_form", "wsc_loss")
     inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
     inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16")
     rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split.startswith("train")]

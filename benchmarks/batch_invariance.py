@@ -39,21 +39,9 @@ def write_inputs(folder: Path) -> Path:
     (folder / "validation.txt").write_text("\n\n".join(documents[1400:]), encoding="utf-8")
     tokenizer = train_tokenizer(documents, vocab_size=600)
     tokenizer.save_pretrained(folder / "tokenizer")
-    RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=66,
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        bos_token_id=0,
-        pad_token_id=1,
-        eos_token_id=2,
-    ).to_json_file(folder / "config.json")
+    config = RobertaConfig.from_json_file(ROOT / "presets" / "model" / "tiny.json")  # two layers, no dropout
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 66
+    config.to_json_file(folder / "config.json")
     values = {
         "train_file": [str(folder / "train.txt")],
         "validation_file": [str(folder / "validation.txt")],

@@ -178,9 +178,12 @@ def validation_scores(output_dir: str | Path) -> np.ndarray:
     return np.load(Path(output_dir, BEST, SCORES))
 
 
-def load_with_head(cls: Any, name: str, head_dropout: float | None, **settings: Any) -> torch.nn.Module:
+def load_with_head(
+    cls: Any, name: str, head_dropout: float | None, random_weights: bool = False, **settings: Any
+) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, `settings` in its config; its own head where it has one of the
-    right size, else a fresh one, which is said. Raises `InputError` where there is no such checkpoint."""
+    right size, else a fresh one, which is said. With `random_weights` its architecture alone. Raises `InputError` where
+    there is no such checkpoint."""
     path = resolve_path(name)
     path = path if path.exists() else name
     verbosity = transformers_logging.get_verbosity()
@@ -192,6 +195,9 @@ def load_with_head(cls: Any, name: str, head_dropout: float | None, **settings: 
             if not fields:
                 raise InputError(f"head_dropout={head_dropout}: {config.model_type} has no such setting; leave it out")
             setattr(config, fields[0], head_dropout)
+        if random_weights:
+            logger.info("Weights     random")
+            return cls.from_config(config)
         model, info = cls.from_pretrained(
             path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )

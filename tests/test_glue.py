@@ -6,6 +6,7 @@ import types
 import zipfile
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -309,6 +310,38 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
         assert same == (name == "mnli")
         layer = "roberta.encoder.layer.0.attention.self.query.weight"
         assert model.state_dict()[layer].equal(stored[layer])
+
+
+def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
+    """What pretraining is worth is measured against the same architecture without it."""
+    stored = load_file(f"{model_dir}/model.safetensors")["roberta.encoder.layer.0.output.dense.weight"]
+    finetune_glue.main(
+        flags("rte", "--random_weights", "true", "--learning_rate", 1e-12, "--seeds", 1, 2, "--keep", "all")
+    )
+    found = [
+        load_file(tmp_path / "glue" / "rte" / f"lr1e-12-batch8-seed{seed}" / "best" / "model.safetensors")
+        for seed in (1, 2)
+    ]
+    weights = [tensors["roberta.encoder.layer.0.output.dense.weight"] for tensors in found]
+    assert abs(weights[0].std() - 0.02) < 0.002  # of the config's initializer_range
+    for one, other in ((weights[0], weights[1]), (weights[0], stored)):
+        assert (one - other).abs().mean() > 0.01
+
+
+def test_the_hubs_columns(monkeypatch):
+    """Labels are numbers there, and -1 in a test set."""
+    rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
+    examples = glue.read_split(TASKS["mnli"], "mnli", "validation_mismatched", None)
+    assert examples.texts == [("a", "b"), ("c", "d")] and examples.labels == [2, 0]
+    assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_mismatched"})]
+    assert glue.read_split(finetune_glue.AX, "ax", "test", None).labels is None
+
+
+def test_without_the_hub_the_way_out_is_said():
+    with pytest.raises(InputError, match=r"cannot load nyu-mll/glue .*--data_dir"):
+        glue.read_split(TASKS["rte"], "rte", "train", None)
 
 
 def test_batches_are_of_like_length_and_depend_on_nothing_else():

@@ -1,0 +1,140 @@
+"""What batches of like length are worth on GLUE, beside padding every example to 128 as the stock run_glue.py does.
+
+    python benchmarks/glue_padding.py --model_name_or_path FacebookAI/roberta-base [--data_dir glue] [--epochs 3]
+
+Speed: forward and backward of the same number of batches, alternating between the two so that both see the same
+machine; examples/s, and tokens that count / tokens computed. The stock way also cuts what is longer than 128 tokens.
+With --epochs, RTE is trained so long both ways, the stock one by Trainer with its defaults and the stock loss (rate and
+batch alike), and the validation scores are shown: one seed each, which says little.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
+
+import finetune_glue
+from roberta_recipe import finetuning, glue, tokenization
+
+STOCK_LENGTH = 128  # run_glue.py: max_seq_length, pad_to_max_length
+
+
+def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple[list[dict], list[dict], int]:
+    """Features in our way (cut to 512) and in the stock one, and how many the latter cuts."""
+    task = finetune_glue.TASKS[name]
+    examples = glue.read_split(task, name, split, data_dir)
+    args = finetune_glue.GlueArguments(max_seq_length=512)
+    ours, _ = finetune_glue.make_features(args, task, {split: examples}, tokenizer)
+    texts = [list(column) for column in zip(*examples.texts, strict=True)]
+    padded = tokenizer(*texts, truncation=True, max_length=STOCK_LENGTH, padding="max_length")
+    stock = [dict(zip(padded, values, strict=True)) for values in zip(*padded.values(), strict=True)]
+    for feature, label in zip(stock, examples.labels, strict=True):
+        feature["labels"] = label
+    return ours[split], stock, sum(len(feature["input_ids"]) > STOCK_LENGTH for feature in ours[split])
+
+
+def step_s(model, batch: dict[str, torch.Tensor]) -> float:
+    """Seconds of one forward and backward."""
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    model(**batch).loss.backward()
+    model.zero_grad()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def speed(name: str, model, ours: list[dict], stock: list[dict], cut: int, tokenizer, batch: int, batches: int) -> None:
+    """Print a line for each way."""
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    order = {
+        "ours": list(finetuning.LengthGroupedSampler([len(f["input_ids"]) for f in ours], batch, seed=0)),
+        "stock": np.random.default_rng(0).permutation(len(stock)).tolist(),
+    }
+    features, seconds, counted, computed = {"ours": ours, "stock": stock}, {}, {}, {}
+    for number in range(-2, batches):  # two to warm up
+        for way in features:
+            start = max(number, 0) * batch
+            tensors = collate([features[way][index] for index in order[way][start : start + batch]])
+            elapsed_s = step_s(model, tensors)
+            if number >= 0:
+                seconds[way] = seconds.get(way, 0) + elapsed_s
+                counted[way] = counted.get(way, 0) + int(tensors["attention_mask"].sum())
+                computed[way] = computed.get(way, 0) + tensors["attention_mask"].numel()
+    for way in features:
+        rate = batches * batch / seconds[way]
+        ratio = f"{seconds['stock'] / seconds['ours']:.2f} x stock" if way == "ours" else f"{cut} of {len(stock)} cut"
+        print(f"{name:<6}{way:<7}{rate:>8.1f} examples/s{counted[way] / computed[way]:>8.1%} of tokens count   {ratio}")
+
+
+def trained_stock(arguments, tokenizer, train: list[dict], validation: list[dict]) -> float:
+    """Validation accuracy of RTE after `Trainer` with its own defaults."""
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(arguments.model_name_or_path, num_labels=2)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=arguments.epochs,
+            learning_rate=arguments.learning_rate,
+            per_device_train_batch_size=arguments.batch,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=1,
+        )
+        trainer = Trainer(model=model, args=args, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer))
+        trainer.train()
+        predictions = trainer.predict(validation).predictions.argmax(-1)
+    return float((predictions == [feature["labels"] for feature in validation]).mean())
+
+
+def trained_ours(arguments) -> float:
+    """Validation accuracy of RTE after finetune_glue.py, at its best epoch and of one seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {
+            **{"model_name_or_path": arguments.model_name_or_path, "output_dir": folder, "seeds": 1, "keep": "none"},
+            **{"max_steps": -1, "num_train_epochs": arguments.epochs, "warmup_steps": 0.06},
+            **{"learning_rate": arguments.learning_rate, "global_batch_size": arguments.batch, "disable_tqdm": True},
+            **{"per_device_train_batch_size": arguments.batch},
+        }
+        flags |= {"data_dir": arguments.data_dir} if arguments.data_dir else {}
+        argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+        summary = finetune_glue.main(["--config", "presets/glue/rte.yaml", *argv])
+    return summary["settings"][0]["median"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", default="FacebookAI/roberta-base")
+    parser.add_argument("--data_dir", help="folder of GLUE's TSV files; without it, the Hub")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=0, help="of RTE, both ways; 0 for speed alone")
+    parser.add_argument("--learning_rate", type=float, default=2e-5)
+    args = parser.parse_args()
+
+    tokenizer = tokenization.load_tokenizer(args.model_name_or_path, needed=("pad_token",))
+    model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, num_labels=2).train()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("rte", "sst2"):
+        ours, stock, cut = examples_of(name, "train", args.data_dir, tokenizer)
+        speed(name, model, ours, stock, cut, tokenizer, args.batch, args.batches)
+        if name == "rte":
+            train = stock
+    if args.epochs:
+        _, validation, _ = examples_of("rte", "validation", args.data_dir, tokenizer)
+        print(f"rte, {args.epochs} epochs, accuracy: stock {trained_stock(args, tokenizer, train, validation):.3f}")
+        print(f"rte, {args.epochs} epochs, accuracy at the best epoch: ours {trained_ours(args):.3f}")
+
+
+if __name__ == "__main__":
+    main()
