@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 6. The submission's files.
     if training_args.do_predict and training_args.process_index == 0:
-        write_submission(args, task, form, validation, runs, summary, training_args.output_dir)
+        write_submission(args, task, form, data, runs, summary, training_args.output_dir)
     run.leave_process_group()
     return summary
 
@@ -466,7 +466,9 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
     (args, training_args), resolved = read_arguments(argv)
     run.derive_batch(training_args, args.global_batch_size)
     fingerprint = run_fingerprint(args, training_args, tokenizer, data)
-    if record := finetuning.finished(one, fingerprint):
+    record = finetuning.finished(one, fingerprint)
+    unpredicted = training_args.do_predict and not (one.output_dir / TEST_SCORES).is_file()
+    if record and not (unpredicted and finetuning.has_weights(one)):
         run.logger.info(f"Done        {one.output_dir}: {task.metric} {100 * record['metrics'][task.metric]:.1f}")
         return record
     set_seed(one.seed)
@@ -490,7 +492,8 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
         fingerprint=fingerprint,
         resumed=resumed,
     )
-    trainer.train(resume_from_checkpoint=resumed_from)
+    if not record:
+        trainer.train(resume_from_checkpoint=resumed_from)
 
     # the best epoch, on everything that is to be predicted
     best = trainer.load_best()
@@ -502,6 +505,8 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
         tests = {split: trainer.scores(form.features[split]) for split in data if split.startswith(("test", "ax"))}
         if trainer.is_world_process_zero():
             np.savez(one.output_dir / TEST_SCORES, **tests)
+    if record:
+        return record
     record = run.run_record(
         trainer,
         metrics,
@@ -563,14 +568,21 @@ def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
     return not np.isfinite(scores).all() or len(np.unique(np.round(answers, 3))) == 1
 
 
-def write_submission(args, task: glue.Task, form: Form, validation: str, runs, summary: dict, output_dir: str) -> None:
+def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dict, output_dir: str) -> None:
     """The server's files in `<output_dir>/submission`, from the best run or from all seeds of the best setting."""
     row = summary["settings"][summary["picked"]]
     chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
     if args.predict_with == "best":
         chosen = [one for one in chosen if str(one.output_dir) == row["best_run"]]
+    if absent := [one.output_dir for one in chosen if not (one.output_dir / TEST_SCORES).is_file()]:
+        raise InputError(
+            f"{absent[0]} was run without do_predict, and its weights are gone: move it away to have it run again"
+        )
     tests = [np.load(one.output_dir / TEST_SCORES) for one in chosen]
     of_validation = mean_over_runs(form, [finetuning.validation_scores(one.output_dir) for one in chosen])
+    if args.predict_with == "ensemble":
+        metrics = measure(args.task_name, form, task.split("validation")[0], of_validation, of_validation, data)
+        print(f"ensemble    validation {task.metric} {100 * metrics[task.metric]:.1f}")
     files = {split: (task, file) for split, file in task.submission.items()}
     if args.task_name == "mnli":
         files["ax"] = AX, AX.submission["test"]

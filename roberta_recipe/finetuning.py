@@ -267,6 +267,11 @@ def finished(run: Run, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
     return record
 
 
+def has_weights(run: Run) -> bool:
+    """Whether the weights of a run's best epoch are on disk."""
+    return (run.output_dir / BEST / "model.safetensors").is_file()
+
+
 def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
     """Leave on disk the weights of the "best" run of a `summarise`d protocol, of "all" or of "none"; records and scores
     of all stay."""

@@ -136,12 +136,18 @@ def check_precision(args: TrainingArguments) -> None:
 
 
 def check_processes(args: TrainingArguments) -> None:
-    """Raise `InputError` where a launcher started several processes and each would train for itself."""
+    """Raise `InputError` where a launcher started several processes and each would train for itself, or where one
+    process would train on several GPUs."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         raise InputError(
             f"{started} processes were started, and each trains alone, as there is no GPU: add --use_cpu, which joins "
             "them on the CPU"
+        )
+    if args.n_gpu > 1:  # `Trainer` would split each micro-batch over them with DataParallel
+        raise InputError(
+            f"one process and {args.n_gpu} GPUs: start one for each with accelerate launch --num_processes "
+            f"{args.n_gpu} ..., or show it one with CUDA_VISIBLE_DEVICES=0"
         )
 
 

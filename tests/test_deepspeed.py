@@ -174,6 +174,14 @@ def test_processes_that_would_train_apart_are_refused(preset, monkeypatch):
         train_mlm.check_arguments(*arguments)
 
 
+def test_one_process_on_several_gpus_is_refused(preset, monkeypatch):
+    """`Trainer` would split micro-batches over them with DataParallel, and the loss would be another."""
+    arguments = _with(preset)
+    monkeypatch.setattr(type(arguments[1]), "n_gpu", 4)
+    with pytest.raises(InputError, match=r"one process and 4 GPUs.*--num_processes 4"):
+        train_mlm.check_arguments(*arguments)
+
+
 def _with(preset, **changes):
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
     for name, value in changes.items():

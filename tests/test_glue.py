@@ -197,7 +197,8 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rte, validation accuracy x 100" in done.stdout and "base 78.7, large 86.6" in done.stdout
-    assert "7 rows from 2 runs" in done.stdout and "Duplicates  0 of 9" in done.stderr
+    assert "7 rows from 2 runs" in done.stdout and "ensemble    validation accuracy" in done.stdout
+    assert "Duplicates  0 of 9" in done.stderr
     kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
     assert len(kept) == 1  # the best run's weights
     again = run_python(*command, cwd=tmp_path)
@@ -207,6 +208,18 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     for path in (tmp_path / "glue").rglob("best/model.safetensors"):
         best = path.parent
     assert AutoModelForSequenceClassification.from_pretrained(best).config.id2label[1] == "not_entailment"
+
+
+def test_predictions_asked_for_later(flags, tmp_path):
+    """From the weights that are kept; where they are gone, that is said."""
+    finetune_glue.main(flags("rte", "--seeds", 1, 2))
+    records = sorted((tmp_path / "glue").rglob("run_record.json"))
+    before = [path.read_bytes() for path in records]
+    finetune_glue.main(flags("rte", "--seeds", 1, 2, "--do_predict"))
+    assert (tmp_path / "glue" / "rte" / "submission" / "RTE.tsv").is_file()
+    assert [path.read_bytes() for path in records] == before and len(before) == 2
+    with pytest.raises(InputError, match="was run without do_predict, and its weights are gone"):
+        finetune_glue.main(flags("rte", "--seeds", 1, 2, "--do_predict", "--predict_with", "ensemble"))
 
 
 def test_a_run_of_other_settings_is_not_taken_for_done(flags):
