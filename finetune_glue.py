@@ -11,6 +11,7 @@ with its source; any flag overrides it.
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -520,6 +521,8 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
     if trainer.is_world_process_zero():
         run.write_preset(resolved, training_args.output_dir)
         run.write_record(record, training_args.output_dir)
+        for path in checkpoint.newest_first(training_args.output_dir):  # nothing goes on from there any more
+            shutil.rmtree(path)
     del trainer, model
     finetuning.free_memory()
     return record

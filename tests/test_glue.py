@@ -274,6 +274,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     finetune_glue.main(flags("rte", *saving))
     whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
     again = record_of(tmp_path)
+    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # gigabytes, and nothing goes on from there any more
     assert again["restarts"] == 1 and whole["restarts"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
         assert again[key] == whole[key], key
