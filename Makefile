@@ -44,10 +44,10 @@ glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK
 
 glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli), then the row of Table 5
 	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
-	$(BIN)/python finetune_glue.py --collect runs/glue
+	$(BIN)/python finetune_glue.py --collect runs/glue $(if $(SWEEP),--sweep)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
-	$(BIN)/python finetune_glue.py --collect runs/glue --do_predict
+	$(BIN)/python finetune_glue.py --collect runs/glue --do_predict $(if $(SWEEP),--sweep)
 
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py

@@ -88,7 +88,7 @@ TASKS = {
 }  # fmt: skip
 # The diagnostic set: no training data, predicted by the MNLI model.
 AX = glue.Task(
-    "AX", PAIR, ("premise", "hypothesis"), {"test": ("diagnostic.tsv", 1104)}, labels=MNLI_LABELS, words=True,
+    "diagnostic", PAIR, ("premise", "hypothesis"), {"test": ("diagnostic.tsv", 1104)}, labels=MNLI_LABELS, words=True,
     submission={"test": "AX.tsv"},
 )  # fmt: skip
 
@@ -131,7 +131,9 @@ class GlueArguments:
     head_dropout: float | None = setting(
         None, "Dropout of the classification head; without it, the checkpoint's (Hugging Face: as the body's)."
     )
-    global_batch_size: int | None = setting(None, "Sequences an optimizer step; accumulation is derived from it.")
+    global_batch_size: int | None = setting(
+        None, "Sequences (ranking: questions) an optimizer step; accumulation is derived from it."
+    )
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata={"help": "One run for each."})
     sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, each with all seeds, 10 epochs.")
     random_weights: bool = setting(
@@ -185,7 +187,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     (args, training_args), _ = read_arguments(argv)
     if args.collect:
         tasks = {**TASKS, "ax": AX}
-        return glue.collect(args.collect, tasks, PAPER, training_args.do_predict, official_rows=not args.other_rows)
+        below = SWEEP_FOLDER if args.sweep else ""
+        return glue.collect(args.collect, below, tasks, PAPER, training_args.do_predict, not args.other_rows)
     check_arguments(args, training_args)
     task = TASKS[args.task_name]
 
@@ -203,19 +206,22 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 4. Every run of the protocol that is not done yet.
     runs = protocol(args, training_args)
-    records = [finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found) for one in runs]
+    records = []
+    for one in runs:
+        records.append(finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found))
+        drop_beaten(args, training_args, task, runs[: len(records)], records)
 
     # 5. Median and spread over seeds, beside the paper's.
     summary = finetuning.summarise(runs, records, task.metric) | {"task": args.task_name, **found}
+    folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
     if training_args.process_index == 0:
         finetuning.drop_weights(args.keep, runs, summary)
-        folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
         durable.write_json(folder / "summary.json", run.finite(summary))
         print(glue.table(args.task_name, summary, PAPER))
 
     # 6. The submission's files.
     if training_args.do_predict and training_args.process_index == 0:
-        write_submission(args, task, form, data, runs, summary, training_args.output_dir)
+        write_submission(args, task, form, data, runs, summary, folder)
     run.leave_process_group()
     return summary
 
@@ -248,6 +254,12 @@ def check_arguments(args: GlueArguments, training_args: GlueTrainingArguments) -
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if not training_args.output_dir or Path(training_args.output_dir).is_file():
         raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
+    if training_args.label_smoothing_factor:
+        raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
+    for name, wanted in (("average_tokens_across_devices", True), ("load_best_model_at_end", False)):
+        if getattr(training_args, name) is not wanted:
+            raise InputError(f"{name} must stay {str(wanted).lower()}: the script does its part itself")
+    finetuning.check_length(args.model_name_or_path, args.max_seq_length)
     run.check_processes(training_args)
     run.check_precision(training_args)
     if training_args.deepspeed_plugin:
@@ -263,6 +275,8 @@ def read_data(args: GlueArguments, training_args: GlueTrainingArguments, task: g
     for split in (split for part in parts for split in task.split(part)):
         if args.task_name == "wnli" and split != "test":  # WNLI's own training set has each schema as two rows
             schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+            if unlabelled := [schema.where for schema in schemas if schema.label is None]:
+                raise InputError(f"{unlabelled[0]} has no label, and {split} needs one")
             texts = [(schema.text, schema.query) for schema in schemas]
             data[split] = glue.Examples(texts, [int(schema.label) for schema in schemas])
         else:
@@ -367,7 +381,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
                 tokenizer,
                 max_length=args.max_seq_length,
             )
-            for schema in schemas[split]
+            for schema in (schemas[split] if split == "test" else schemas[split][: len(data[split])])
         ]
     features["train"], left_out = wsc.training_features(features["train"])
     counts = {f"schemas {why}": count for why, count in left_out.items()}
@@ -461,24 +475,35 @@ def flags_of(args: GlueArguments, one: finetuning.Run) -> list[str]:
     return [str(flag) for flag in flags]
 
 
+def drop_beaten(args: GlueArguments, training_args: GlueTrainingArguments, task: glue.Task, runs, records) -> None:
+    """Of the last run's setting, leave the weights of the best seed so far; those of a sweep would fill a disk."""
+    mine = [number for number, one in enumerate(runs) if one.setting == runs[-1].setting]
+    if args.keep == "best" and training_args.process_index == 0:
+        of_setting, theirs = [runs[number] for number in mine], [records[number] for number in mine]
+        finetuning.drop_weights("best", of_setting, finetuning.summarise(of_setting, theirs, task.metric))
+
+
 def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, tokenizer, found: dict) -> dict:
     """One run of the protocol: its record, from the disk where it is done already."""
     started_s = time.monotonic()
     (args, training_args), resolved = read_arguments(argv)
-    run.derive_batch(training_args, args.global_batch_size)
+    at_most = training_args.per_device_train_batch_size
+    training_args.per_device_train_batch_size = finetuning.fit_micro_batch(one.batch, at_most, training_args.world_size)
+    run.derive_batch(training_args, one.batch)
+    resolved |= {"seeds": [one.seed], "sweep": False}  # so that the preset repeats this run
     fingerprint = run_fingerprint(args, training_args, tokenizer, data)
     record = finetuning.finished(one, fingerprint)
     unpredicted = training_args.do_predict and not (one.output_dir / TEST_SCORES).is_file()
     if record and not (unpredicted and finetuning.has_weights(one)):
-        run.logger.info(f"Done        {one.output_dir}: {task.metric} {100 * record['metrics'][task.metric]:.1f}")
+        run.logger.info(f"Done        {one.output_dir}: {task.metric} {glue.percent(record['metrics'][task.metric])}")
         return record
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     set_seed(one.seed)
     model = form.build_model()
     validation = task.split("validation")[0]
     resumed_from = checkpoint.find(training_args)
-    resumed = resumed_from and checkpoint.load_state(
-        resumed_from, fingerprint, checkpoint.layout(training_args), despite_changes=False
-    )
+    resumed = resumed_from and checkpoint.load_state(resumed_from, fingerprint, checkpoint.layout(training_args))
     trainer = finetuning.FinetuneTrainer(
         model=model,
         args=training_args,
@@ -531,15 +556,17 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
 def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments, tokenizer, data: dict) -> dict:
     """What must not change between two starts of a run, for it to be the same run."""
     ours = ("task_name", "model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "global_batch_size")
-    ours += ("qnli_form", "wsc_loss")
+    ours += ("qnli_form", "wsc_loss", "spacy_model", "max_train_samples")
     inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
-    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16")
-    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split.startswith("train")]
+    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "eval_steps")
+    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
     return {
         **{name: getattr(args, name) for name in ours},
         **{name: getattr(training_args, name) for name in inherited},
         "lr_scheduler_type": training_args.lr_scheduler_type.value,
         "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
+        "eval_strategy": training_args.eval_strategy.value,
+        "weights": finetuning.weights_identity(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }
 
@@ -568,11 +595,11 @@ def measure(name: str, form: Form, split: str, scores: np.ndarray, of_validation
 def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
     """Whether a run has learnt to give one answer to everything."""
     answers = form.predictions(split, scores, scores)
-    return not np.isfinite(scores).all() or len(np.unique(np.round(answers, 3))) == 1
+    return bool(np.isnan(scores).any()) or len(np.unique(np.round(answers, 3))) == 1
 
 
-def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dict, output_dir: str) -> None:
-    """The server's files in `<output_dir>/submission`, from the best run or from all seeds of the best setting."""
+def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dict, folder: Path) -> None:
+    """The server's files in `<folder>/submission`, from the best run or from all seeds of the best setting."""
     row = summary["settings"][summary["picked"]]
     chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
     if args.predict_with == "best":
@@ -592,7 +619,7 @@ def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dic
     for split, (of, file) in files.items():
         scores = mean_over_runs(form, [arrays[split] for arrays in tests])
         predictions = form.predictions(split, scores, of_validation)
-        path = Path(output_dir, "submission", file)
+        path = folder / "submission" / file
         glue.write_predictions(path, glue.answers(of, predictions))
         print(f"submission  {path}: {len(predictions):,} rows from {len(chosen)} run{'s' * (len(chosen) > 1)}")
 

@@ -79,12 +79,13 @@ def layout(args: TrainingArguments) -> dict[str, Any]:
 
 
 def load_state(
-    checkpoint: str, fingerprint: dict[str, Any], layout_now: dict[str, Any], despite_changes: bool
+    checkpoint: str, fingerprint: dict[str, Any], layout_now: dict[str, Any], despite_changes: bool | None = None
 ) -> dict[str, Any]:
     """The `recipe_state.json` of a checkpoint, as this run can go on from it.
 
-    Raises `InputError` where what is resumed is not what was started, unless `despite_changes`; then data that has
-    changed begins at its beginning. Under DeepSpeed the layout must be the one that the checkpoint was written in.
+    Raises `InputError` where what is resumed is not what was started, unless `despite_changes` (None: the script has no
+    such flag); then data that has changed begins at its beginning. Under DeepSpeed the layout must be the one that the
+    checkpoint was written in.
     """
     state = durable.read_json(os.path.join(checkpoint, STATE_NAME))
     before = state["layout"]
@@ -98,9 +99,10 @@ def load_state(
     if changed := durable.differences(state["fingerprint"], fingerprint):
         listed = "; ".join(changed.values())
         if not despite_changes:
+            override = "" if despite_changes is None else ", or go on all the same with --resume_despite_changes true"
             raise InputError(
-                f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, name another "
-                "output_dir, or go on all the same with --resume_despite_changes true"
+                f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
+                f"output_dir{override}"
             )
         logger.warning(f"Going on from {checkpoint} despite changes: {listed}")
         if any(name in _DATA or name.startswith("source ") for name in changed):

@@ -382,12 +382,12 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
     parts = {}
     for source in corpus.sources:
         files = [corpus.files(source, part)[1] for part in ("train", "validation")]
-        content = [source.text_column, source.filters, [[_file_identity(path) for path in paths] for paths in files]]
+        content = [source.text_column, source.filters, [[file_identity(path) for path in paths] for paths in files]]
         parts[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
     return {**parts, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
-def _file_identity(path: str) -> list[Any]:
+def file_identity(path: str) -> list[Any]:
     """A file's name, size and a hash of its ends."""
     if "://" in path:
         return [path]

@@ -29,6 +29,8 @@ class DurableTrainer(Trainer):
     `fingerprint` says what must not change between two starts of a run.
     """
 
+    memory_advice = ""  # beside a smaller micro-batch
+
     def __init__(self, *args, fingerprint: dict[str, Any], resumed: dict[str, Any] | None, **kwargs):
         super().__init__(*args, **kwargs)
         self.fingerprint, resumed = fingerprint, resumed or {}
@@ -75,11 +77,14 @@ class DurableTrainer(Trainer):
             micro = self.args.per_device_train_batch_size
             raise RunError(
                 f"out of memory at step {self.state.global_step + 1} ({_first_line(error)}): lower "
-                f"per_device_train_batch_size={micro}, or let --auto_micro_batch find what fits; the global batch "
-                f"stays what it is. {self._last_good()}"
+                f"per_device_train_batch_size={micro}{self.memory_advice}; the global batch stays what it is. "
+                f"{self._last_good()}"
             ) from error
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
+            self.control.should_training_stop = True
+            return
         if self._loss_sums and self.state.global_step == self._first_step:  # the mean that is logged next goes on
             share = self._loss_sums[self.args.process_index % len(self._loss_sums)]
             same = len(self._loss_sums) == self.args.world_size

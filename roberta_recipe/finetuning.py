@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import AutoConfig
 from transformers import logging as transformers_logging
@@ -19,9 +19,10 @@ from transformers import logging as transformers_logging
 from roberta_recipe import durable
 from roberta_recipe.args import InputError, resolve_path
 from roberta_recipe.checkpoint import PARTIAL
+from roberta_recipe.corpus import file_identity
 from roberta_recipe.durable_trainer import DurableTrainer
 from roberta_recipe.order import random_order
-from roberta_recipe.run import RECORD_NAME
+from roberta_recipe.run import RECORD_NAME, accumulation_steps, loss_at_steps
 
 logger = logging.getLogger("recipe")
 
@@ -87,13 +88,28 @@ class FinetuneTrainer(DurableTrainer):
         self.global_batch_size = global_batch_size
         self.model_accepts_loss_kwargs = True  # the loss here is of the whole batch already
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
+        self._sampler, self._train_seconds = None, None
         self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # that count, computed
 
     # Training
 
     def _get_train_sampler(self, train_dataset=None):
         lengths = [len(feature["input_ids"]) for feature in self.train_dataset]
-        return LengthGroupedSampler(lengths, self.global_batch_size, self.args.seed)
+        self._sampler = LengthGroupedSampler(lengths, self.global_batch_size, self.args.seed)
+        return self._sampler
+
+    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
+        self._sampler.set_epoch(epoch)  # with several processes, it is out of reach once batches are skipped to resume
+        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def train(self, *args, **kwargs):
+        output = super().train(*args, **kwargs)
+        self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
+        return output
+
+    @property
+    def train_seconds(self) -> float:
+        return self._train_seconds or super().train_seconds
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         total, scores = self.loss_sum(model, inputs)
@@ -102,7 +118,7 @@ class FinetuneTrainer(DurableTrainer):
         return (loss, scores) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        mask = inputs["attention_mask"]
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -116,7 +132,9 @@ class FinetuneTrainer(DurableTrainer):
         return {**super().recipe_state(), "computed_tokens": self.computed_tokens}
 
     def record(self):
-        return {"computed_tokens": self.computed_tokens, "best_step": self.state.best_global_step}
+        scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
+        best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
+        return {"computed_tokens": self.computed_tokens, **best}
 
     def log(self, logs, start_time=None):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
@@ -161,15 +179,15 @@ class FinetuneTrainer(DurableTrainer):
             if self.args.should_save:
                 np.save(aside / SCORES, scores)
                 durable.publish(aside, Path(self.args.output_dir, BEST))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
         self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
 
     def load_best(self) -> np.ndarray:
         """Put the best epoch's weights into the model; returns its validation scores."""
         self.accelerator.wait_for_everyone()
-        weights = load_file(Path(self.args.output_dir, BEST, "model.safetensors"))
-        self.model.load_state_dict(weights, strict=False)  # tied weights come once
+        stored = type(self.model).from_pretrained(Path(self.args.output_dir, BEST), dtype=torch.float32)
+        self.model.load_state_dict(stored.state_dict())
         return validation_scores(self.args.output_dir)
 
 
@@ -190,14 +208,12 @@ def load_with_head(
     transformers_logging.set_verbosity_error()  # its report on a head without weights; what matters of it is said here
     try:
         config = AutoConfig.from_pretrained(path, **settings)
-        if head_dropout is not None:
-            fields = [field for field in _HEAD_DROPOUT if hasattr(config, field)]
-            if not fields:
-                raise InputError(f"head_dropout={head_dropout}: {config.model_type} has no such setting; leave it out")
-            setattr(config, fields[0], head_dropout)
+        for field in _HEAD_DROPOUT:
+            if head_dropout is not None and hasattr(config, field):
+                setattr(config, field, head_dropout)
         if random_weights:
             logger.info("Weights     random")
-            return cls.from_config(config)
+            return _with_head_dropout(cls.from_config(config, dtype=torch.float32), head_dropout)
         model, info = cls.from_pretrained(
             path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
@@ -206,17 +222,59 @@ def load_with_head(
         raise InputError(f"no checkpoint to fine-tune at model_name_or_path={name!r}: {reason}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
+    body = f"{model.base_model_prefix}."
+    if lost := sorted(key for key in info["missing_keys"] if key.startswith(body) and "pooler" not in key):
+        raise InputError(f"model_name_or_path={name!r} has no weights for {lost[0]} and {len(lost) - 1} others")
     replaced = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}
     if model.base_model_prefix in replaced:
         raise InputError(f"model_name_or_path={name!r}: its weights have other sizes than its config.json says")
     for head in replaced:  # as fairseq: all of it, not only the layer whose size is another
         for module in getattr(model, head).modules():
             if isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=config.initializer_range)
+                torch.nn.init.normal_(module.weight, std=getattr(config, "initializer_range", 0.02))
                 torch.nn.init.zeros_(module.bias)
     fresh = "fresh, as the checkpoint's has another size" if replaced else "fresh" if info["missing_keys"] else "kept"
     logger.info(f"Head        {fresh}")
+    return _with_head_dropout(model, head_dropout)
+
+
+def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> torch.nn.Module:
+    """Also where the config has no name for it (DeBERTa's, ...): every dropout outside of the body."""
+    if head_dropout is not None:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and not name.startswith(f"{model.base_model_prefix}."):
+                module.p = head_dropout
     return model
+
+
+def check_length(name: str, max_seq_length: int) -> None:
+    """Raise `InputError` where a checkpoint has fewer positions than that; RoBERTa's begin behind its padding id."""
+    path = resolve_path(name)
+    try:
+        config = AutoConfig.from_pretrained(path if path.exists() else name)
+    except (OSError, ValueError) as error:
+        raise InputError(f"no checkpoint at model_name_or_path={name!r}: {str(error).splitlines()[0]}") from None
+    positions = getattr(config, "max_position_embeddings", None) or max_seq_length
+    if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
+        positions -= config.pad_token_id + 1
+    if max_seq_length > positions:
+        raise InputError(
+            f"max_seq_length={max_seq_length} is more than the {positions} positions of {name!r}: --max_seq_length "
+            f"{positions}"
+        )
+
+
+def weights_identity(name: str) -> str:
+    """What tells a local checkpoint's weights from others of the same name."""
+    files = sorted(resolve_path(name).glob("*.safetensors"))
+    return durable.fingerprint([file_identity(str(path)) for path in files])
+
+
+def fit_micro_batch(global_batch_size: int, at_most: int, processes: int) -> int:
+    """The largest micro-batch up to `at_most` of which every process takes a whole number for one step."""
+    accumulation_steps(global_batch_size, 1, processes)
+    share = global_batch_size // processes
+    return max(size for size in range(1, max(min(at_most, share), 1) + 1) if share % size == 0)
 
 
 def free_memory() -> None:
@@ -273,8 +331,8 @@ def has_weights(run: Run) -> bool:
 
 
 def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
-    """Leave on disk the weights of the "best" run of a `summarise`d protocol, of "all" or of "none"; records and scores
-    of all stay."""
+    """Leave on disk the weights of the best run of a `summarise`d protocol ("best"), of "all" or of "none"; records and
+    scores of all stay."""
     best = summary["settings"][summary["picked"]]["best_run"]
     for one in runs:
         if keep == "all" or (keep == "best" and str(one.output_dir) == best):
@@ -289,7 +347,7 @@ def summarise(runs: list[Run], records: list[dict[str, Any]], metric: str) -> di
     settings: dict[tuple[float, int], list[tuple[float, Run, dict]]] = {}
     for one, record in zip(runs, records, strict=True):
         value = record["metrics"][metric]
-        value = -math.inf if value is None or math.isnan(value) else value
+        value = -math.inf if value is None or math.isnan(value) else value  # a correlation with a constant
         settings.setdefault(one.setting, []).append((value, one, record))
     rows = []
     for (rate, batch), scored in settings.items():

@@ -49,7 +49,10 @@ class Examples:
 
 def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examples:
     """One split of the task that the Hub calls `name`. Raises `InputError` that names file, line and value."""
-    return _from_tsv(task, split, Path(data_dir)) if data_dir else _from_hub(task, name, split)
+    examples = _from_tsv(task, split, Path(data_dir)) if data_dir else _from_hub(task, name, split)
+    if not examples.texts:
+        raise InputError(f"{task.splits[split][0]} of {task.folder} has no rows")
+    return examples
 
 
 def _from_hub(task: Task, name: str, split: str) -> Examples:
@@ -71,6 +74,15 @@ def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
         raise InputError(
             f"{path} is missing: data_dir={data_dir} must hold GLUE's folders ({task.folder}) as they come"
         )
+    try:
+        return _rows(task, split, path)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason})") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _rows(task: Task, split: str, path: Path) -> Examples:
     labelled = not split.startswith("test")
     examples = Examples([], [] if labelled else None)
     with open(path, encoding="utf-8-sig", newline="\n") as stream:  # quoting off: a tab ends a field, \n a row
@@ -78,7 +90,7 @@ def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
         header = list(task.headers.get(split) or next(lines, (0, []))[1])
         wanted = [*task.columns, *([task.label_column] if labelled else [])]
         if absent := [column for column in wanted if column not in header]:
-            raise InputError(f"{path}: no column {absent[0]!r} in its first line, which has {', '.join(header)}")
+            raise InputError(f"{path}: no column {absent[0]!r} in its first line, which is {' '.join(header)!r}")
         places = [header.index(column) for column in task.columns]
         for number, fields in lines:
             if len(fields) != len(header):
@@ -194,17 +206,22 @@ def answers(task: Task, predictions: np.ndarray) -> list[str]:
     return [words[number] for number in predictions]
 
 
+def percent(value: float | None) -> str:
+    """A score times 100; one that is no number (a correlation with a constant) as nan."""
+    return "nan" if value is None or not np.isfinite(value) else f"{100 * value:.1f}"
+
+
 def table(name: str, summary: dict[str, Any], paper: dict[str, dict[str, float]]) -> str:
     """Each setting with its median, spread and seeds, the best one marked; the paper's figures below."""
     metric, settings = summary["metric"], summary["settings"]
     lines = [f"\n{name}, validation {metric} x 100"]
     lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
     for number, row in enumerate(settings):
-        seeds = ", ".join(f"{seed}: {100 * value:.1f}" for seed, value in row["seeds"].items())
+        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
         picked = number == summary["picked"] and len(settings) > 1
         lines.append(
-            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{100 * row['median']:>8.1f}"
-            f"{100 * row['lowest']:>8.1f}{100 * row['highest']:>9.1f}  {seeds}"
+            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
+            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
             f"{'  <- best median, picked on validation' * picked}"
         )
         if row["degenerate_seeds"]:
@@ -219,24 +236,32 @@ _COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli"
 
 
 def collect(
-    folder: str, tasks: dict[str, Task], paper: dict[str, dict[str, float]], with_submission: bool, official_rows: bool
-) -> dict[str, float]:
-    """Print the finished tasks in `folder` as Table 5's row of validation scores, and zip their predictions."""
+    folder: str,
+    below: str,
+    tasks: dict[str, Task],
+    paper: dict[str, dict[str, float]],
+    with_submission: bool,
+    official_rows: bool,
+) -> dict[str, str]:
+    """Print the tasks finished in `<folder>/<task>/<below>` as Table 5's row of validation scores, and zip their
+    predictions."""
     medians = {}
     for name in _COLUMNS:
-        path = Path(folder, name, "summary.json")
+        path = Path(folder, name, below, "summary.json")
         if path.is_file():
             summary = durable.read_json(path)
-            medians[name] = 100 * summary["settings"][summary["picked"]]["median"]
+            medians[name] = percent(summary["settings"][summary["picked"]]["median"])
     if not medians:
-        raise InputError(f"collect={folder} holds no finished task (<task>/summary.json): make glue TASK=rte makes one")
+        where = Path("<task>", below, "summary.json")
+        raise InputError(f"collect={folder} holds no finished task ({where}): make glue TASK=rte makes one")
     rows = {"RoBERTa-large, Table 5": paper["large"], "RoBERTa-base, fairseq": paper["base"], "ours": medians}
     print(" " * 24 + "".join(f"{name:>9}" for name in _COLUMNS))
     for title, row in rows.items():
         missing = "not run" if row is medians else "-"
-        print(f"{title:<24}" + "".join(f"{row[n]:>9.1f}" if n in row else f"{missing:>9}" for n in _COLUMNS))
+        print(f"{title:<24}" + "".join(f"{row[n]:>9}" if n in row else f"{missing:>9}" for n in _COLUMNS))
     if with_submission:
-        folders = {name: Path(folder, "mnli" if name == "ax" else name, "submission") for name in tasks}
-        path = Path(folder, "submission.zip")
+        folders = {name: Path(folder, "mnli" if name == "ax" else name, below, "submission") for name in tasks}
+        path = Path(folder, below, "submission.zip")
+        path.parent.mkdir(exist_ok=True)
         print(f"{path}: {', '.join(zip_submission(tasks, folders, path, official_rows))}")
     return medians

@@ -71,6 +71,8 @@ class RecipeTrainer(DurableTrainer):
     goes on from.
     """
 
+    memory_advice = ", or let --auto_micro_batch find what fits"
+
     def __init__(
         self,
         *args,
@@ -114,12 +116,6 @@ class RecipeTrainer(DurableTrainer):
         return self._first_place + steps * self.fingerprint["global_batch_size"]
 
     # Training
-
-    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
-        if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from conftest import PLACES, SUBJECTS, VERBS, run_python
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, DebertaV2Config
 
 import finetune_glue
 from finetune_glue import TASKS
@@ -241,19 +241,39 @@ def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
 
 
-def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
-    finetune_glue.main(flags("rte", "--output_dir", tmp_path / "one"))
-    done = run_python(
-        *["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"],
-        *["--main_process_port", "0", root / "finetune_glue.py"],
-        *flags("rte", "--per_device_train_batch_size", 2, "--do_predict"),
-        cwd=tmp_path,
-    )
+def test_two_processes_give_the_curve_of_one_also_when_resumed(flags, root, tmp_path):
+    """Killed in the middle of an epoch, two processes go on with the batches that are left of it."""
+    saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
+    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "one"))
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
+    command += ["--main_process_port", "0", root / "finetune_glue.py"]
+    batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
+    command += flags("rte", *saving, *batches, "--do_predict")
+    (tmp_path / "crash.py").write_text(CRASH.format(root=str(root)))
+    crashing = [tmp_path / "crash.py" if part == root / "finetune_glue.py" else part for part in command]
+    killed = run_python(*crashing, cwd=tmp_path)
+    assert killed.returncode != 0 and (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     two, one = record_of(tmp_path), durable.read_json(tmp_path / "one" / "lr0.001-batch8-seed1" / "run_record.json")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
     assert two["metrics"] == pytest.approx(one["metrics"]) and two["tokens_seen"] == one["tokens_seen"]
     assert done.stdout.count("rte, validation accuracy") == 1
+
+
+CRASH = """
+import sys
+sys.path.insert(0, {root!r})
+import finetune_glue
+from roberta_recipe.finetuning import FinetuneTrainer
+step = FinetuneTrainer.training_step
+def killed(self, *args, **kwargs):
+    if self.state.global_step == 6:
+        sys.exit(9)
+    return step(self, *args, **kwargs)
+FinetuneTrainer.training_step = killed
+finetune_glue.main()
+"""
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):
@@ -285,8 +305,55 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+def test_killed_behind_the_last_step(flags, tmp_path):
+    """What is missing is made; no step is taken again."""
+    saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(finetuning.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed")))
+        with pytest.raises(RunError):
+            finetune_glue.main(flags("rte", *saving))
+    finetune_glue.main(flags("rte", *saving))
+    record = record_of(tmp_path)
+    assert record["steps"] == 7 and len(losses(record)) == 7 and record["restarts"] == 1
+
+
+def test_a_score_that_is_no_number(flags, tmp_path, monkeypatch, capsys):
+    """STS-B with constant predictions has no correlation: shown as nan, also by the second start."""
+    monkeypatch.setattr(finetune_glue, "measure", lambda *_: {"pearson": float("nan"), "spearman": float("nan")})
+    for _ in range(2):
+        finetune_glue.main(flags("stsb"))
+        assert "1: nan" in capsys.readouterr().out
+    assert record_of(tmp_path, "stsb")["metrics"]["pearson"] is None
+    assert finetune_glue.main(["--collect", str(tmp_path / "glue")]) == {"stsb": "nan"}
+
+
+def test_a_checkpoint_that_lacks_a_layer_is_refused(flags, model_dir):
+    path = Path(model_dir) / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(InputError, match=r"has no weights for roberta.encoder.layer.2.\S+ and 15 others"):
+        finetune_glue.main(flags("rte"))
+
+
+def test_dropout_of_a_head_whose_config_does_not_name_it():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = AutoModelForSequenceClassification.from_config(DebertaV2Config(vocab_size=50, **sizes))
+    finetuning._with_head_dropout(model, 0.0)
+    shares = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+    body = {name: share for name, share in shares.items() if name.startswith("deberta.")}
+    assert set(body.values()) == {0.1} and len(shares) > len(body) > 2
+    assert all(share == 0.0 for name, share in shares.items() if name not in body)
+
+
+def test_micro_batches_fit_the_batch_and_the_processes():
+    fit = finetuning.fit_micro_batch
+    assert (fit(16, 32, 1), fit(16, 16, 2), fit(32, 12, 2), fit(24, 16, 3)) == (16, 8, 8, 8)
+    with pytest.raises(InputError, match="global_batch_size=16 is not divisible by 3 processes"):
+        fit(16, 16, 3)
+
+
 def test_the_papers_grid(flags, tmp_path, capsys):
-    grid = ["--sweep", "--seeds", 3, "--max_train_samples", 32, "--per_device_train_batch_size", 4]
+    grid = ["--sweep", "--seeds", 3, "--per_device_train_batch_size", 32]  # more than the first batch of the grid
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
         finetune_glue.main(flags("rte", *grid))
     done = {
@@ -433,7 +500,13 @@ BAD = {
     "no model": (["--model_name_or_path", "nowhere/at-all"], "nowhere/at-all"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
     "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
-    "batch": (["--per_device_train_batch_size", "3"], "global_batch_size=8 is not divisible by 1 processes x 3"),
+    "batch": (["--global_batch_size", "0"], "global_batch_size=0 and per_device_train_batch_size=1 must be at least 1"),
+    "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
+    "smoothing": (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
+    "best by Trainer": (
+        ["--load_best_model_at_end", "true", "--save_strategy", "epoch"],
+        "load_best_model_at_end must stay false",
+    ),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
     "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
@@ -453,6 +526,7 @@ def test_bad_input(case, flags):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("1\tcaf\udce9\tb\tentailment\n", "train.tsv is not UTF-8 text"),
         ("1\tonly two\n", "train.tsv, line 3: 2 columns, and 4 are wanted"),
         ("1\ta\tb\tmaybe\n", "line 3: label 'maybe' is none of entailment, not_entailment"),
     ],
@@ -460,7 +534,7 @@ def test_bad_input(case, flags):
 def test_bad_rows_are_named(flags, data_dir, tmp_path, line, said):
     (tmp_path / "bad" / "RTE").mkdir(parents=True)
     head = (data_dir / "RTE" / "train.tsv").read_text().splitlines(keepends=True)[:2]
-    (tmp_path / "bad" / "RTE" / "train.tsv").write_text("".join(head) + line)
+    (tmp_path / "bad" / "RTE" / "train.tsv").write_text("".join(head) + line, errors="surrogateescape")
     with pytest.raises(InputError, match=said):
         finetune_glue.main(flags("rte", "--data_dir", tmp_path / "bad"))
 
@@ -509,6 +583,8 @@ def test_presets_are_fairseqs(root):
 def test_the_table_of_tasks():
     """Nine tasks, eleven files of the submission, none twice."""
     assert len(TASKS) == 9
+    official = "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI diagnostic"
+    assert [task.folder for task in [*TASKS.values(), finetune_glue.AX]] == official.split()
     files = [file for task in [*TASKS.values(), finetune_glue.AX] for file in task.submission.values()]
     assert len(files) == len(set(files)) == 11
     for task in TASKS.values():
