@@ -471,6 +471,19 @@ def test_qnli_is_ranked_within_its_questions():
     assert total.item() == pytest.approx(wanted.item())
 
 
+def test_what_is_cut_is_counted(tokenizer):
+    """The longer text of a pair gives way, and every example stays one feature."""
+    long, short = " ".join(PLACES), PLACES[0]
+    examples = glue.Examples([(short, short), (long, short), (short, long)], [0, 1, 0])
+    args = finetune_glue.GlueArguments(max_seq_length=24)
+    features, cut = finetune_glue.make_features(args, TASKS["rte"], {"train": examples}, tokenizer)
+    lengths = [len(feature["input_ids"]) for feature in features["train"]]
+    assert lengths[0] < 24 and lengths[1:] == [24, 24] and cut == {"cut to 24 in train": 2}
+    whole = tokenizer(short).input_ids
+    assert features["train"][1]["input_ids"][-len(whole) :] == [tokenizer.eos_token_id, *whole[1:]]
+    assert [feature["labels"] for feature in features["train"]] == [0, 1, 0]
+
+
 def test_duplicates_are_counted():
     train = glue.Examples([("The cat", "A dog"), ("B", "C"), ("B ", "c")], [0, 1, 0])
     validation = glue.Examples([("the  CAT", "a dog"), ("b", "c"), ("x", "y"), ("A dog", "The cat")], [1, 0, 0, 0])
