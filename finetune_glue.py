@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from roberta_recipe import checkpoint, durable, finetuning, glue, ranking, run, tokenization, wsc
-from roberta_recipe.args import InputError, exit_on_error, parse
+from roberta_recipe.args import InputError, exit_on_error, parse, setting
 from roberta_recipe.metrics import Glue
 
 # Rows are those of the official archive and of the Hub. `metric` is the paper's of Table 5; accuracy where not given.
@@ -109,10 +109,6 @@ DEFAULT = "presets/glue/rte.yaml"
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 SWEEP_FOLDER = "sweep"  # below output_dir
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06")  # Table 10: 6% of the steps
-
-
-def setting(default, help, **kwargs):
-    return field(default=default, metadata={"help": help}, **kwargs)
 
 
 @dataclass
@@ -205,10 +201,10 @@ def main(argv: list[str] | None = None) -> dict | None:
     announce(args, task, data, found)
 
     # 4. Every run of the protocol that is not done yet.
-    runs = protocol(args, training_args)
+    runs, inputs = protocol(args, training_args), inputs_fingerprint(args, tokenizer, data)
     records = []
     for one in runs:
-        records.append(finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found))
+        records.append(finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found, inputs))
         drop_beaten(args, training_args, task, runs[: len(records)], records)
 
     # 5. Median and spread over seeds, beside the paper's.
@@ -483,7 +479,7 @@ def drop_beaten(args: GlueArguments, training_args: GlueTrainingArguments, task:
         finetuning.drop_weights("best", of_setting, finetuning.summarise(of_setting, theirs, task.metric))
 
 
-def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, tokenizer, found: dict) -> dict:
+def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, tokenizer, found, inputs) -> dict:
     """One run of the protocol: its record, from the disk where it is done already."""
     started_s = time.monotonic()
     (args, training_args), resolved = read_arguments(argv)
@@ -491,7 +487,7 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
     training_args.per_device_train_batch_size = finetuning.fit_micro_batch(one.batch, at_most, training_args.world_size)
     run.derive_batch(training_args, one.batch)
     resolved |= {"seeds": [one.seed], "sweep": False}  # so that the preset repeats this run
-    fingerprint = run_fingerprint(args, training_args, tokenizer, data)
+    fingerprint = {**run_fingerprint(args, training_args), **inputs}
     record = finetuning.finished(one, fingerprint)
     unpredicted = training_args.do_predict and not (one.output_dir / TEST_SCORES).is_file()
     if record and not (unpredicted and finetuning.has_weights(one)):
@@ -514,7 +510,6 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
         loss_sum=form.loss_sum,
         measure=lambda scores: measure(args.task_name, form, validation, scores, scores, data),
         best_metric=task.metric,
-        global_batch_size=args.global_batch_size,
         fingerprint=fingerprint,
         resumed=resumed,
     )
@@ -553,19 +548,25 @@ def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, token
     return record
 
 
-def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments, tokenizer, data: dict) -> dict:
+def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments) -> dict:
     """What must not change between two starts of a run, for it to be the same run."""
     ours = ("task_name", "model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "global_batch_size")
     ours += ("qnli_form", "wsc_loss", "spacy_model", "max_train_samples")
     inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
     inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "eval_steps")
-    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
     return {
         **{name: getattr(args, name) for name in ours},
         **{name: getattr(training_args, name) for name in inherited},
         "lr_scheduler_type": training_args.lr_scheduler_type.value,
-        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
         "eval_strategy": training_args.eval_strategy.value,
+    }
+
+
+def inputs_fingerprint(args: GlueArguments, tokenizer, data: dict[str, glue.Examples]) -> dict:
+    """The same of what all runs of the protocol read."""
+    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
+    return {
+        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
         "weights": finetuning.weights_identity(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }

@@ -22,16 +22,12 @@ from transformers import TrainingArguments, pipeline, set_seed
 
 from roberta_recipe import checkpoint, durable, estimate, masking, modeling, report, run, token_cache, tokenization
 from roberta_recipe import corpus as corpora
-from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path
+from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path, setting
 from roberta_recipe.stream import TextReader, TrainBlocks
 from roberta_recipe.trainer import RecipeTrainer, StepWatch
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
-
-
-def setting(default, help, **kwargs):
-    return field(default=default, metadata={"help": help}, **kwargs)
 
 
 @dataclass

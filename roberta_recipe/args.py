@@ -90,6 +90,17 @@ def resolve_path(path: str | Path) -> Path:
     return ROOT / path if not path.exists() and (ROOT / path).exists() else path
 
 
+def path_or_hub_id(name: str | Path) -> Path | str:
+    """The folder or file of that name where there is one (`resolve_path`), else `name`, which is the Hub's."""
+    path = resolve_path(name)
+    return path if path.exists() else name
+
+
+def setting(default: Any, help: str, **kwargs: Any) -> Any:
+    """A dataclass field that is a flag with this help."""
+    return dataclasses.field(default=default, metadata={"help": help}, **kwargs)
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `InputError` for a missing file, bad YAML or no mapping."""
     path = resolve_path(path)

@@ -17,12 +17,12 @@ from transformers import AutoConfig
 from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
-from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.args import InputError, path_or_hub_id, resolve_path
 from roberta_recipe.checkpoint import PARTIAL
 from roberta_recipe.corpus import file_identity
 from roberta_recipe.durable_trainer import DurableTrainer
 from roberta_recipe.order import random_order
-from roberta_recipe.run import RECORD_NAME, accumulation_steps, loss_at_steps
+from roberta_recipe.run import RECORD_NAME, accumulation_steps, largest_divisor, loss_at_steps
 
 logger = logging.getLogger("recipe")
 
@@ -70,7 +70,8 @@ class FinetuneTrainer(DurableTrainer):
 
     `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
     loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
-    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts with `input_ids`.
+    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts with `input_ids`;
+    `fingerprint` has the `global_batch_size`.
     """
 
     def __init__(
@@ -79,13 +80,11 @@ class FinetuneTrainer(DurableTrainer):
         loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
         measure: Callable[[np.ndarray], dict[str, float]],
         best_metric: str,
-        global_batch_size: int,
         resumed: dict[str, Any] | None,
         **kwargs,
     ):
         super().__init__(*args, resumed=resumed, **kwargs)
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
-        self.global_batch_size = global_batch_size
         self.model_accepts_loss_kwargs = True  # the loss here is of the whole batch already
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
@@ -95,7 +94,7 @@ class FinetuneTrainer(DurableTrainer):
 
     def _get_train_sampler(self, train_dataset=None):
         lengths = [len(feature["input_ids"]) for feature in self.train_dataset]
-        self._sampler = LengthGroupedSampler(lengths, self.global_batch_size, self.args.seed)
+        self._sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], self.args.seed)
         return self._sampler
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
@@ -202,8 +201,7 @@ def load_with_head(
     """A checkpoint as a model of the Auto class `cls`, `settings` in its config; its own head where it has one of the
     right size, else a fresh one, which is said. With `random_weights` its architecture alone. Raises `InputError` where
     there is no such checkpoint."""
-    path = resolve_path(name)
-    path = path if path.exists() else name
+    path = path_or_hub_id(name)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on a head without weights; what matters of it is said here
     try:
@@ -249,9 +247,8 @@ def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> to
 
 def check_length(name: str, max_seq_length: int) -> None:
     """Raise `InputError` where a checkpoint has fewer positions than that; RoBERTa's begin behind its padding id."""
-    path = resolve_path(name)
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else name)
+        config = AutoConfig.from_pretrained(path_or_hub_id(name))
     except (OSError, ValueError) as error:
         raise InputError(f"no checkpoint at model_name_or_path={name!r}: {str(error).splitlines()[0]}") from None
     positions = getattr(config, "max_position_embeddings", None) or max_seq_length
@@ -274,7 +271,7 @@ def fit_micro_batch(global_batch_size: int, at_most: int, processes: int) -> int
     """The largest micro-batch up to `at_most` of which every process takes a whole number for one step."""
     accumulation_steps(global_batch_size, 1, processes)
     share = global_batch_size // processes
-    return max(size for size in range(1, max(min(at_most, share), 1) + 1) if share % size == 0)
+    return largest_divisor(share, max(min(at_most, share), 1))
 
 
 def free_memory() -> None:

@@ -6,7 +6,7 @@ from torch.nn import functional
 from transformers import AutoConfig, PreTrainedTokenizerBase, RobertaConfig
 from transformers.modeling_outputs import MaskedLMOutput
 
-from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.args import InputError, path_or_hub_id
 
 PADDING_ROW_BIAS = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -45,9 +45,8 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
 
 def load_config(config_name: str, argument: str = "config_name") -> RobertaConfig:
     """A RoBERTa config from a JSON file, a folder or the Hub; `argument` is what it is called in an `InputError`."""
-    path = resolve_path(config_name)
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else config_name)
+        config = AutoConfig.from_pretrained(path_or_hub_id(config_name))
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no model config at {argument}={config_name!r}: {str(error).splitlines()[0]}") from None
     if config.model_type != "roberta":
@@ -94,8 +93,7 @@ def build_model(
             f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
         )
     if model_name_or_path:
-        path = resolve_path(model_name_or_path)
-        path = path if path.exists() else model_name_or_path
+        path = path_or_hub_id(model_name_or_path)
         try:
             model = RobertaForMaskedLM.from_pretrained(path, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError) as error:

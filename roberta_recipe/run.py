@@ -101,6 +101,11 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     return global_batch_size // at_once
 
 
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is not above `at_most`, which is at least 1."""
+    return max(size for size in range(1, at_most + 1) if number % size == 0)
+
+
 def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> int:
     """Set `gradient_accumulation_steps` on `args` and return the global batch size (sequences an optimizer step)."""
     if args.auto_find_batch_size:
@@ -196,7 +201,7 @@ def fit_micro_batch(
     while not _fits(args, model, micro, seq_len, mlm_probability):
         if micro == 1:
             raise RunError(f"not even one block of {seq_len} tokens fits into memory: take a smaller model, or ZeRO")
-        micro = max(size for size in range(1, micro // 2 + 1) if micro % size == 0)
+        micro = largest_divisor(micro, micro // 2)
         logger.info(f"Out of memory: trying per_device_train_batch_size={micro}")
     if args.world_size > 1:
         smallest = torch.tensor(micro, device=args.device)

@@ -12,7 +12,7 @@ from sentencex import segment
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
-from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.args import InputError, path_or_hub_id, resolve_path
 from roberta_recipe.durable import fingerprint
 
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -67,7 +67,7 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         tokenizer = build_tokenizer(*map(str, bare))
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder if folder.exists() else name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "

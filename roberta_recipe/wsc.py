@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from roberta_recipe.args import InputError, resolve_path
+from roberta_recipe.args import InputError, path_or_hub_id, resolve_path
 from roberta_recipe.masking import IGNORED
 from roberta_recipe.modeling import RobertaForMaskedLM
 
@@ -179,8 +179,7 @@ def load_masked_lm(model_name_or_path: str) -> PreTrainedModel:
     Raises `InputError` where there is none, or where weights are missing (those tied to others aside): a head that is
     made anew scores by chance.
     """
-    path = resolve_path(model_name_or_path)
-    path = path if path.exists() else model_name_or_path
+    path = path_or_hub_id(model_name_or_path)
     try:
         kind = AutoConfig.from_pretrained(path).model_type
         cls = RobertaForMaskedLM if kind == "roberta" else AutoModelForMaskedLM
