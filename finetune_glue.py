@@ -11,25 +11,18 @@ with its source; any flag overrides it.
 import dataclasses
 import functools
 import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
-from roberta_recipe import checkpoint, durable, finetuning, glue, ranking, run, tokenization, wsc
-from roberta_recipe.args import InputError, exit_on_error, parse, setting
+from roberta_recipe import finetuning, glue, protocol, ranking, run, tokenization, wsc
+from roberta_recipe.args import InputError, exit_on_error, setting
 from roberta_recipe.metrics import Glue
 
 # Rows are those of the official archive and of the Hub. `metric` is the paper's of Table 5; accuracy where not given.
@@ -104,38 +97,20 @@ PAPER = {
     },
 }  # fmt: skip
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
-TEST_SCORES = "test_scores.npz"
 DEFAULT = "presets/glue/rte.yaml"
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 SWEEP_FOLDER = "sweep"  # below output_dir
-SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06")  # Table 10: 6% of the steps
+# Table 10: 6% of the steps; each run by itself is no sweep
+SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
 
 
 @dataclass
-class GlueArguments:
-    """What `TrainingArguments` has no name for."""
-
-    _argument_group_name = "recipe"
+class GlueArguments(protocol.FinetuneArguments):
+    """What is GLUE's alone."""
 
     task_name: str | None = setting(None, "One of " + ", ".join(TASKS) + ".")
-    model_name_or_path: str | None = setting(
-        None, "Checkpoint to start from; one fine-tuned on MNLI for RTE, MRPC and STS-B of the paper's test setting."
-    )
-    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; without it, the checkpoint's.")
     data_dir: str | None = setting(None, "Folder of GLUE's official TSV files; without it, nyu-mll/glue on the Hub.")
-    max_seq_length: int = setting(512, "Tokens of an example; longer ones are cut, and counted.")
-    head_dropout: float | None = setting(
-        None, "Dropout of the classification head; without it, the checkpoint's (Hugging Face: as the body's)."
-    )
-    global_batch_size: int | None = setting(
-        None, "Sequences (ranking: questions) an optimizer step; accumulation is derived from it."
-    )
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata={"help": "One run for each."})
     sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, each with all seeds, 10 epochs.")
-    random_weights: bool = setting(
-        False, "Fine-tune the checkpoint's architecture from fresh weights: what pretraining is worth."
-    )
-    max_train_samples: int | None = setting(None, "Train on the first so many examples only.")
     qnli_form: Literal["classification", "ranking"] = setting(
         "classification", "QNLI: each pair by itself (the paper's validation scores), or ranked (its test scores)."
     )
@@ -147,30 +122,11 @@ class GlueArguments:
     predict_with: Literal["best", "ensemble"] = setting(
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds."
     )
-    keep: Literal["best", "all", "none"] = setting(
-        "best", "Whose weights stay on disk: the best run's, all runs', none."
-    )
     collect: str | None = setting(
         None,
         "Folder of finished tasks (runs/glue): print them beside Table 5 and end; with do_predict, zip the submission.",
     )
     other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.")
-
-
-@dataclass
-class GlueTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with RoBERTa's values where Trainer's own would be wrong for it (paper, Table 10)."""
-
-    _argument_group_name = "Hugging Face TrainingArguments"
-
-    weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
-    adam_beta2: float = setting(0.98, "fairseq's configuration; Trainer has 0.999.")
-    adam_epsilon: float = setting(1e-6, "fairseq's configuration; Trainer has 1e-8.")
-    max_grad_norm: float = setting(0.0, "fairseq's configuration: no clipping; Trainer has 1.0.")
-    eval_strategy: str = setting("epoch", "The best epoch is kept.")
-    save_strategy: str = setting("no", "Checkpoints to go on from, for long tasks; the best epoch is kept anyway.")
-    logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
-    remove_unused_columns: bool = setting(False, "Features have what the model takes, and nothing else.")
 
 
 def main(argv: list[str] | None = None) -> dict | None:
@@ -201,19 +157,15 @@ def main(argv: list[str] | None = None) -> dict | None:
     announce(args, task, data, found)
 
     # 4. Every run of the protocol that is not done yet.
-    runs, inputs = protocol(args, training_args), inputs_fingerprint(args, tokenizer, data)
-    records = []
-    for one in runs:
-        records.append(finetune([*argv, *flags_of(args, one)], one, task, data, form, tokenizer, found, inputs))
-        drop_beaten(args, training_args, task, runs[: len(records)], records)
+    job = job_of(args, training_args, task, data, form, tokenizer, found)
+    runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
+    records = protocol.run_all(argv, runs, job, read_arguments, SWEEP_FLAGS if args.sweep else ())
 
     # 5. Median and spread over seeds, beside the paper's.
-    summary = finetuning.summarise(runs, records, task.metric) | {"task": args.task_name, **found}
     folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
+    summary = protocol.finish(args, training_args, folder, runs, records, job)
     if training_args.process_index == 0:
-        finetuning.drop_weights(args.keep, runs, summary)
-        durable.write_json(folder / "summary.json", run.finite(summary))
-        print(glue.table(args.task_name, summary, PAPER))
+        print(protocol.table(summary, paper_line(args.task_name)))
 
     # 6. The submission's files.
     if training_args.do_predict and training_args.process_index == 0:
@@ -222,49 +174,25 @@ def main(argv: list[str] | None = None) -> dict | None:
     return summary
 
 
-def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, GlueTrainingArguments], dict]:
+def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.FinetuneTrainingArguments], dict]:
     """The filled dataclasses, and the resolved values as a preset."""
-    filled, resolved = parse([GlueArguments, GlueTrainingArguments], argv, DEFAULT, description=__doc__)
-    return tuple(filled), resolved
+    return protocol.read_arguments(GlueArguments, argv, DEFAULT, __doc__)
 
 
-def check_arguments(args: GlueArguments, training_args: GlueTrainingArguments) -> None:
+def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
     """Raise `InputError` for values out of range and for choices that exclude each other."""
     if args.task_name not in TASKS:
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
-    if not args.model_name_or_path:
-        raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
-    if not args.seeds or len(set(args.seeds)) != len(args.seeds) or min(args.seeds) < 0:
-        raise InputError(f"seeds={args.seeds} must be different numbers from 0 on, one for each run")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
     if args.task_name == "wnli" and args.random_weights:
         raise InputError("random_weights goes with a fresh head, and wnli is scored by the checkpoint's masked-LM head")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
-    if args.max_seq_length < 8:
-        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
-    if args.head_dropout is not None and not 0 <= args.head_dropout < 1:
-        raise InputError(f"head_dropout={args.head_dropout} must be from 0 to below 1")
-    if training_args.eval_strategy == "no":
-        raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
-    if not training_args.output_dir or Path(training_args.output_dir).is_file():
-        raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
-    if training_args.label_smoothing_factor:
-        raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
-    for name, wanted in (("average_tokens_across_devices", True), ("load_best_model_at_end", False)):
-        if getattr(training_args, name) is not wanted:
-            raise InputError(f"{name} must stay {str(wanted).lower()}: the script does its part itself")
-    finetuning.check_length(args.model_name_or_path, args.max_seq_length)
-    run.check_processes(training_args)
-    run.check_precision(training_args)
-    if training_args.deepspeed_plugin:
-        raise InputError(
-            "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"
-        )
+    protocol.check_arguments(args, training_args)
 
 
-def read_data(args: GlueArguments, training_args: GlueTrainingArguments, task: glue.Task) -> dict[str, glue.Examples]:
+def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, glue.Examples]:
     """Training and validation examples, with `do_predict` the test sets too; MNLI's has the diagnostic set."""
     parts = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     data = {}
@@ -453,123 +381,38 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     )
 
 
-def protocol(args: GlueArguments, training_args: GlueTrainingArguments) -> list[finetuning.Run]:
-    """The preset's rate and batch, or the paper's grid; each with every seed."""
-    if args.sweep:
-        folder = os.path.join(training_args.output_dir, SWEEP_FOLDER)
-        return finetuning.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
-    batch = args.global_batch_size
-    if batch is None:
-        batch = run.derive_batch(training_args, None)
-    return finetuning.runs_of([training_args.learning_rate], [batch], args.seeds, training_args.output_dir)
-
-
-def flags_of(args: GlueArguments, one: finetuning.Run) -> list[str]:
-    """What makes the command line that of one run."""
-    flags = ["--learning_rate", one.learning_rate, "--global_batch_size", one.batch, "--seed", one.seed]
-    flags += ["--output_dir", one.output_dir, *(SWEEP_FLAGS if args.sweep else ())]
-    return [str(flag) for flag in flags]
-
-
-def drop_beaten(args: GlueArguments, training_args: GlueTrainingArguments, task: glue.Task, runs, records) -> None:
-    """Of the last run's setting, leave the weights of the best seed so far; those of a sweep would fill a disk."""
-    mine = [number for number, one in enumerate(runs) if one.setting == runs[-1].setting]
-    if args.keep == "best" and training_args.process_index == 0:
-        of_setting, theirs = [runs[number] for number in mine], [records[number] for number in mine]
-        finetuning.drop_weights("best", of_setting, finetuning.summarise(of_setting, theirs, task.metric))
-
-
-def finetune(argv, one: finetuning.Run, task: glue.Task, data, form: Form, tokenizer, found, inputs) -> dict:
-    """One run of the protocol: its record, from the disk where it is done already."""
-    started_s = time.monotonic()
-    (args, training_args), resolved = read_arguments(argv)
-    at_most = training_args.per_device_train_batch_size
-    training_args.per_device_train_batch_size = finetuning.fit_micro_batch(one.batch, at_most, training_args.world_size)
-    run.derive_batch(training_args, one.batch)
-    resolved |= {"seeds": [one.seed], "sweep": False}  # so that the preset repeats this run
-    fingerprint = {**run_fingerprint(args, training_args), **inputs}
-    record = finetuning.finished(one, fingerprint)
-    unpredicted = training_args.do_predict and not (one.output_dir / TEST_SCORES).is_file()
-    if record and not (unpredicted and finetuning.has_weights(one)):
-        run.logger.info(f"Done        {one.output_dir}: {task.metric} {glue.percent(record['metrics'][task.metric])}")
-        return record
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    set_seed(one.seed)
-    model = form.build_model()
-    validation = task.split("validation")[0]
-    resumed_from = checkpoint.find(training_args)
-    resumed = resumed_from and checkpoint.load_state(resumed_from, fingerprint, checkpoint.layout(training_args))
-    trainer = finetuning.FinetuneTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=form.features["train"],
-        eval_dataset=form.features[validation],
-        data_collator=form.collator,
-        processing_class=tokenizer,
-        loss_sum=form.loss_sum,
-        measure=lambda scores: measure(args.task_name, form, validation, scores, scores, data),
-        best_metric=task.metric,
-        fingerprint=fingerprint,
-        resumed=resumed,
-    )
-    if not record:
-        trainer.train(resume_from_checkpoint=resumed_from)
-
-    # the best epoch, on everything that is to be predicted
-    best = trainer.load_best()
-    metrics = measure(args.task_name, form, validation, best, best, data)
-    for split in task.split("validation")[1:]:
-        others = measure(args.task_name, form, split, trainer.scores(form.features[split]), best, data)
-        metrics |= {f"{name}_{split.partition('_')[2]}": value for name, value in others.items()}
-    if training_args.do_predict:
-        tests = {split: trainer.scores(form.features[split]) for split in data if split.startswith(("test", "ax"))}
-        if trainer.is_world_process_zero():
-            np.savez(one.output_dir / TEST_SCORES, **tests)
-    if record:
-        return record
-    record = run.run_record(
-        trainer,
-        metrics,
-        task=args.task_name,
-        degenerate=degenerate(form, validation, best),
-        **found,
-        fingerprint=fingerprint,
-        resolved_args=resolved,
-        wall_clock_s=round(time.monotonic() - started_s, 1),
-    )
-    if trainer.is_world_process_zero():
-        run.write_preset(resolved, training_args.output_dir)
-        run.write_record(record, training_args.output_dir)
-        for path in checkpoint.newest_first(training_args.output_dir):  # nothing goes on from there any more
-            shutil.rmtree(path)
-    del trainer, model
-    finetuning.free_memory()
-    return record
-
-
-def run_fingerprint(args: GlueArguments, training_args: GlueTrainingArguments) -> dict:
-    """What must not change between two starts of a run, for it to be the same run."""
-    ours = ("task_name", "model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "global_batch_size")
-    ours += ("qnli_form", "wsc_loss", "spacy_model", "max_train_samples")
-    inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
-    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "eval_steps")
-    return {
-        **{name: getattr(args, name) for name in ours},
-        **{name: getattr(training_args, name) for name in inherited},
-        "lr_scheduler_type": training_args.lr_scheduler_type.value,
-        "eval_strategy": training_args.eval_strategy.value,
-    }
-
-
-def inputs_fingerprint(args: GlueArguments, tokenizer, data: dict[str, glue.Examples]) -> dict:
-    """The same of what all runs of the protocol read."""
+def job_of(args, training_args, task: glue.Task, data, form: Form, tokenizer, found: dict) -> protocol.Job:
+    """The task as the protocol takes it."""
+    validation = task.split("validation")
     rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
-    return {
-        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
-        "weights": finetuning.weights_identity(args.model_name_or_path),
-        "data": durable.fingerprint(rows),
-    }
+    own = ("task_name", "qnli_form", "wsc_loss", "spacy_model")
+    return protocol.Job(
+        name=args.task_name,
+        metric=task.metric,
+        tokenizer=tokenizer,
+        build_model=form.build_model,
+        features=form.features,
+        validation=validation,
+        tests=[split for split in data if split.startswith(("test", "ax"))],
+        collator=form.collator,
+        loss_sum=form.loss_sum,
+        measure=lambda split, scores, of_validation: measure(args.task_name, form, split, scores, of_validation, data),
+        degenerate=lambda scores: degenerate(form, validation[0], scores),
+        found=found,
+        inputs=protocol.inputs_fingerprint(args, own, tokenizer, rows),
+    )
+
+
+def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[protocol.Run]:
+    """The paper's grid, each setting with every seed."""
+    folder = os.path.join(training_args.output_dir, SWEEP_FOLDER)
+    return protocol.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
+
+
+def paper_line(name: str) -> str:
+    """The paper's figures of a task."""
+    known = ", ".join(f"{size} {scores[name]}" for size, scores in PAPER.items() if name in scores)
+    return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"
 
 
 def classification_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -605,11 +448,11 @@ def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dic
     chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
     if args.predict_with == "best":
         chosen = [one for one in chosen if str(one.output_dir) == row["best_run"]]
-    if absent := [one.output_dir for one in chosen if not (one.output_dir / TEST_SCORES).is_file()]:
+    if absent := [one.output_dir for one in chosen if not (one.output_dir / protocol.TEST_SCORES).is_file()]:
         raise InputError(
             f"{absent[0]} was run without do_predict, and its weights are gone: move it away to have it run again"
         )
-    tests = [np.load(one.output_dir / TEST_SCORES) for one in chosen]
+    tests = [np.load(one.output_dir / protocol.TEST_SCORES) for one in chosen]
     of_validation = mean_over_runs(form, [finetuning.validation_scores(one.output_dir) for one in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(args.task_name, form, task.split("validation")[0], of_validation, of_validation, data)

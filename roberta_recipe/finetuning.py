@@ -1,11 +1,10 @@
-"""Fine-tuning (paper, section 5.1): batches of like length, the best epoch on validation, the median over seeds."""
+"""Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
 
 import gc
 import logging
 import math
-import statistics
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from roberta_recipe.checkpoint import PARTIAL
 from roberta_recipe.corpus import file_identity
 from roberta_recipe.durable_trainer import DurableTrainer
 from roberta_recipe.order import random_order
-from roberta_recipe.run import RECORD_NAME, accumulation_steps, largest_divisor, loss_at_steps
+from roberta_recipe.run import accumulation_steps, largest_divisor, loss_at_steps
 
 logger = logging.getLogger("recipe")
 
@@ -31,6 +30,7 @@ SCORES = "validation_scores.npy"  # in it
 _BATCHES_SORTED_TOGETHER = 50
 # Where Hugging Face's configs keep the dropout of a head.
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
+_LAYER = re.compile(r"\.layers?\.(\d+)\.")
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
 
 
@@ -71,7 +71,7 @@ class FinetuneTrainer(DurableTrainer):
     `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
     loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
     the validation set, of which the highest `best_metric` picks the epoch. Features are dicts with `input_ids`;
-    `fingerprint` has the `global_batch_size`.
+    `fingerprint` has the `global_batch_size`. `layer_decay`: see `layer_rates`.
     """
 
     def __init__(
@@ -80,10 +80,12 @@ class FinetuneTrainer(DurableTrainer):
         loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
         measure: Callable[[np.ndarray], dict[str, float]],
         best_metric: str,
+        layer_decay: float,
         resumed: dict[str, Any] | None,
         **kwargs,
     ):
         super().__init__(*args, resumed=resumed, **kwargs)
+        self.layer_decay = layer_decay
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.model_accepts_loss_kwargs = True  # the loss here is of the whole batch already
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
@@ -96,6 +98,22 @@ class FinetuneTrainer(DurableTrainer):
         lengths = [len(feature["input_ids"]) for feature in self.train_dataset]
         self._sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], self.args.seed)
         return self._sampler
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.layer_decay < 1:
+            model, decayed, groups = model or self.model, set(self.get_decay_parameter_names(self.model)), {}
+            for name, rate in layer_rates(self.model, self.args.learning_rate, self.layer_decay).items():
+                groups.setdefault((rate, self.args.weight_decay if name in decayed else 0.0), []).append(name)
+            parameters = dict(model.named_parameters())
+            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = cls(
+                [
+                    {"params": [parameters[name] for name in names], "lr": rate, "weight_decay": weight_decay}
+                    for (rate, weight_decay), names in groups.items()
+                ],
+                **kwargs,
+            )
+        return super().create_optimizer(model)
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
         self._sampler.set_epoch(epoch)  # with several processes, it is out of reach once batches are skipped to resume
@@ -190,6 +208,21 @@ class FinetuneTrainer(DurableTrainer):
         return validation_scores(self.args.output_dir)
 
 
+def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
+    """The rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further down, the
+    embeddings being below the lowest layer (ULMFiT, arXiv 1801.06146, section 3.1; ELECTRA, arXiv 2003.10555, appendix B).
+    Raises `InputError` where the layers are not numbered in the names."""
+    numbers = {name: _LAYER.search(name) for name, _ in model.named_parameters()}
+    layers = 1 + max((int(found[1]) for found in numbers.values() if found), default=-1)
+    if not layers:
+        raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no numbered layers; leave it at 1")
+    depths = {
+        name: layers - int(found[1]) if found else layers + 1 if "embeddings" in name else 0
+        for name, found in numbers.items()
+    }
+    return {name: learning_rate * layer_decay**depth for name, depth in depths.items()}
+
+
 def validation_scores(output_dir: str | Path) -> np.ndarray:
     """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
     return np.load(Path(output_dir, BEST, SCORES))
@@ -279,88 +312,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a protocol."""
-
-    learning_rate: float
-    batch: int
-    seed: int
-    output_dir: Path
-
-    @property
-    def setting(self) -> tuple[float, int]:
-        return self.learning_rate, self.batch
-
-
-def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
-    """Every rate with every batch and seed, each in a folder of its own below `output_dir`."""
-    return [
-        Run(rate, batch, seed, Path(output_dir, f"lr{rate:g}-batch{batch}-seed{seed}"))
-        for rate in rates
-        for batch in batches
-        for seed in seeds
-    ]
-
-
-def finished(run: Run, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a run that is done, so that it is not done again; None for one that is to be started or goes on.
-
-    Raises `InputError` where the folder holds a run of other settings.
-    """
-    path = run.output_dir / RECORD_NAME
-    if not path.is_file():
-        return None
-    record = durable.read_json(path)
-    if changed := durable.differences(record["fingerprint"], fingerprint):
-        raise InputError(
-            f"{run.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "
-            "or move this one away"
-        )
-    return record
-
-
-def has_weights(run: Run) -> bool:
-    """Whether the weights of a run's best epoch are on disk."""
-    return (run.output_dir / BEST / "model.safetensors").is_file()
-
-
-def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
-    """Leave on disk the weights of the best run of a `summarise`d protocol ("best"), of "all" or of "none"; records and
-    scores of all stay."""
-    best = summary["settings"][summary["picked"]]["best_run"]
-    for one in runs:
-        if keep == "all" or (keep == "best" and str(one.output_dir) == best):
-            continue
-        for path in (one.output_dir / BEST).glob("*"):
-            if path.name != SCORES:
-                path.unlink()
-
-
-def summarise(runs: list[Run], records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """Median and spread over seeds of each setting, by `metric`; the setting with the best median, and its best run."""
-    settings: dict[tuple[float, int], list[tuple[float, Run, dict]]] = {}
-    for one, record in zip(runs, records, strict=True):
-        value = record["metrics"][metric]
-        value = -math.inf if value is None or math.isnan(value) else value  # a correlation with a constant
-        settings.setdefault(one.setting, []).append((value, one, record))
-    rows = []
-    for (rate, batch), scored in settings.items():
-        values = [value for value, _, _ in scored]
-        best = max(scored, key=lambda entry: entry[0])
-        rows.append(
-            {
-                "learning_rate": rate,
-                "global_batch_size": batch,
-                "median": statistics.median(values),
-                "mean": statistics.fmean(values),
-                "lowest": min(values),
-                "highest": max(values),
-                "seeds": {one.seed: value for value, one, _ in scored},
-                "degenerate_seeds": [one.seed for _, one, record in scored if record["degenerate"]],
-                "best_run": str(best[1].output_dir),
-            }
-        )
-    return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}

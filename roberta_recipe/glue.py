@@ -3,13 +3,13 @@
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
 
 from roberta_recipe import durable
 from roberta_recipe.args import InputError
+from roberta_recipe.protocol import percent
 
 HUB_DATASET = "nyu-mll/glue"
 
@@ -204,31 +204,6 @@ def answers(task: Task, predictions: np.ndarray) -> list[str]:
         return [f"{score:.4f}" for score in np.clip(predictions, 0, 5)]
     words = submission_labels(task)
     return [words[number] for number in predictions]
-
-
-def percent(value: float | None) -> str:
-    """A score times 100; one that is no number (a correlation with a constant) as nan."""
-    return "nan" if value is None or not np.isfinite(value) else f"{100 * value:.1f}"
-
-
-def table(name: str, summary: dict[str, Any], paper: dict[str, dict[str, float]]) -> str:
-    """Each setting with its median, spread and seeds, the best one marked; the paper's figures below."""
-    metric, settings = summary["metric"], summary["settings"]
-    lines = [f"\n{name}, validation {metric} x 100"]
-    lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
-    for number, row in enumerate(settings):
-        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
-        picked = number == summary["picked"] and len(settings) > 1
-        lines.append(
-            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
-            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
-            f"{'  <- best median, picked on validation' * picked}"
-        )
-        if row["degenerate_seeds"]:
-            listed = ", ".join(map(str, row["degenerate_seeds"]))
-            lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
-    known = ", ".join(f"{size} {scores[name]}" for size, scores in paper.items() if name in scores)
-    return "\n".join([*lines, f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"])
 
 
 # In the order of Table 5.

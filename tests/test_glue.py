@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, DebertaV2Config
 
 import finetune_glue
 from finetune_glue import TASKS
-from roberta_recipe import durable, finetuning, glue, ranking, wsc
+from roberta_recipe import durable, finetuning, glue, protocol, ranking, wsc
 from roberta_recipe.args import InputError, RunError
 from roberta_recipe.modeling import build_model
 
@@ -361,19 +361,19 @@ def test_the_papers_grid(flags, tmp_path, capsys):
     }
     assert done == {"lr1e-05-batch16-seed3"}
     assert record_of(tmp_path, "rte/sweep", "lr1e-05-batch16-seed3")["steps"] == 10  # 24 // 16 steps, ten epochs
-    assert len(finetuning.runs_of(finetune_glue.SWEEP_RATES, finetune_glue.SWEEP_BATCHES, [1, 2, 3, 4, 5], "x")) == 30
+    assert len(protocol.runs_of(finetune_glue.SWEEP_RATES, finetune_glue.SWEEP_BATCHES, [1, 2, 3, 4, 5], "x")) == 30
 
 
 def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
-    runs = finetuning.runs_of([1e-5, 2e-5], [16], [1, 2, 3], "out")
+    runs = protocol.runs_of([1e-5, 2e-5], [16], [1, 2, 3], "out")
     scores = [0.9, 0.5, 0.6, 0.7, 0.7, 0.1]
     records = [{"metrics": {"accuracy": score}, "degenerate": score == 0.1} for score in scores]
-    summary = finetuning.summarise(runs, records, "accuracy")
+    summary = protocol.summarise(runs, records, "accuracy")
     first, second = summary["settings"]
     assert (first["median"], second["median"]) == (0.6, 0.7) and summary["picked"] == 1
     assert (second["lowest"], second["highest"]) == (0.1, 0.7) and second["degenerate_seeds"] == [3]
     assert first["best_run"].endswith("lr1e-05-batch16-seed1")
-    shown = glue.table("rte", summary, finetune_glue.PAPER)
+    shown = protocol.table(summary | {"task": "rte"}, finetune_glue.paper_line("rte"))
     assert "best median" in shown.splitlines()[4] and "degenerate (one answer to everything): seed 3" in shown
 
 
