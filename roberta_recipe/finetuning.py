@@ -210,8 +210,8 @@ class FinetuneTrainer(DurableTrainer):
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
     """The rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further down, the
-    embeddings being below the lowest layer (ULMFiT, arXiv 1801.06146, section 3.1; ELECTRA, arXiv 2003.10555, appendix B).
-    Raises `InputError` where the layers are not numbered in the names."""
+    embeddings being below the lowest layer (ULMFiT, arXiv 1801.06146, section 3.1; ELECTRA, arXiv 2003.10555,
+    appendix B). Raises `InputError` where the layers are not numbered in the names."""
     numbers = {name: _LAYER.search(name) for name, _ in model.named_parameters()}
     layers = 1 + max((int(found[1]) for found in numbers.values() if found), default=-1)
     if not layers:
