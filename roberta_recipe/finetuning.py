@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from transformers import AutoConfig
 from transformers import logging as transformers_logging
 
-from roberta_recipe import durable
+from roberta_recipe import answerability, durable
 from roberta_recipe.args import InputError, path_or_hub_id, resolve_path
 from roberta_recipe.checkpoint import PARTIAL
 from roberta_recipe.corpus import file_identity
@@ -109,7 +109,7 @@ class FinetuneTrainer(DurableTrainer):
             self.optimizer = cls(
                 [
                     {"params": [parameters[name] for name in names], "lr": rate, "weight_decay": weight_decay}
-                    for (rate, weight_decay), names in groups.items()
+                    for (rate, weight_decay), names in sorted(groups.items(), reverse=True)  # the log shows the first
                 ],
                 **kwargs,
             )
@@ -157,6 +157,18 @@ class FinetuneTrainer(DurableTrainer):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
         super().log(logs, start_time)
 
+    # What is stored
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if answerability.is_attached(self.model) and self.args.should_save:
+            answerability.save(self.model, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if answerability.is_attached(self.model):
+            answerability.load(self.model, resume_from_checkpoint)
+
     # Evaluation
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -203,7 +215,10 @@ class FinetuneTrainer(DurableTrainer):
     def load_best(self) -> np.ndarray:
         """Put the best epoch's weights into the model; returns its validation scores."""
         self.accelerator.wait_for_everyone()
-        stored = type(self.model).from_pretrained(Path(self.args.output_dir, BEST), dtype=torch.float32)
+        best = Path(self.args.output_dir, BEST)
+        stored = type(self.model).from_pretrained(best, dtype=torch.float32)
+        if answerability.is_attached(self.model):
+            answerability.attach(stored, None, str(best))
         self.model.load_state_dict(stored.state_dict())
         return validation_scores(self.args.output_dir)
 

@@ -1,0 +1,644 @@
+"""SQuAD through the command line, on contexts written here: several windows, emoji and accents, no answers."""
+
+import itertools
+import json
+import random
+import string
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import PLACES, SUBJECTS, VERBS, make_documents, run_python
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
+
+import finetune_squad
+from roberta_recipe import answerability, durable, finetuning, squad
+from roberta_recipe.args import InputError, RunError
+from roberta_recipe.modeling import build_model
+from roberta_recipe.squad_metric import Squad, f1, normalise
+
+RUN = "lr0.001-batch8-seed1"
+
+
+def entry(name, question, context, *answers):
+    """A question of the official format; answers that the context does not have make it unanswerable."""
+    found = [{"text": answer, "answer_start": context.index(answer)} for answer in answers]
+    return {"id": name, "question": question, "answers": found, "is_impossible": not found}
+
+
+def official(paragraphs, version_2):
+    entries = [{"context": context, "qas": [dict(one) for one in entries]} for context, entries in paragraphs]
+    if not version_2:
+        for paragraph in entries:
+            paragraph["qas"] = [one for one in paragraph["qas"] if not one.pop("is_impossible")]
+    return {"version": "v2.0" if version_2 else "1.1", "data": [{"title": "made here", "paragraphs": entries}]}
+
+
+def paragraphs(count, seed):
+    """Where who does what: the answer is a place; every third question is of somebody who is not there."""
+    rng, made = random.Random(seed), []
+    for number in range(count):
+        # the last is long: several windows of 64 tokens
+        facts = [(rng.choice(SUBJECTS), rng.choice(VERBS), rng.choice(PLACES)) for _ in range(9 if number == 0 else 2)]
+        context = " ".join(f"{who.capitalize()} {verb} {place}." for who, verb, place in facts)
+        absent = next(who for who in SUBJECTS if who not in {fact[0] for fact in facts})
+        who, verb, place = facts[-1]
+        entries = [
+            entry(f"{seed}-{number}-a", f"Where does {who} {verb}?", context, place, place),
+            entry(f"{seed}-{number}-b", f"Who {verb}?", context, who.capitalize()),
+            entry(f"{seed}-{number}-c", f"Where is {absent}?", context),
+        ]
+        made.append((context, entries))
+    return made
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("squad")
+    for version_2, name in ((False, "v1.1"), (True, "v2.0")):
+        for split, count, seed in (("train", 10, 1), ("dev", 4, 2)):
+            (folder / f"{split}-{name}.json").write_text(json.dumps(official(paragraphs(count, seed), version_2)))
+    return folder
+
+
+@pytest.fixture
+def model_dir(config_file, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def flags(root, data_dir, model_dir, tmp_path):
+    """A function from version and further flags to a command line that trains for a second."""
+
+    def of(version, *others):
+        values = {
+            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "squad" / version},
+            **{"max_seq_length": 64, "max_query_length": 20, "doc_stride": 8, "global_batch_size": 8},
+            **{"per_device_train_batch_size": 8, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
+            **{"learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
+        }
+        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        return ["--config", str(root / "presets" / "squad" / f"v{version}.yaml"), *argv, *map(str, others)]
+
+    return of
+
+
+def record_of(tmp_path, version):
+    return durable.read_json(tmp_path / "squad" / version / RUN / "run_record.json")
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+@pytest.mark.parametrize(("version", "no_answer"), [("1.1", None), ("2.0", "classifier"), ("2.0", "null_score")])
+def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_dir, capsys, version, no_answer):
+    others = ["--no_answer", no_answer] if no_answer else []
+    summary = finetune_squad.main(flags(version, *others))
+    shown = capsys.readouterr()
+    assert f"squad {version}, validation f1 x 100" in shown.out and "(Table 6)" in shown.out
+    assert "come back verbatim from their labels" in shown.err and "Duplicates  0 of" in shown.err
+    record, folder = record_of(tmp_path, version), tmp_path / "squad" / version / RUN
+    assert record["steps"] == 6 and record["features"]["train_answers"]["in_no_window"] == 0
+    assert summary["settings"][0]["medians"]["f1"] == record["metrics"]["f1"]
+
+    questions = squad.read_file(data_dir / f"dev-v{version}.json", version == "2.0")
+    predictions, n_best = (durable.read_json(folder / f"{name}predictions.json") for name in ("", "nbest_"))
+    assert list(predictions) == [one.id for one in questions] == list(n_best)
+    for one in questions:
+        entries = n_best[one.id]
+        assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
+        assert all(entry["text"] in one.context for entry in entries) and len(entries) > 1
+        assert [e["probability"] for e in entries] == sorted((e["probability"] for e in entries), reverse=True)
+
+    flag = ["--version_2_with_negative", "true"] if version == "2.0" else []
+    odds = ["--null_odds", str(folder / "null_odds.json")] if version == "2.0" else []
+    scored = finetune_squad.main(
+        ["--score", str(folder / "predictions.json"), "--validation_file", str(data_dir / f"dev-v{version}.json")]
+        + flag
+        + odds
+    )
+    for name in finetune_squad.SHOWN[version][:-1]:
+        assert scored[name] == pytest.approx(100 * record["metrics"][name])
+    assert json.loads(capsys.readouterr().out) == scored
+    if version == "2.0":
+        given = durable.read_json(folder / "null_odds.json")
+        assert all(0 <= value <= 1 for value in given.values()) and len(set(given.values())) > 1
+        threshold = record["metrics"]["threshold"]
+        assert {name for name, text in predictions.items() if not text} == {n for n in given if given[n] > threshold}
+        assert threshold == 0.5 or no_answer == "null_score"
+    # and what it leaves is a plain checkpoint, the classifier beside it
+    best = folder / "best"
+    _, info = AutoModelForQuestionAnswering.from_pretrained(best, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (best / answerability.FILE).is_file() == (no_answer == "classifier")
+
+
+def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
+    command += [root / "finetune_squad.py", *flags("2.0", "--seeds", 1, 2)]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "large EM 86.5, F1 89.4" in done.stdout and "HasAns_f1" in done.stdout
+    again = run_python(*command, cwd=tmp_path)
+    assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
+    kept = [path.parent.parent.name for path in (tmp_path / "squad").rglob(f"best/{answerability.FILE}")]
+    assert len(kept) == 1 == len(list((tmp_path / "squad").rglob("best/model.safetensors")))
+
+
+@pytest.mark.parametrize(
+    ("version", "no_answer"), [("1.1", "classifier"), ("2.0", "classifier"), ("2.0", "null_score")]
+)
+def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
+    """Also where micro-batches are padded to other lengths: padding has no share in the softmax."""
+    curves = []
+    for micro_batch in (8, 4, 1):
+        out = tmp_path / str(micro_batch)
+        others = ["--per_device_train_batch_size", micro_batch, "--output_dir", out, "--no_answer", no_answer]
+        finetune_squad.main(flags(version, *others))
+        curves.append(losses(durable.read_json(out / RUN / "run_record.json")))
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_killed_and_started_again(flags, tmp_path, monkeypatch):
+    """The same losses, scores and weights, the classifier's among them, as uninterrupted."""
+    saving = ["--save_strategy", "steps", "--save_steps", 4, "--max_steps", 7]
+    finetune_squad.main(flags("2.0", *saving, "--output_dir", tmp_path / "whole"))
+    step = finetuning.FinetuneTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 5:
+            raise RunError("killed")
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetuning.FinetuneTrainer, "training_step", killed)
+        with pytest.raises(RunError):
+            finetune_squad.main(flags("2.0", *saving))
+    finetune_squad.main(flags("2.0", *saving))
+    whole, again = durable.read_json(tmp_path / "whole" / RUN / "run_record.json"), record_of(tmp_path, "2.0")
+    assert again["restarts"] == 1 and whole["restarts"] == 0
+    for key in ("loss_at_steps", "metrics", "tokens_seen"):
+        assert again[key] == whole[key], key
+    for file in ("model.safetensors", answerability.FILE):
+        one, other = (
+            load_file(folder / RUN / "best" / file) for folder in (tmp_path / "whole", tmp_path / "squad/2.0")
+        )
+        assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def test_it_learns_what_can_be_learnt(flags, tmp_path):
+    """Both heads: the training set by heart."""
+    train = tmp_path / "train.json"
+    train.write_text(json.dumps(official(paragraphs(3, seed=3), True)))
+    files = [
+        "--train_file",
+        train,
+        "--validation_file",
+        train,
+        "--max_steps",
+        150,
+        "--eval_strategy",
+        "steps",
+        "--learning_rate",
+        5e-3,
+        "--output_dir",
+        tmp_path,
+    ]
+    argv = flags("2.0", *files, "--eval_steps", 75)
+    at = argv.index("--data_dir")
+    summary = finetune_squad.main(argv[:at] + argv[at + 2 :])
+    medians = summary["settings"][0]["medians"]
+    assert medians["exact"] > 0.85 and medians["NoAns_exact"] > 0.6 < medians["HasAns_exact"], medians
+
+
+def test_from_a_joint_checkpoint_the_classifier_is_kept(flags, tmp_path):
+    finetune_squad.main(flags("2.0"))
+    best = str(tmp_path / "squad" / "2.0" / RUN / "best")
+    args = finetune_squad.SquadArguments(model_name_or_path=best, version_2_with_negative=True)
+    stored = load_file(f"{best}/{answerability.FILE}")["dense.weight"]
+    assert finetune_squad.build_model(args).answerability.dense.weight.equal(stored)
+    args.random_weights = True
+    assert not finetune_squad.build_model(args).answerability.dense.weight.equal(stored)
+
+
+def test_losses_by_hand():
+    """Three windows, the second without the answer, the third shorter by padding."""
+    torch.manual_seed(0)
+    start, end, judged = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])
+    positions = {"start_positions": torch.tensor([1, 0, 2]), "end_positions": torch.tensor([2, 0, 2])}
+
+    class Output(dict):
+        start_logits, end_logits = start, end
+
+    def model(**kwargs):
+        return Output(answerable=judged)
+
+    def cross_entropy(logits, wanted, length):
+        return -torch.log_softmax(logits[:length], 0)[wanted]
+
+    lengths = (4, 4, 3)
+    of_spans = [
+        (
+            cross_entropy(start[n], positions["start_positions"][n], k)
+            + cross_entropy(end[n], positions["end_positions"][n], k)
+        )
+        / 2
+        for n, k in enumerate(lengths)
+    ]
+    batch = {"attention_mask": mask, "labels": torch.tensor([1, 0, 1]), **positions}
+    total, scores = finetune_squad.span_loss(model, dict(batch))
+    assert total.item() == pytest.approx(sum(of_spans).item(), rel=1e-5) and scores.shape == (3, 4, 2)
+    total, scores = finetune_squad.joint_loss(model, dict(batch))
+    of_classifier = -torch.log(torch.sigmoid(judged * torch.tensor([1, -1, 1]))).sum()
+    assert total.item() == pytest.approx((of_spans[0] + of_spans[2] + of_classifier).item(), rel=1e-5)
+    assert scores.shape == (3, 4, 3) and scores[:, 3, 2].equal(judged)
+
+
+# Windows and labels
+
+AWKWARD = [
+    ("emoji before", "A 👩‍🔬🇫🇷 in Zürich sees the river.", "the river"),
+    ("the emoji itself", "The sign shows 🇫🇷🎉 at night.", "🇫🇷🎉"),
+    ("accents", "Café société: the naïve child likes Łódź, no?", "Łódź"),
+    ("decomposed accents", "Cafe\u0301 in the rain.", "Cafe\u0301"),
+    ("first word", "Paris is behind a wall.", "Paris"),
+    ("last character", "Nobody leaves the red boat.", "Nobody leaves the red boat."),
+    ("double spaces", "The  river   flows\u00a0 \n near the sea.", "near the sea"),
+    ("other scripts", "北京 is a city, Москва too: 東京!", "東京"),
+]
+
+
+@pytest.fixture(scope="session")
+def wordpiece():
+    """One token a character sequence of letters, lower-cased by nobody, specials as BERT's."""
+    words = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    for letter in string.ascii_letters + string.digits + string.punctuation:
+        words.setdefault(letter, len(words))
+        words.setdefault(f"##{letter}", len(words))
+    backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    from tokenizers.processors import BertProcessing
+
+    backend.post_processor = BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
+    names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{k}_token": v for k, v in names.items()})
+
+
+@pytest.mark.parametrize("passage_first", [False, True])
+@pytest.mark.parametrize(("case", "context", "answer"), AWKWARD)
+def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_first):
+    one = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
+    for of in (tokenizer, wordpiece):
+        made = squad.windows([one], of, 128, 16, 16, passage_first)
+        (feature,), (offsets,) = made.features, made.offsets
+        start, end = feature["start_positions"], feature["end_positions"]
+        assert feature["labels"] == 1 and context[offsets[start, 0] : offsets[end, 1]] == answer
+        assert squad.recovery([one], made)["verbatim"] == 1
+        inside = np.flatnonzero(offsets[:, 0] >= 0)
+        assert (inside[0] == 1) == passage_first and context[offsets[inside[-1], 1] :].strip() == ""
+
+
+def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
+    sentences = make_documents(1, seed=5, sentences=(30, 30))[0].split("\n")
+    context, answer = " ".join(sentences), sentences[14]
+    one = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
+    made = squad.windows([one, one], wordpiece, 64, 12, 16)
+    windows = [offsets[offsets[:, 0] >= 0] for offsets in made.offsets]
+    count = len(windows) // 2
+    assert count > 5 and made.question.tolist() == [0] * count + [1] * count
+    assert all(len(feature["input_ids"]) <= 64 for feature in made.features)
+    for before, behind in itertools.pairwise(windows[:count]):
+        assert (before[-12:] == behind[:12]).all()
+    covered = {place for window in windows[:count] for a, b in window for place in range(a, b)}
+    assert covered == {place for place, character in enumerate(context) if not character.isspace()}
+    with_it = [n for n in range(count) if made.features[n]["labels"]]
+    for number in range(count):
+        text = context[windows[number][0, 0] : windows[number][-1, 1]]
+        assert (answer in text) == (number in with_it)
+        if number not in with_it:
+            assert made.features[number]["start_positions"] == made.features[number]["end_positions"] == 0
+    assert with_it
+
+
+def test_answers_at_the_edges_of_a_window(tokenizer):
+    """The first and the last token of a window are in it; one token further is not."""
+    context = " ".join(make_documents(1, seed=6, sentences=(30, 30)))
+    made = squad.windows([squad.Question("x", "Where?", context, ())], tokenizer, 64, 0, 16)
+    first, second = (offsets[offsets[:, 0] >= 0] for offsets in made.offsets[:2])
+    for tokens, wanted in (
+        (second[:1], [0, 1]),
+        (first[-1:], [1, 0]),
+        (first[-3:], [1, 0]),
+        (np.concatenate([first[-1:], second[:1]]), [0, 0]),
+    ):
+        start, end = int(tokens[0, 0]), int(tokens[-1, 1])
+        one = squad.Question("x", "Where?", context, ((context[start:end], start),))
+        again = squad.windows([one], tokenizer, 64, 0, 16)
+        assert [feature["labels"] for feature in again.features[:2]] == wanted
+        assert squad.recovery([one], again)["in_no_window"] == (wanted == [0, 0])
+
+
+def test_an_answer_inside_a_token_is_covered_and_counted(tokenizer):
+    context = "The teacher sees the river."
+    token = next(t for t in tokenizer.tokenize(context) if len(t) > 5)
+    part = token.lstrip("Ġ")[:3]
+    one = squad.Question("x", "Who?", context, ((part, context.index(part)),))
+    made = squad.windows([one], tokenizer, 64, 8, 16)
+    found = squad.recovery([one], made)
+    assert found["verbatim"] == 0 and found["in_no_window"] == 0
+    assert found["others"] == [("x", part, token.lstrip("Ġ"))]
+
+
+def test_a_question_longer_than_its_context(tokenizer):
+    question = squad.Question("x", " ".join(make_documents(1, seed=7)), "The river.", (("The river", 0),))
+    made = squad.windows([question], tokenizer, 64, 8, 16)
+    assert made.questions_cut == 1 and len(made.features) == 1
+    cut = tokenizer.decode(made.features[0]["input_ids"][1:17])
+    assert question.question.startswith(cut) and squad.recovery([question], made)["verbatim"] == 1
+
+
+# Spans from scores
+
+
+def by_brute_force(context, offsets, scores, n_best, at_most):
+    spans = [
+        (scores[n][i, 0] + scores[n][j, 1], offsets[n][i, 0], offsets[n][j, 1])
+        for n in range(len(offsets))
+        for i in range(len(offsets[n]))
+        for j in range(i, min(i + at_most, len(offsets[n])))
+        if offsets[n][i, 0] >= 0 and offsets[n][j, 0] >= 0
+    ]
+    kept = []
+    for total, start, end in sorted(spans, reverse=True):
+        if len(kept) < n_best and all(end <= a or start >= b for _, a, b in kept):
+            kept.append((total, start, end))
+    return kept
+
+
+def test_best_spans_are_those_of_a_search_through_all(tokenizer, monkeypatch):
+    monkeypatch.setattr(squad, "_WINDOWS_AT_ONCE", 4)
+    monkeypatch.setattr(squad, "_SPANS_OF_A_WINDOW", 10**6)
+    texts = make_documents(6, seed=8, sentences=(2, 12))
+    questions = [squad.Question(str(n), "Who sees it?", text, ()) for n, text in enumerate(texts)]
+    made = squad.windows(questions, tokenizer, 48, 8, 16)
+    assert len(made.features) > 10 and len(set(map(len, made.offsets))) > 3
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(len(made.features), 48, 2)).astype(np.float32)
+    found = squad.best_spans(questions, made, scores, n_best_size=5, max_answer_length=7)
+    for number, spans in enumerate(found):
+        mine = np.flatnonzero(made.question == number)
+        offsets = [made.offsets[n] for n in mine]
+        wanted = by_brute_force(texts[number], offsets, [scores[n] for n in mine], 5, 7)
+        assert spans.texts == [texts[number][a:b] for _, a, b in wanted] and len(wanted) == 5
+        assert spans.score == pytest.approx([total for total, _, _ in wanted])
+        assert spans.score == pytest.approx(spans.start_logit + spans.end_logit) and spans.no_answer is None
+
+
+def test_the_probability_of_no_answer_over_windows(tokenizer):
+    text = make_documents(1, seed=9, sentences=(12, 12))[0]
+    question = squad.Question("x", "Who?", text, ())
+    made = squad.windows([question], tokenizer, 48, 8, 16)
+    scores = np.zeros((len(made.features), 48, 3), dtype=np.float32)
+    scores[:, :, 2] = np.linspace(-3, 2, len(scores))[:, None]
+    (spans,) = squad.best_spans([question], made, scores, 3, 5, version_2=True)
+    assert spans.no_answer == pytest.approx(1 / (1 + np.exp(2)))  # the most answerable window
+    scores = scores[..., :2]
+    scores[:, 0, 0] = np.linspace(4, 1, len(scores))
+    inside = np.flatnonzero(made.offsets[1][:, 0] >= 0)
+    scores[1, inside[3], 0] = scores[1, inside[4], 1] = 1.5
+    (spans,) = squad.best_spans([question], made, scores, 3, 5, version_2=True)
+    assert spans.score[0] == 3 and spans.no_answer == pytest.approx(1 / (1 + np.exp(3 - 1)))  # the lowest null score
+    assert spans.answer(0.1) == "" and spans.answer(0.2) == spans.answer(None) == spans.texts[0] != ""
+
+
+# The metric
+
+
+def test_official_definitions_on_awkward_cases():
+    assert normalise("The  “Theatre”, a Man's an_d 1,000!") == "“theatre” mans and 1000"
+    assert (
+        normalise("A.N.") == ""
+        and normalise("t.h.e.o") == "theo"
+        and normalise("An apple-tree\u00a0the") == "appletree"
+    )
+    assert f1("a", "the", empty_matches=True) == 1.0 and f1("a", "the", empty_matches=False) == 0.0
+    assert f1("x", "the", empty_matches=True) == 0.0
+    assert f1("red red boat", "the red boat", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
+    rows = [
+        ("several", "the Denver Broncos", ["Denver Broncos", "Broncos"], 1, 1),
+        ("partial", "in Denver", ["Denver Broncos", "Denver"], 0, 2 / 3),
+        ("comma", "1,000", ["1000"], 1, 1),
+        ("unicode", "“Theatre”", ["Theatre"], 0, 0),
+        ("dash", "apple-tree", ["apple tree"], 0, 0),
+        ("case", "DENVER", ["denver"], 1, 1),
+    ]
+    predictions = [{"id": name, "prediction_text": text} for name, text, *_ in rows]
+    references = [{"id": name, "answers": gold} for name, _, gold, *_ in rows]
+    found = Squad("1.1").compute(predictions=predictions, references=references[::-1])  # paired by id
+    assert found["exact_match"] == pytest.approx(100 * 3 / 6) and found["f1"] == pytest.approx(100 * (3 + 2 / 3) / 6)
+    with pytest.raises(ValueError, match="the same ids"):
+        Squad("1.1").compute(predictions=[*predictions[1:], predictions[1]], references=references)
+
+
+def test_version_2_by_hand():
+    rows = [
+        ("right", "Denver", 0.1, ["Denver"]),
+        ("withheld", "", 0.9, ["Denver"]),
+        ("rightly withheld", "", 0.8, []),
+        ("made up", "Paris", 0.3, []),
+        ("only an article", "", 0.2, ["the"]),  # a gold answer of no words: the empty text is right
+    ]
+    predictions = [{"id": n, "prediction_text": t, "no_answer_probability": p} for n, t, p, _ in rows]
+    references = [{"id": n, "answers": gold} for n, _, _, gold in rows]
+    found = Squad("2.0").compute(predictions=predictions, references=references)
+    assert (found["exact"], found["total"]) == (60.0, 5)
+    assert (found["HasAns_exact"], found["HasAns_total"]) == (pytest.approx(200 / 3), 3)
+    assert (found["NoAns_exact"], found["NoAns_total"]) == (50.0, 2)
+    # up from two unanswerable ones: +1 (0.1), +1 (0.2), -1 (0.3), 0, 0
+    assert (found["best_exact"], found["best_exact_thresh"]) == (80.0, 0.2)
+    without = [{**one, "no_answer_probability": None} for one in predictions]
+    assert "best_f1" not in Squad("2.0").compute(predictions=without, references=references)
+
+
+def test_the_metric_loads_from_its_path(root):
+    metric = evaluate.load(str(root / "roberta_recipe" / "squad_metric.py"), "1.1")
+    found = metric.compute(
+        predictions=[{"id": "x", "prediction_text": "a boat"}], references=[{"id": "x", "answers": ["the boat", "sea"]}]
+    )
+    assert found == {"exact_match": 100.0, "f1": 100.0}
+    with pytest.raises(KeyError, match="'3' is no version of SQuAD"):
+        Squad("3")
+
+
+# Bad input
+
+
+def write(path, made, version_2=True):
+    path.write_text(json.dumps(official(made, version_2)))
+    return path
+
+
+def test_data_of_the_other_version_are_refused(data_dir):
+    with pytest.raises(InputError, match=r"10 questions have no answer .*1-0-c.*v2.0.yaml"):
+        squad.read_file(data_dir / "train-v2.0.json", version_2=False)
+    with pytest.raises(InputError, match=r"all 20 questions have answers.*v1.1.yaml"):
+        squad.read_file(data_dir / "train-v1.1.json", version_2=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"id": "1-0-b"}, "question id 1-0-b comes twice"),
+        ({"question": "  "}, "question 1-0-a has no text"),
+        ({"answers": []}, "question 1-0-a has no answers, and is_impossible is false"),
+        ({"is_impossible": True}, "question 1-0-a has answers, and is_impossible is true"),
+        ({"answers": [{"text": "x"}]}, "not in SQuAD's JSON format .*'answer_start'"),
+    ],
+)
+def test_bad_questions_are_named(tmp_path, change, said):
+    made = paragraphs(2, seed=1)
+    made[0][1][0].update(change)
+    with pytest.raises(InputError, match=said):
+        squad.read_file(write(tmp_path / "x.json", made), version_2=True)
+
+
+def test_bad_files_are_named(tmp_path):
+    made = paragraphs(1, seed=1)
+    with pytest.raises(InputError, match="question 1-0-a has no context"):
+        squad.read_file(write(tmp_path / "x.json", [("", made[0][1])]), version_2=True)
+    for content, said in (("{", "is not JSON"), ("{}", "not in SQuAD's"), ("[]", "not in SQuAD's")):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(InputError, match=f"bad.json {said}|bad.json is {said}"):
+            squad.read_file(tmp_path / "bad.json", version_2=True)
+    (tmp_path / "bad.json").write_bytes(b'{"data": "\xff"}')
+    with pytest.raises(InputError, match=r"bad.json is not UTF-8"):
+        squad.read_file(tmp_path / "bad.json", version_2=True)
+    (tmp_path / "bad.json").write_text('{"data": []}')
+    with pytest.raises(InputError, match=r"bad.json has no questions"):
+        squad.read_file(tmp_path / "bad.json", version_2=True)
+    with pytest.raises(InputError, match=r"none.json is missing"):
+        squad.read_file(tmp_path / "none.json", version_2=True)
+
+
+def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
+    made = paragraphs(10, seed=1)
+    made[3][1][0]["answers"][0]["answer_start"] += 1
+    write(tmp_path / "train-v2.0.json", made)
+    write(tmp_path / "dev-v2.0.json", paragraphs(4, seed=2))
+    finetune_squad.main(flags("2.0", "--data_dir", tmp_path))
+    assert "Left out    1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
+    assert record_of(tmp_path, "2.0")["features"]["left_out_misplaced"] == 1
+    for _, entries in made:
+        for one in entries:
+            one["answers"] = [{**answer, "answer_start": 10**6} for answer in one["answers"]]
+    write(tmp_path / "train-v1.1.json", made, version_2=False)
+    write(tmp_path / "dev-v1.1.json", paragraphs(4, seed=2), version_2=False)
+    with pytest.raises(InputError, match="no answer stands at its answer_start"):
+        finetune_squad.main(flags("1.1", "--data_dir", tmp_path))
+
+
+def test_what_cannot_be_scored_is_named(data_dir, tmp_path, capsys):
+    path = tmp_path / "predictions.json"
+    dev = data_dir / "dev-v1.1.json"
+    names = [one.id for one in squad.read_file(dev, version_2=False)]
+    path.write_text(json.dumps(dict.fromkeys(names[2:], "x")))
+    argv = ["--score", str(path), "--validation_file", str(dev)]
+    with pytest.raises(InputError, match=rf"no prediction for 2 of 8 questions \({names[0]}, {names[1]}\)"):
+        finetune_squad.main(argv)
+    path.write_text(json.dumps(dict.fromkeys([*names, "other"], "x")))
+    assert finetune_squad.main(argv) == {"exact_match": 0.0, "f1": 0.0}
+    assert "1 ids are not asked for: other" in capsys.readouterr().err
+    path.write_text("[]")
+    with pytest.raises(InputError, match="must hold one JSON object"):
+        finetune_squad.main(argv)
+    with pytest.raises(InputError, match="name the file with the right answers"):
+        finetune_squad.main(argv[:2])
+    with pytest.raises(InputError, match=r"cannot read prediction from .*none.json"):
+        finetune_squad.main(["--score", str(tmp_path / "none.json"), *argv[2:]])
+
+
+BAD = {
+    "stride": (["--doc_stride", 60], "doc_stride=60 must be from 0 to below the 40 tokens"),
+    "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),
+    "two places": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
+    "odds": (["--null_odds", "x.json"], "null_odds=x.json goes with score"),
+    "no data": (["--data_dir", "/nowhere"], "/nowhere/train-v1.1.json is missing"),
+    "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
+    "samples": (["--max_train_samples", 0], "max_train_samples=0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, flags):
+    others, said = BAD[case]
+    with pytest.raises(InputError, match=said):
+        finetune_squad.main(flags("1.1", *others))
+
+
+def test_without_the_hub_the_way_out_is_said():
+    with pytest.raises(InputError, match=r"cannot load rajpurkar/squad_v2 .*--data_dir"):
+        squad.read_hub("train", version_2=True)
+
+
+# Presets and rates
+
+
+def test_presets_are_the_papers(root):
+    """Table 10's column for SQuAD, in both versions."""
+    presets = sorted((root / "presets" / "squad").glob("*.yaml"))
+    assert [path.stem for path in presets] == ["v1.1", "v2.0"]
+    for path in presets:
+        (args, training), _ = finetune_squad.read_arguments(["--config", str(path), "--use_cpu"])
+        assert f"v{finetune_squad.version(args)}" == path.stem and args.seeds == [1, 2, 3, 4, 5]
+        assert (training.learning_rate, args.global_batch_size, training.num_train_epochs) == (1.5e-5, 48, 2)
+        assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.01, 0.06, "linear")
+        assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
+        assert training.max_grad_norm == 0 and args.max_seq_length == 512 and args.layer_decay == 1
+        values = [line for line in path.read_text().splitlines() if ": " in line and not line.startswith("#")]
+        assert len(values) == len(yaml.safe_load(path.read_text()))
+
+
+def test_rates_fall_from_the_head_to_the_embeddings(flags, tmp_path, model_dir, monkeypatch):
+    args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
+    rates = finetuning.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
+    assert rates["qa_outputs.weight"] == rates["answerability.dense.bias"] == 1.0
+    assert rates["roberta.encoder.layer.1.output.dense.weight"] == 0.5
+    assert rates["roberta.encoder.layer.0.attention.self.query.bias"] == 0.25
+    assert rates["roberta.embeddings.word_embeddings.weight"] == 0.125
+    groups = []
+    make = finetuning.FinetuneTrainer.create_optimizer
+
+    def seen(self, model=None):
+        optimizer = make(self, model)
+        groups.append([dict(group) for group in optimizer.param_groups])
+        return optimizer
+
+    monkeypatch.setattr(finetuning.FinetuneTrainer, "create_optimizer", seen)
+    finetune_squad.main(flags("1.1", "--layer_decay", 0.5, "--weight_decay", 0.25))
+    (groups,) = groups
+    found = [(group["lr"], group["weight_decay"]) for group in groups]
+    assert found == [(1e-3 * 0.5**depth, decay) for depth in (0, 1, 2, 3) for decay in (0.25, 0.0)]
+    counted = sum(parameter.numel() for group in groups for parameter in group["params"])
+    assert counted == record_of(tmp_path, "1.1")["parameters"]
+
+
+def test_a_model_without_numbered_layers_has_no_layer_rates():
+    with pytest.raises(InputError, match=r"layer_decay=0.5: Linear has no numbered layers"):
+        finetuning.layer_rates(torch.nn.Linear(2, 2), 1.0, 0.5)
+
+
+def test_the_tokenizer_of_the_fixtures_is_bytes(tokenizer):
+    """Else the awkward cases would ask nothing of it: an emoji is several tokens of one character."""
+    offsets = tokenizer("🎉", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert len(offsets) > 1 and set(offsets) == {(0, 1)}
