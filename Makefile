@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
 
-.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission bench clean
+.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race bench clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -35,8 +35,9 @@ tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpu
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
 	$(ACCELERATE) train_mlm.py --config $(or $(CONFIG),presets/mlm/roberta_base.yaml) $(ARGS)
 
-# TASK, MODEL (checkpoint), DATA (folder of the official TSV files), SWEEP=1 (the paper's grid), ARGS (any flags)
-GLUE = $(ACCELERATE) finetune_glue.py $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(if $(SWEEP),--sweep) $(ARGS)
+# MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
+CHOSEN = $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(ARGS)
+GLUE = $(ACCELERATE) finetune_glue.py $(if $(SWEEP),--sweep) $(CHOSEN)
 GLUE_TASKS = mnli qnli qqp rte sst2 mrpc cola stsb
 
 glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK=rte MODEL=runs/roberta_base
@@ -48,6 +49,12 @@ glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli),
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
 	$(BIN)/python finetune_glue.py --collect runs/glue --do_predict $(if $(SWEEP),--sweep)
+
+squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
+	$(ACCELERATE) finetune_squad.py --config presets/squad/v$(or $(VERSION),1.1).yaml $(CHOSEN)
+
+race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
+	$(ACCELERATE) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
 
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py

@@ -448,11 +448,7 @@ def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dic
     chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
     if args.predict_with == "best":
         chosen = [one for one in chosen if str(one.output_dir) == row["best_run"]]
-    if absent := [one.output_dir for one in chosen if not (one.output_dir / protocol.TEST_SCORES).is_file()]:
-        raise InputError(
-            f"{absent[0]} was run without do_predict, and its weights are gone: move it away to have it run again"
-        )
-    tests = [np.load(one.output_dir / protocol.TEST_SCORES) for one in chosen]
+    tests = protocol.test_scores(chosen)
     of_validation = mean_over_runs(form, [finetuning.validation_scores(one.output_dir) for one in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(args.task_name, form, task.split("validation")[0], of_validation, of_validation, data)

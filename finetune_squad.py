@@ -153,6 +153,16 @@ def usable(args: SquadArguments, questions: list[squad.Question]) -> tuple[list[
     return [one for one in questions if one.id not in left_out][: args.max_train_samples], misplaced
 
 
+def build_model(args: SquadArguments) -> torch.nn.Module:
+    """The checkpoint with a span head; for 2.0, the paper's classifier beside it."""
+    model = finetuning.load_with_head(
+        AutoModelForQuestionAnswering, args.model_name_or_path, args.head_dropout, args.random_weights, num_labels=2
+    )
+    if by_classifier(args):
+        answerability.attach(model, args.head_dropout, None if args.random_weights else args.model_name_or_path)
+    return model
+
+
 def make_windows(args: SquadArguments, questions: list[squad.Question], tokenizer) -> squad.Windows:
     """Windows of at most `max_seq_length` tokens."""
     lengths = args.max_seq_length, args.doc_stride, args.max_query_length
@@ -212,16 +222,6 @@ def job_of(args: SquadArguments, data, made: dict[str, squad.Windows], tokenizer
             args, own, tokenizer, {split: [vars(one) for one in questions] for split, questions in data.items()}
         ),
     )
-
-
-def build_model(args: SquadArguments) -> torch.nn.Module:
-    """The checkpoint with a span head; for 2.0, the paper's classifier beside it."""
-    model = finetuning.load_with_head(
-        AutoModelForQuestionAnswering, args.model_name_or_path, args.head_dropout, args.random_weights, num_labels=2
-    )
-    if by_classifier(args):
-        answerability.attach(model, args.head_dropout, None if args.random_weights else args.model_name_or_path)
-    return model
 
 
 def span_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,13 +65,18 @@ class LengthGroupedSampler(Sampler[int]):
         return iter(batches[shuffled].ravel().tolist())
 
 
+def length_of(feature: dict[str, Any]) -> int:
+    """Tokens of a feature: its `length`, which says how long its longest sequence will be, or its `input_ids`."""
+    return feature["length"] if "length" in feature else len(feature["input_ids"])
+
+
 class FinetuneTrainer(DurableTrainer):
     """`Trainer` whose gradient is that of the whole batch, and which keeps the best epoch.
 
     `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
     loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
-    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts with `input_ids`;
-    `fingerprint` has the `global_batch_size`. `layer_decay`: see `layer_rates`.
+    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts, see
+    `length_of`; `fingerprint` has the `global_batch_size`. `layer_decay`: see `layer_rates`.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class FinetuneTrainer(DurableTrainer):
     # Training
 
     def _get_train_sampler(self, train_dataset=None):
-        lengths = [len(feature["input_ids"]) for feature in self.train_dataset]
+        lengths = [length_of(feature) for feature in self.train_dataset]
         self._sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], self.args.seed)
         return self._sampler
 
@@ -179,7 +184,7 @@ class FinetuneTrainer(DurableTrainer):
 
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
         """(features, ...): the model's scores, in the order of `features`; computed in order of length."""
-        order = sorted(range(len(features)), key=lambda number: -len(features[number]["input_ids"]))
+        order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
         random_state = torch.get_rng_state()
         found = self.predict([features[number] for number in order]).predictions
         torch.set_rng_state(random_state)  # its data loader has drawn from it

@@ -244,6 +244,16 @@ def score(trainer: finetuning.FinetuneTrainer, job: Job) -> tuple[dict[str, floa
     return metrics, best
 
 
+def test_scores(runs: list[Run]) -> list[dict[str, np.ndarray]]:
+    """Each run's scores of the tests, by split. Raises `InputError` where there are none."""
+    paths = [one.output_dir / TEST_SCORES for one in runs]
+    if absent := [path.parent for path in paths if not path.is_file()]:
+        raise InputError(
+            f"{absent[0]} was run without do_predict, and its weights are gone: move it away to have it run again"
+        )
+    return [dict(np.load(path)) for path in paths]
+
+
 def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArguments, job: Job) -> dict[str, Any]:
     """What must not change between two starts of a run, for it to be the same run."""
     ours = ("model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "layer_decay")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import string
 import subprocess
 import sys
 
@@ -14,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import RobertaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, RobertaConfig
 
 from roberta_recipe import tokenization
 from roberta_recipe.args import ROOT
+from roberta_recipe.modeling import build_model
 
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
@@ -121,6 +124,34 @@ def config_file(config, tmp_path):
     path = tmp_path / "config.json"
     config.to_json_file(path)
     return str(path)
+
+
+@pytest.fixture
+def model_dir(config_file, tokenizer, tmp_path):
+    """A masked-LM checkpoint to fine-tune, no dropout in its body."""
+    torch.manual_seed(0)
+    model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture(scope="session")
+def wordpiece():
+    """One token a character sequence of letters, lower-cased by nobody, specials as BERT's."""
+    words = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    for letter in string.ascii_letters + string.digits + string.punctuation:
+        words.setdefault(letter, len(words))
+        words.setdefault(f"##{letter}", len(words))
+    backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
+    names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{k}_token": v for k, v in names.items()},
+    )
 
 
 @pytest.fixture

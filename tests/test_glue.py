@@ -19,7 +19,6 @@ import finetune_glue
 from finetune_glue import TASKS
 from roberta_recipe import durable, finetuning, glue, protocol, ranking, wsc
 from roberta_recipe.args import InputError, RunError
-from roberta_recipe.modeling import build_model
 
 ROWS = {"train": 24, "validation": 9, "test": 7}
 HEADERS = {
@@ -68,16 +67,6 @@ def data_dir(tmp_path_factory):
             lines = [[row.get(column, str(n)) for column in header] for n, row in enumerate(rows)]
             write_tsv(folder / task.folder / file, None if split in task.headers else header, lines)
     return folder
-
-
-@pytest.fixture
-def model_dir(config_file, tokenizer, tmp_path):
-    """A masked-LM checkpoint to fine-tune, no dropout in its body."""
-    torch.manual_seed(0)
-    model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 @pytest.fixture

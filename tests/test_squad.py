@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import string
 
 import evaluate
 import numpy as np
@@ -12,13 +11,11 @@ import torch
 import yaml
 from conftest import PLACES, SUBJECTS, VERBS, make_documents, run_python
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
+from transformers import AutoModelForQuestionAnswering
 
 import finetune_squad
 from roberta_recipe import answerability, durable, finetuning, squad
 from roberta_recipe.args import InputError, RunError
-from roberta_recipe.modeling import build_model
 from roberta_recipe.squad_metric import Squad, f1, normalise
 
 RUN = "lr0.001-batch8-seed1"
@@ -63,15 +60,6 @@ def data_dir(tmp_path_factory):
         for split, count, seed in (("train", 10, 1), ("dev", 4, 2)):
             (folder / f"{split}-{name}.json").write_text(json.dumps(official(paragraphs(count, seed), version_2)))
     return folder
-
-
-@pytest.fixture
-def model_dir(config_file, tokenizer, tmp_path):
-    torch.manual_seed(0)
-    model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 @pytest.fixture
@@ -277,22 +265,6 @@ AWKWARD = [
     ("double spaces", "The  river   flows\u00a0 \n near the sea.", "near the sea"),
     ("other scripts", "北京 is a city, Москва too: 東京!", "東京"),
 ]
-
-
-@pytest.fixture(scope="session")
-def wordpiece():
-    """One token a character sequence of letters, lower-cased by nobody, specials as BERT's."""
-    words = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
-    for letter in string.ascii_letters + string.digits + string.punctuation:
-        words.setdefault(letter, len(words))
-        words.setdefault(f"##{letter}", len(words))
-    backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    from tokenizers.processors import BertProcessing
-
-    backend.post_processor = BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
-    names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{k}_token": v for k, v in names.items()})
 
 
 @pytest.mark.parametrize("passage_first", [False, True])

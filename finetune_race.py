@@ -1,0 +1,198 @@
+"""Fine-tune an encoder on RACE as RoBERTa did (paper, section 5.3): median of five seeds.
+
+    accelerate launch finetune_race.py --config presets/race/paper.yaml            # or: make race
+    accelerate launch finetune_race.py --config presets/race/paper.yaml --model_name_or_path runs/mine --data_dir RACE
+
+Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Data come from the Hub (ehovy/race) or from
+`data_dir`, the official files. A run that is done is not done again: the same command goes on. Each value is in the
+preset, with its source; any flag overrides it.
+"""
+
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import AutoModelForMultipleChoice
+
+from roberta_recipe import finetuning, protocol, race, run, tokenization
+from roberta_recipe.args import InputError, exit_on_error, setting
+
+# The paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
+PAPER = "RoBERTa: large 83.2, middle 86.5, high 81.3, on the test set (Table 7)"
+DEFAULT = "presets/race/paper.yaml"
+
+
+@dataclass
+class RaceArguments(protocol.FinetuneArguments):
+    """What is RACE's alone."""
+
+    data_dir: str | None = setting(
+        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; without it, the Hub."
+    )
+    level: Literal["all", "middle", "high"] = setting("all", "Train and validate on both levels, or on one.")
+    max_option_length: int = setting(128, "Tokens of a question with an option; longer ones are cut, and counted.")
+    without_article: bool = setting(False, "Show the model no article: what reading is worth.")
+    max_train_samples: int | None = setting(None, "Train on so many questions only, taken evenly from all.")
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run the command line `argv`; returns the summary. Raises `InputError` and `RunError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    run.set_up_logging()
+    run.use_all_cores()
+
+    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    (args, training_args), _ = read_arguments(argv)
+    check_arguments(args, training_args)
+
+    # 2. Examples, and whether validation can be believed.
+    splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
+    with training_args.main_process_first():  # one process downloads
+        data = {split: read_split(args, split) for split in splits}
+    articles = {one.article for one in data["train"]}
+    overlap = sum(one.article in articles for one in data["validation"])
+
+    # 3. Features, head and loss.
+    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
+    made = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
+    found = announce(args, data, made, overlap)
+
+    # 4. Every run of the protocol that is not done yet.
+    job = job_of(args, data, made, tokenizer, found)
+    runs = protocol.of_preset(args, training_args)
+    records = protocol.run_all(argv, runs, job, read_arguments)
+
+    # 5. Median and spread over seeds, beside the paper's.
+    folder = Path(training_args.output_dir)
+    summary = protocol.finish(args, training_args, folder, runs, records, job)
+    if training_args.process_index == 0:
+        print(protocol.table(summary, PAPER, tuple(records[0]["metrics"])))
+
+    # 6. The test set, whose answers are public.
+    if training_args.do_predict and training_args.process_index == 0:
+        print(of_test(runs, data["test"]))
+    run.leave_process_group()
+    return summary
+
+
+def read_arguments(argv: list[str]) -> tuple[tuple[RaceArguments, protocol.FinetuneTrainingArguments], dict]:
+    """The filled dataclasses, and the resolved values as a preset."""
+    return protocol.read_arguments(RaceArguments, argv, DEFAULT, __doc__)
+
+
+def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
+    """Raise `InputError` for values out of range."""
+    for_article = args.max_seq_length - 4 - args.max_option_length  # RoBERTa's special tokens around a pair
+    if args.max_option_length < 1 or for_article < 1:
+        raise InputError(
+            f"max_option_length={args.max_option_length} must be from 1 to {args.max_seq_length - 5}, so that "
+            f"max_seq_length={args.max_seq_length} leaves room for the article"
+        )
+    protocol.check_arguments(args, training_args)
+
+
+def read_split(args: RaceArguments, split: str) -> list[race.Question]:
+    """The questions of "train", "validation" or "test"."""
+    levels = race.LEVELS if args.level == "all" else (args.level,)
+    questions = race.read_folder(Path(args.data_dir), split, levels) if args.data_dir else race.read_hub(split, levels)
+    count = args.max_train_samples
+    if split == "train" and count and count < len(questions):
+        questions = [questions[number * len(questions) // count] for number in range(count)]
+    return questions
+
+
+def build_model(args: RaceArguments) -> torch.nn.Module:
+    """The checkpoint with a head that gives an option one score."""
+    return finetuning.load_with_head(
+        AutoModelForMultipleChoice, args.model_name_or_path, args.head_dropout, args.random_weights
+    )
+
+
+def make_features(args: RaceArguments, questions: list[race.Question], tokenizer) -> race.Features:
+    """Four sequences a question."""
+    return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
+
+
+def announce(args: RaceArguments, data, made: dict[str, race.Features], overlap: int) -> dict:
+    """What is about to be done, in a few lines; returns its counts."""
+    rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
+    lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
+    counts: dict[str, dict] = {}
+    for split, questions in data.items():
+        for level in dict.fromkeys(one.level for one in questions):
+            mine = np.array([one.level == level for one in questions])
+            lengths, cut = made[split].lengths[mine], made[split].articles_cut[mine]
+            counts[f"{split}_{level}"] = row = {
+                "questions": int(mine.sum()),
+                "median_tokens": int(np.median(lengths)),
+                "p95_tokens": int(np.percentile(lengths, 95)),
+                "longest": int(lengths.max()),
+                "questions_with_article_cut": int(cut.sum()),
+                "options_cut": int(made[split].options_cut[mine].sum()),
+            }
+            lines.append(
+                f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
+                f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%} of them; "
+                f"{row['options_cut']:,} questions with option cut to {args.max_option_length}"
+            )
+    lines.append(
+        f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have an article of training"
+    )
+    run.logger.info("\n".join(lines))
+    return {"duplicates": {"articles_in_train": overlap}, "features": counts}
+
+
+def job_of(args: RaceArguments, data, made: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
+    """The task as the protocol takes it."""
+    own = ("level", "max_option_length", "without_article")
+    return protocol.Job(
+        name="race",
+        metric="accuracy",
+        tokenizer=tokenizer,
+        build_model=lambda: build_model(args),
+        features={split: one.rows for split, one in made.items()},
+        validation=["validation"],
+        tests=[split for split in data if split == "test"],
+        collator=race.RaceCollator(tokenizer, args.max_seq_length),
+        loss_sum=choice_loss,
+        measure=lambda split, scores, _: measure(data[split], scores),
+        degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
+        found=found,
+        inputs=protocol.inputs_fingerprint(
+            args,
+            own,
+            tokenizer,
+            {split: [vars(one) for one in data[split]] for split in ("train", "validation")},
+        ),
+    )
+
+
+def choice_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum over questions of the cross-entropy over their options, scores (batch, options))."""
+    labels = batch.pop("labels")
+    scores = model(**batch).logits
+    return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum"), scores
+
+
+def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, float]:
+    """Accuracy of all, and of each level there is."""
+    right = scores.argmax(-1) == np.array([one.answer for one in questions])
+    levels = np.array([one.level for one in questions])
+    of_levels = {level: float(right[levels == level].mean()) for level in race.LEVELS if (levels == level).any()}
+    return {"accuracy": float(right.mean()), **of_levels}
+
+
+def of_test(runs: list[protocol.Run], questions: list[race.Question]) -> str:
+    """The test set's accuracies, medians over all runs."""
+    metrics = [measure(questions, scores["test"]) for scores in protocol.test_scores(runs)]
+    medians = {name: statistics.median(one[name] for one in metrics) for name in metrics[0]}
+    shown = ", ".join(f"{name} {protocol.percent(value)}" for name, value in medians.items())
+    return f"test set, medians: {shown}"
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

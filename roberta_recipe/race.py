@@ -1,0 +1,205 @@
+"""RACE (paper, section 5.3): passages with questions of four options, each option with the passage as one sequence.
+
+The official layout: train|dev|test / middle|high / *.txt, a JSON object in each file (Lai et al. 2017, arXiv
+1704.04683).
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe.args import InputError
+
+HUB_DATASET = "ehovy/race"
+LEVELS = ("middle", "high")
+FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
+LETTERS = "ABCD"
+_TOGETHER = 1000  # texts tokenized in one call
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question; `answer` is the number of the right option."""
+
+    id: str  # its file, and its number there
+    level: str
+    article: str
+    question: str
+    options: tuple[str, ...]
+    answer: int
+
+    def with_option(self, option: str) -> str:
+        """Question and option as one text: the option in place of a blank, else behind the question (fairseq's
+        preprocess_RACE.py; a blank of several `_` is one here, and would be filled several times there)."""
+        filled, blanks = re.subn("_+", lambda _: option, self.question)
+        return fold(filled if blanks else f"{self.question} {option}")
+
+
+def fold(text: str) -> str:
+    """Every run of whitespace as one space."""
+    return " ".join(text.split())
+
+
+def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Question]:
+    """The questions of "train", "validation" or "test", by level and number of the file. Raises `InputError` that names
+    file and question."""
+    questions = []
+    for level in levels:
+        folder = data_dir / FOLDERS[split] / level
+        paths = sorted(folder.glob("*.txt"), key=lambda path: (len(path.stem), path.stem))
+        if not paths:
+            raise InputError(
+                f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
+                f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); of one level alone, --level middle or high"
+            )
+        for path in paths:
+            questions += _of_file(path, level)
+    return questions
+
+
+def _of_file(path: Path, level: str) -> Iterator[Question]:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        article, texts, options, answers = (row[key] for key in ("article", "questions", "options", "answers"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} must hold article, questions, options and answers: {error}") from None
+    if not len(texts) == len(options) == len(answers):
+        raise InputError(f"{path}: {len(texts)} questions, {len(options)} lists of options, {len(answers)} answers")
+    for number, (text, choices, answer) in enumerate(zip(texts, options, answers, strict=True)):
+        yield checked(f"{level}/{path.name}, question {number + 1}", str(path), level, article, text, choices, answer)
+
+
+def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
+    """The same from the Hub."""
+    questions = []
+    for level in levels:
+        try:
+            rows = datasets.load_dataset(HUB_DATASET, level, split=split)
+        except Exception as error:  # the Hub client raises a dozen kinds
+            raise InputError(
+                f"cannot load {HUB_DATASET} ({level}, {split}): {type(error).__name__}: {error}. Without the Hub, give "
+                "the folder of the official files with --data_dir"
+            ) from None
+        for number, row in enumerate(rows):
+            name = f"{row['example_id']}, row {number}"
+            questions.append(
+                checked(name, HUB_DATASET, level, *(row[key] for key in ("article", "question", "options", "answer")))
+            )
+    return questions
+
+
+def checked(name: str, where: str, level: str, article: Any, text: Any, options: Any, answer: Any) -> Question:
+    """One question. Raises `InputError` where it has not four options, one letter as its answer, and texts."""
+    if not all(isinstance(one, str) for one in (article, text, *options)):
+        raise InputError(f"{where}: {name}: article, question and options must be texts")
+    if not article.strip():
+        raise InputError(f"{where}: {name}: the article is empty")
+    if len(options) != len(LETTERS):
+        raise InputError(f"{where}: {name}: {len(options)} options, and {len(LETTERS)} are wanted")
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
+        raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
+    return Question(name, level, fold(article), text, tuple(options), LETTERS.index(answer))
+
+
+@dataclass
+class Features:
+    """Model inputs by question, and what was cut on the way."""
+
+    rows: list[dict[str, Any]]  # of `RaceCollator`
+    lengths: np.ndarray  # (questions,) tokens of the longest option's sequence, if nothing were cut
+    articles_cut: np.ndarray  # (questions,) whether one of its four sequences has not the whole article
+    options_cut: np.ndarray  # (questions,) of its question-with-option texts
+
+
+def features(
+    questions: list[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    max_option_length: int,
+    without_article: bool = False,
+) -> Features:
+    """`<s> question option </s></s> article </s>` for each option: the former cut to `max_option_length` tokens, the
+    whole to `max_seq_length` by cutting the article's end; special tokens always stay. (fairseq counts `<s>` and `</s>`
+    among the 128, cuts the end of what it has, and so loses the last `</s>` of a long sequence.)
+
+    A row has token ids without special tokens, int32: `options` (four), `article`; `labels`, and `length` of the
+    longest sequence. Articles are stored once for all their questions.
+    """
+    articles = list(dict.fromkeys(one.article for one in questions))
+    ids = dict(zip(articles, _encode(articles, tokenizer), strict=True))
+    texts = [one.with_option(option) for one in questions for option in one.options]
+    with_options = list(_encode(texts, tokenizer))
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    rows, lengths = [], np.zeros(len(questions), dtype=np.int64)
+    articles_cut, options_cut = np.zeros(len(questions), dtype=bool), np.zeros(len(questions), dtype=np.int64)
+    for number, one in enumerate(questions):
+        four = with_options[number * len(LETTERS) : (number + 1) * len(LETTERS)]
+        article = ids[one.article][: 0 if without_article else None]
+        lengths[number] = special + len(article) + max(map(len, four))
+        options_cut[number] = sum(len(option) > max_option_length for option in four)
+        four = [option[:max_option_length] for option in four]
+        longest = special + len(article) + max(map(len, four))
+        articles_cut[number] = longest > max_seq_length
+        row = {"options": four, "article": article, "labels": one.answer, "length": min(longest, max_seq_length)}
+        rows.append(row)
+    return Features(rows, lengths, articles_cut, options_cut)
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    for first in range(0, len(texts), _TOGETHER):
+        encoded = tokenizer(texts[first : first + _TOGETHER], add_special_tokens=False, verbose=False)["input_ids"]
+        yield from (np.array(ids, dtype=np.int32) for ids in encoded)
+
+
+class RaceCollator:
+    """Rows of `features` as `input_ids`, `attention_mask` (and `token_type_ids` where the model has them), each (batch,
+    options, longest sequence of the batch, up to a multiple of 8), and `labels` (batch,)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
+        self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
+        self.with_types = "token_type_ids" in tokenizer.model_input_names
+        self.around, self.types = special_tokens(tokenizer)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        width = -(-max(row["length"] for row in rows) // 8) * 8
+        shape = len(rows), len(LETTERS), width
+        ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        before, between, behind = self.around
+        for number, row in enumerate(rows):
+            for choice, option in enumerate(row["options"]):
+                room = self.max_seq_length - sum(map(len, self.around)) - len(option)
+                parts = [before, option, between, row["article"][:room], behind]
+                sequence = np.concatenate(parts)
+                ids[number, choice, : len(sequence)], mask[number, choice, : len(sequence)] = sequence, 1
+                kinds = np.repeat(self.types, [len(before) + len(option), len(between), len(parts[3]) + len(behind)])
+                types[number, choice, : len(sequence)] = kinds
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if self.with_types:
+            batch["token_type_ids"] = torch.from_numpy(types)
+        return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[int]]:
+    """The special tokens before, between and behind the two texts of a pair, and the token types of the first text, of
+    what is between, and of the second."""
+    pair = tokenizer("a", "b", return_token_type_ids=True)
+    parts = pair.sequence_ids(0)  # None at special tokens
+    first, second = parts.index(0), parts.index(1)
+    first_end, second_end = len(parts) - parts[::-1].index(0), len(parts) - parts[::-1].index(1)
+    ids, types = np.array(pair["input_ids"], dtype=np.int32), pair["token_type_ids"]
+    return [ids[:first], ids[first_end:second], ids[second_end:]], [types[first], types[second - 1], types[second]]

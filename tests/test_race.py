@@ -1,0 +1,330 @@
+"""RACE through the command line, on passages written here: blanks, several questions a passage, long options."""
+
+import json
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import PLACES, SUBJECTS, VERBS, make_documents, run_python
+from safetensors.torch import load_file
+from transformers import AutoModelForMultipleChoice
+
+import finetune_race
+from roberta_recipe import durable, race
+from roberta_recipe.args import InputError
+
+RUN = "lr0.001-batch4-seed1"
+COUNTS = {"train": 8, "dev": 4, "test": 3}
+
+
+def passage(number, seed):
+    """Three questions; in the first and second the option fills a blank."""
+    rng = random.Random(f"{seed}-{number}")
+    whos, places = rng.sample(SUBJECTS, 4), rng.sample(PLACES, 4)
+    verbs = [rng.choice(VERBS) for _ in whos]
+    lines = [f"{w.capitalize()} {v}  somebody {p}." for w, v, p in zip(whos, verbs, places, strict=True)]
+    answers = [rng.randrange(4) for _ in range(3)]
+    questions = [f"{whos[answers[0]].capitalize()} {verbs[answers[0]]} somebody  _  .", "_ is there.", "Who leaves?"]
+    return {
+        "article": "\n\n".join(lines),
+        "questions": questions,
+        "options": [places, whos, [f"{who} {number}" for who in whos]],
+        "answers": ["ABCD"[answer] for answer in answers],
+        "id": f"high{number}.txt",
+    }
+
+
+def write(folder, name, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("race")
+    for split, count in COUNTS.items():
+        for level in race.LEVELS:
+            for number in range(count):
+                write(folder / split / level, f"{number + 8}.txt", passage(number, f"{split}{level}"))
+    return folder
+
+
+@pytest.fixture
+def flags(root, data_dir, model_dir, tmp_path):
+    """A function from further flags to a command line that trains for a second."""
+
+    def of(*others):
+        values = {
+            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "race"},
+            **{"max_seq_length": 64, "max_option_length": 24, "global_batch_size": 4, "learning_rate": 1e-3},
+            **{"per_device_train_batch_size": 4, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
+            **{"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
+        }
+        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        return ["--config", str(root / "presets" / "race" / "paper.yaml"), *argv, *map(str, others)]
+
+    return of
+
+
+def record_of(folder):
+    return durable.read_json(folder / RUN / "run_record.json")
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+def test_from_the_command_line(flags, tmp_path, capsys):
+    summary = finetune_race.main(flags("--do_predict"))
+    shown, record = capsys.readouterr(), record_of(tmp_path / "race")
+    assert "race, validation accuracy x 100" in shown.out and "large 83.2, middle 86.5, high 81.3" in shown.out
+    assert "test set, medians: accuracy" in shown.out
+    assert "Rows        train 48, validation 24, test 18 questions" in shown.err and "Duplicates  0 of 24" in shown.err
+    metrics = record["metrics"]
+    assert set(metrics) == {"accuracy", "middle", "high"} and record["steps"] == 6
+    assert metrics["accuracy"] == pytest.approx((metrics["middle"] + metrics["high"]) / 2)
+    assert summary["settings"][0]["medians"] == metrics
+    assert record["features"]["validation_high"]["questions"] == 12
+    # and what it leaves is a plain checkpoint
+    best = tmp_path / "race" / RUN / "best"
+    _, info = AutoModelForMultipleChoice.from_pretrained(best, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
+    command += [root / "finetune_race.py", *flags("--seeds", 1, 2, "--level", "high")]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "medians: accuracy" in done.stdout and "middle" not in done.stdout.replace("middle 86.5", "")
+    again = run_python(*command, cwd=tmp_path)
+    assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
+    assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
+
+
+def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
+    finetune_race.main(flags("--output_dir", tmp_path / "one"))
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
+    command += ["--main_process_port", "0", root / "finetune_race.py", *flags("--per_device_train_batch_size", 1)]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = record_of(tmp_path / "one"), record_of(tmp_path / "race")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
+    assert two["metrics"] == one["metrics"] and two["tokens_seen"] == one["tokens_seen"]
+
+
+def test_any_accumulation_and_activation_checkpointing_give_one_curve(flags, tmp_path):
+    curves = []
+    for others in ((4,), (2,), (1,), (4, "--activation_checkpointing", "true")):
+        out = tmp_path / str(len(curves))
+        finetune_race.main(flags("--output_dir", out, "--per_device_train_batch_size", *others))
+        curves.append(losses(record_of(out)))
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_it_learns_what_can_be_learnt(flags, tmp_path):
+    """A few questions by heart; without the article, those that only the article answers stay at chance."""
+    for split in ("train", "dev"):
+        for number in range(3):
+            row = passage(number, "learn")
+            for key in ("questions", "options", "answers"):
+                row[key] = row[key][:1]
+            write(tmp_path / "data" / split / "middle", f"{number}.txt", row)
+    longer = ["--max_steps", 120, "--eval_strategy", "steps", "--eval_steps", 60, "--learning_rate", 3e-3]
+    longer += ["--global_batch_size", 3, "--per_device_train_batch_size", 3]
+    found = finetune_race.main(flags("--data_dir", tmp_path / "data", "--level", "middle", *longer))
+    assert found["settings"][0]["median"] == 1.0
+
+
+def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir):
+    questions = race.read_folder(data_dir, "validation", ("middle",))
+    blind = race.features(questions, tokenizer, 64, 24, without_article=True)
+    batch = race.RaceCollator(tokenizer, 64)(blind.rows[:2])
+    for number in (0, 1):
+        for choice, option in enumerate(questions[number].options):
+            ids = batch["input_ids"][number, choice][batch["attention_mask"][number, choice] == 1]
+            alone = tokenizer(questions[number].with_option(option)).input_ids
+            assert ids.tolist() == [*alone, 2, 2]  # a passage of nothing
+    finetune_race.main(flags("--without_article", "true"))
+    assert record_of(tmp_path / "race")["features"]["train_high"]["longest"] < 50
+
+
+def test_scores_are_those_of_the_stored_model(flags, tmp_path, data_dir, tokenizer):
+    """One question at a time, encoded as a pair by the tokenizer itself."""
+    finetune_race.main(flags())
+    best = tmp_path / "race" / RUN / "best"
+    model = AutoModelForMultipleChoice.from_pretrained(best).eval()
+    wanted = []
+    for one in race.read_folder(data_dir, "validation", race.LEVELS):
+        texts = [one.with_option(option) for option in one.options], [one.article] * 4
+        batch = tokenizer(*texts, truncation="only_second", max_length=64, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            wanted.append(model(**{name: tensor[None] for name, tensor in batch.items()}).logits)
+    assert np.load(best / "validation_scores.npy") == pytest.approx(torch.cat(wanted).numpy(), abs=1e-5)
+
+
+# Input
+
+
+def test_a_blank_takes_the_option():
+    def text(question, option="the  sea"):
+        return race.Question("x", "high", "a", question, ("",) * 4, 0).with_option(option)
+
+    assert text("He likes  _  .") == "He likes the sea ."
+    assert text("He likes ____.") == "He likes the sea."  # one blank, not four
+    assert text("_ likes _", "it") == "it likes it"
+    assert text("What is\nit?") == "What is it? the sea"
+    assert text("_", r"\1 \g<0>") == r"\1 \g<0>"  # nothing of an option is a pattern
+
+
+def test_files_are_read_in_order_and_folded(data_dir):
+    questions = race.read_folder(data_dir, "train", race.LEVELS)
+    assert len(questions) == 48 and [one.level for one in questions] == ["middle"] * 24 + ["high"] * 24
+    files = [one.id.split(",")[0] for one in questions[:24:3]]
+    assert files == [f"middle/{number}.txt" for number in range(8, 16)]  # by number: 10 is behind 9
+    assert "  " not in questions[0].article and "\n" not in questions[0].article
+    assert [one.question for one in questions[:3]] == passage(0, "trainmiddle")["questions"]
+    assert "ABCD"[questions[0].answer] == passage(0, "trainmiddle")["answers"][0]
+
+
+@pytest.mark.parametrize("max_seq_length", [48, 64, 512])
+@pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
+def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
+    """Cut or not, for both kinds of special tokens; the last one is always there."""
+    of = request.getfixturevalue(kind)
+    texts = make_documents(5, seed=4, sentences=(1, 6))
+    options = ("a boat", "the red cat", "it", "my old dog")
+    questions = [race.Question(str(n), "high", race.fold(t), "Who _?", options, n % 4) for n, t in enumerate(texts)]
+    made = race.features(questions, of, max_seq_length, 40)
+    batch = race.RaceCollator(of, max_seq_length)(made.rows)
+    assert batch["labels"].tolist() == [0, 1, 2, 3, 0] and batch["input_ids"].shape[:2] == (5, 4)
+    assert ("token_type_ids" in batch) == (kind == "wordpiece")
+    for number, one in enumerate(questions):
+        cut = []
+        for choice, option in enumerate(options):
+            texts = one.with_option(option), one.article
+            pair = of(*texts, truncation="only_second", max_length=max_seq_length)
+            there = batch["attention_mask"][number, choice] == 1
+            for name in pair:
+                assert batch[name][number, choice][there].tolist() == pair[name]
+            assert pair["input_ids"][-1] == of.sep_token_id
+            cut.append(len(of(*texts, verbose=False)["input_ids"]) > max_seq_length)
+        assert made.articles_cut[number] == any(cut)
+    assert made.articles_cut.any() == (max_seq_length < 512)
+    width, longest = batch["input_ids"].shape[2], max(row["length"] for row in made.rows)
+    assert width % 8 == 0 and 0 <= width - longest < 8
+
+
+def test_long_options_are_cut_and_counted(tokenizer):
+    """A passage shorter than its question."""
+    long = " ".join(make_documents(1, seed=3))
+    one = race.Question("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
+    made = race.features([one], tokenizer, 64, 24)
+    assert made.options_cut.tolist() == [2]
+    assert [len(option) for option in made.rows[0]["options"]][:2] == [24, 24]
+    article, length = made.rows[0]["article"].tolist(), made.rows[0]["length"]
+    assert not made.articles_cut[0] and made.lengths[0] > length == 24 + len(article) + 4
+    batch = race.RaceCollator(tokenizer, 64)(made.rows)
+    assert batch["input_ids"][0, 0, 25 + 2 : length].tolist() == [*article, tokenizer.eos_token_id]
+
+
+def test_articles_are_stored_once(tokenizer, data_dir):
+    made = race.features(race.read_folder(data_dir, "train", ("high",)), tokenizer, 64, 24)
+    bases = {id(row["article"].base if row["article"].base is not None else row["article"]) for row in made.rows}
+    assert len(bases) == COUNTS["train"] and len(made.rows) == 3 * COUNTS["train"]
+
+
+def test_a_slice_is_taken_evenly(data_dir, flags):
+    args = finetune_race.RaceArguments(data_dir=str(data_dir), max_train_samples=12)
+    some = finetune_race.read_split(args, "train")
+    assert len(some) == 12 == len({one.id for one in some}) and sum(one.level == "high" for one in some) == 6
+    assert len(finetune_race.read_split(args, "validation")) == 24
+
+
+def test_the_hubs_columns(monkeypatch):
+    row = {"example_id": "high1.txt", "article": "a  b", "question": "_?", "options": list("wxyz"), "answer": "C"}
+    asked = []
+    rows = datasets.Dataset.from_list([row, row])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
+    questions = race.read_hub("validation", race.LEVELS)
+    assert asked == [(("ehovy/race", level), {"split": "validation"}) for level in race.LEVELS]
+    assert [one.answer for one in questions] == [2] * 4 and questions[0].article == "a b"
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"cannot load ehovy/race .*--data_dir"):
+        race.read_hub("train", race.LEVELS)
+
+
+# Bad input
+
+ROW = passage(0, "bad")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", r"middle/8.txt is not JSON"),
+        ("[]", r"8.txt must hold article, questions, options and answers"),
+        ({**ROW, "answers": ["A", "E", "B"]}, r"middle/8.txt, question 2: answer 'E' is none of A, B, C, D"),
+        ({**ROW, "answers": ["A", 1, "B"]}, r"question 2: answer 1 is none of"),
+        ({**ROW, "answers": ["A", "", "B"]}, r"question 2: answer '' is none of"),
+        ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: 3 options, and 4 are wanted"),
+        ({**ROW, "answers": ["A", "B"]}, r"3 questions, 3 lists of options, 2 answers"),
+        ({**ROW, "article": " \n"}, r"question 1: the article is empty"),
+        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: article, question and options must be texts"),
+    ],
+)
+def test_bad_questions_are_named(tmp_path, content, said):
+    write(tmp_path / "train" / "middle", "8.txt", content)
+    with pytest.raises(InputError, match=said):
+        race.read_folder(tmp_path, "train", ("middle",))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "dev" / "high").mkdir(parents=True)
+    (tmp_path / "dev" / "high" / "1.txt").write_bytes(b'{"article": "\xff"}')
+    with pytest.raises(InputError, match=r"1.txt is not UTF-8 text"):
+        race.read_folder(tmp_path, "validation", ("high",))
+
+
+BAD = {
+    "no folder": (["--data_dir", "/nowhere"], r"/nowhere/train/middle has no \*.txt.*--level middle or high"),
+    "option length": (["--max_option_length", 60], "max_option_length=60 must be from 1 to 59"),
+    "no option": (["--max_option_length", 0], "max_option_length=0 must be from 1"),
+    "samples": (["--max_train_samples", 0], "max_train_samples=0"),
+    "positions": (["--max_seq_length", 65], "max_seq_length=65 is more than the 64 positions"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, flags):
+    others, said = BAD[case]
+    with pytest.raises(InputError, match=said):
+        finetune_race.main(flags(*others))
+
+
+def test_presets_are_the_papers_and_fairseqs(root):
+    table = {"paper": (4, 0.1, 0.06, "linear"), "fairseq": (5, 0.01, 0, "constant")}
+    presets = sorted((root / "presets" / "race").glob("*.yaml"))
+    assert {path.stem for path in presets} == set(table) and len(presets) == 2
+    for path in presets:
+        (args, training), _ = finetune_race.read_arguments(["--config", str(path), "--use_cpu"])
+        got = training.num_train_epochs, training.weight_decay, training.warmup_steps, training.lr_scheduler_type
+        assert got == table[path.stem] and args.level == "all" and args.head_dropout == 0.0
+        assert (training.learning_rate, args.global_batch_size, args.seeds) == (1e-5, 16, [1, 2, 3, 4, 5])
+        assert (args.max_seq_length, args.max_option_length, training.max_grad_norm) == (512, 128, 0)
+        assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
+        values = [line for line in path.read_text().splitlines() if ": " in line and not line.startswith("#")]
+        assert len(values) == len(yaml.safe_load(path.read_text()))
+
+
+def test_from_a_classifier_the_body_is_kept(model_dir, tmp_path):
+    args = finetune_race.RaceArguments(model_name_or_path=model_dir, head_dropout=0.0)
+    model = finetune_race.build_model(args)
+    name = "roberta.encoder.layer.0.attention.self.query.weight"
+    assert model.state_dict()[name].equal(load_file(f"{model_dir}/model.safetensors")[name])
+    assert model.dropout.p == 0.0
