@@ -323,7 +323,7 @@ def report(run: DryRun) -> str:
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {run.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={run.micro_batch} to {largest}"
     if not largest:
-        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, gradient_checkpointing, a larger GPU"
+        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
     verdict = f"fits in {room}" if run.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if run.precision == "fp32" else ""
     lines = [

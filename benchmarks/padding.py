@@ -1,9 +1,10 @@
-"""What batches of like length are worth on GLUE, beside padding every example to 128 as the stock run_glue.py does.
+"""What batches of like length are worth: on GLUE beside padding every example to 128, as the stock run_glue.py does,
+and on RACE beside padding every sequence to 512.
 
-    python benchmarks/glue_padding.py --model_name_or_path FacebookAI/roberta-base [--data_dir glue] [--epochs 3]
+    python benchmarks/padding.py --model_name_or_path FacebookAI/roberta-base [--data_dir glue] [--race_dir RACE]
 
 Speed: forward and backward of the same number of batches, alternating between the two so that both see the same
-machine; examples/s, and tokens that count / tokens computed. The stock way also cuts what is longer than 128 tokens.
+machine; examples/s, and tokens that count / tokens computed.
 With --epochs, RTE is trained so long both ways, the stock one by Trainer with its defaults and the stock loss (rate and
 batch alike), and the validation scores are shown: one seed each, which says little.
 """
@@ -18,12 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import numpy as np
 import torch
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForMultipleChoice,
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
 
 import finetune_glue
-from roberta_recipe import finetuning, glue, tokenization
+from roberta_recipe import finetuning, glue, race, tokenization
 
 STOCK_LENGTH = 128  # run_glue.py: max_seq_length, pad_to_max_length
+RACE_LENGTH = 512
 
 
 def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple[list[dict], list[dict], int]:
@@ -53,14 +61,14 @@ def step_s(model, batch: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - start_s
 
 
-def speed(name: str, model, ours: list[dict], stock: list[dict], cut: int, tokenizer, batch: int, batches: int) -> None:
-    """Print a line for each way."""
-    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+def speed(name: str, model, features: dict[str, list[dict]], collate, batch: int, batches: int, unit: str) -> None:
+    """Print a line for each way, "ours" and "stock"."""
+    lengths = [finetuning.length_of(feature) for feature in features["ours"]]
     order = {
-        "ours": list(finetuning.LengthGroupedSampler([len(f["input_ids"]) for f in ours], batch, seed=0)),
-        "stock": np.random.default_rng(0).permutation(len(stock)).tolist(),
+        "ours": list(finetuning.LengthGroupedSampler(lengths, batch, seed=0)),
+        "stock": np.random.default_rng(0).permutation(len(lengths)).tolist(),
     }
-    features, seconds, counted, computed = {"ours": ours, "stock": stock}, {}, {}, {}
+    seconds, counted, computed = {}, {}, {}
     for number in range(-2, batches):  # two to warm up
         for way in features:
             start = max(number, 0) * batch
@@ -72,8 +80,28 @@ def speed(name: str, model, ours: list[dict], stock: list[dict], cut: int, token
                 computed[way] = computed.get(way, 0) + tensors["attention_mask"].numel()
     for way in features:
         rate = batches * batch / seconds[way]
-        ratio = f"{seconds['stock'] / seconds['ours']:.2f} x stock" if way == "ours" else f"{cut} of {len(stock)} cut"
-        print(f"{name:<6}{way:<7}{rate:>8.1f} examples/s{counted[way] / computed[way]:>8.1%} of tokens count   {ratio}")
+        ratio = f"{seconds['stock'] / seconds['ours']:.2f} x stock" if way == "ours" else ""
+        print(f"{name:<6}{way:<7}{rate:>8.2f} {unit}/s{counted[way] / computed[way]:>8.1%} of tokens count   {ratio}")
+
+
+def measure_glue(args, name: str, model, tokenizer) -> list[dict]:
+    """Speed of a task of one text or a pair, beside padding to 128; returns the stock features."""
+    ours, stock, cut = examples_of(name, "train", args.data_dir, tokenizer)
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    speed(name, model, {"ours": ours, "stock": stock}, collate, args.batch, args.batches, "examples")
+    print(f"      the stock way cuts {cut:,} of {len(stock):,} examples")
+    return stock
+
+
+def measure_race(args, tokenizer, device: str) -> None:
+    """Speed of RACE, four sequences a question, beside padding each to 512."""
+    model = AutoModelForMultipleChoice.from_pretrained(args.model_name_or_path).train().to(device)
+    questions = race.read_folder(Path(args.race_dir), "train", race.LEVELS)
+    rows = race.features(questions, tokenizer, RACE_LENGTH, 128).rows
+    fixed = [{**row, "length": RACE_LENGTH} for row in rows]
+    collate = race.RaceCollator(tokenizer, RACE_LENGTH)
+    few = max(args.batches // 8, 2), max(args.batch // 4, 1)
+    speed("race", model, {"ours": rows, "stock": fixed}, collate, few[1], few[0], "questions")
 
 
 def trained_stock(arguments, tokenizer, train: list[dict], validation: list[dict]) -> float:
@@ -116,20 +144,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", default="FacebookAI/roberta-base")
     parser.add_argument("--data_dir", help="folder of GLUE's TSV files; without it, the Hub")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--race_dir", help="folder of RACE's files; without it, GLUE alone")
+    parser.add_argument("--batch", type=int, default=16, help="examples; of RACE a quarter as many questions")
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=0, help="of RTE, both ways; 0 for speed alone")
     parser.add_argument("--learning_rate", type=float, default=2e-5)
     args = parser.parse_args()
 
     tokenizer = tokenization.load_tokenizer(args.model_name_or_path, needed=("pad_token",))
-    model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, num_labels=2).train()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("rte", "sst2"):
-        ours, stock, cut = examples_of(name, "train", args.data_dir, tokenizer)
-        speed(name, model, ours, stock, cut, tokenizer, args.batch, args.batches)
-        if name == "rte":
-            train = stock
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, num_labels=2).train().to(device)
+    train = measure_glue(args, "rte", model, tokenizer)
+    measure_glue(args, "sst2", model, tokenizer)
+    if args.race_dir:
+        measure_race(args, tokenizer, device)
     if args.epochs:
         _, validation, _ = examples_of("rte", "validation", args.data_dir, tokenizer)
         print(f"rte, {args.epochs} epochs, accuracy: stock {trained_stock(args, tokenizer, train, validation):.3f}")
