@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 6. The submission's files.
     if training_args.do_predict and training_args.process_index == 0:
-        write_submission(args, task, form, data, runs, summary, folder)
+        write_submission(args, job, form, data, runs, summary, folder)
     run.leave_process_group()
     return summary
 
@@ -252,7 +252,7 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
         build_model=lambda: build_model(args, list(task.labels)),
         features=features,
         counts=cut,
-        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=finetuning.padded_to(args.max_seq_length)),
         loss_sum=classification_loss,
         predictions=lambda split, scores, _: scores.argmax(-1),
         averaged=lambda scores: torch.from_numpy(scores).double().softmax(-1).numpy(),
@@ -266,7 +266,7 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         build_model=lambda: build_model(args, ["score"]),
         features=features,
         counts=cut,
-        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=finetuning.padded_to(args.max_seq_length)),
         loss_sum=regression_loss,
         predictions=lambda split, scores, _: 5 * scores,
     )
@@ -287,7 +287,7 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
         build_model=lambda: build_model(args, ["score"]),
         features=features,
         counts={**cut, **{f"questions {why}": count for why, count in alone.items()}},
-        collator=ranking.RankingCollator(tokenizer, pad_to_multiple_of=8),
+        collator=ranking.RankingCollator(tokenizer, pad_to_multiple_of=finetuning.padded_to(args.max_seq_length)),
         loss_sum=ranking.ranking_loss,
         predictions=predictions,
     )
@@ -354,12 +354,17 @@ def make_features(
     features, cut = {}, {}
     for split, examples in data.items():
         texts = [list(column) for column in zip(*examples.texts, strict=True)]
-        encoded = tokenizer(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
-        names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in encoded]
+        encoded = tokenizer(
+            *texts,
+            truncation=True,
+            max_length=args.max_seq_length,
+            return_overflowing_tokens=True,
+            split_special_tokens=True,  # text that reads </s> is text
+        )
         # what does not fit follows as further rows of the same example
         _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
         features[split] = [
-            {**{name: encoded[name][row] for name in names}, "labels": label if task.labels else label / 5}
+            {**finetuning.compact(encoded, row), "labels": label if task.labels else label / 5}
             for row, label in zip(rows, examples.labels or [0] * len(rows), strict=True)
         ]
         cut[f"cut to {args.max_seq_length} in {split}"] = int((pieces > 1).sum())
@@ -400,6 +405,7 @@ def job_of(args, training_args, task: glue.Task, data, form: Form, tokenizer, fo
         degenerate=lambda scores: degenerate(form, validation[0], scores),
         found=found,
         inputs=protocol.inputs_fingerprint(args, own, tokenizer, rows),
+        test_rows=[[split, examples.texts] for split, examples in data.items() if not examples.labels],
     )
 
 
@@ -442,13 +448,13 @@ def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
     return bool(np.isnan(scores).any()) or len(np.unique(np.round(answers, 3))) == 1
 
 
-def write_submission(args, task: glue.Task, form: Form, data, runs, summary: dict, folder: Path) -> None:
+def write_submission(args, job: protocol.Job, form: Form, data, runs, summary: dict, folder: Path) -> None:
     """The server's files in `<folder>/submission`, from the best run or from all seeds of the best setting."""
-    row = summary["settings"][summary["picked"]]
+    task, row = TASKS[args.task_name], summary["settings"][summary["picked"]]
     chosen = [one for one in runs if one.setting == (row["learning_rate"], row["global_batch_size"])]
     if args.predict_with == "best":
         chosen = [one for one in chosen if str(one.output_dir) == row["best_run"]]
-    tests = protocol.test_scores(chosen)
+    tests = protocol.scores_of_tests(chosen, job)
     of_validation = mean_over_runs(form, [finetuning.validation_scores(one.output_dir) for one in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(args.task_name, form, task.split("validation")[0], of_validation, of_validation, data)

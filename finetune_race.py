@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 6. The test set, whose answers are public.
     if training_args.do_predict and training_args.process_index == 0:
-        print(of_test(runs, data["test"]))
+        print(of_test(runs, job, data["test"]))
     run.leave_process_group()
     return summary
 
@@ -137,7 +137,7 @@ def announce(args: RaceArguments, data, made: dict[str, race.Features], overlap:
             lines.append(
                 f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
                 f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%} of them; "
-                f"{row['options_cut']:,} questions with option cut to {args.max_option_length}"
+                f"question with option cut to {args.max_option_length} in {row['options_cut']:,} sequences"
             )
     lines.append(
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have an article of training"
@@ -149,6 +149,8 @@ def announce(args: RaceArguments, data, made: dict[str, race.Features], overlap:
 def job_of(args: RaceArguments, data, made: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
     """The task as the protocol takes it."""
     own = ("level", "max_option_length", "without_article")
+    rows = {split: [vars(one) for one in questions] for split, questions in data.items()}
+    test_rows = rows.pop("test", None)
     return protocol.Job(
         name="race",
         metric="accuracy",
@@ -162,12 +164,8 @@ def job_of(args: RaceArguments, data, made: dict[str, race.Features], tokenizer,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
         found=found,
-        inputs=protocol.inputs_fingerprint(
-            args,
-            own,
-            tokenizer,
-            {split: [vars(one) for one in data[split]] for split in ("train", "validation")},
-        ),
+        inputs=protocol.inputs_fingerprint(args, own, tokenizer, rows),
+        test_rows=test_rows,
     )
 
 
@@ -186,9 +184,9 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
     return {"accuracy": float(right.mean()), **of_levels}
 
 
-def of_test(runs: list[protocol.Run], questions: list[race.Question]) -> str:
+def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Question]) -> str:
     """The test set's accuracies, medians over all runs."""
-    metrics = [measure(questions, scores["test"]) for scores in protocol.test_scores(runs)]
+    metrics = [measure(questions, scores["test"]) for scores in protocol.scores_of_tests(runs, job)]
     medians = {name: statistics.median(one[name] for one in metrics) for name in metrics[0]}
     shown = ", ".join(f"{name} {protocol.percent(value)}" for name, value in medians.items())
     return f"test set, medians: {shown}"

@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 3. Features, head and loss.
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
+    tokenizer.padding_side = "right"  # places are counted from the left
     made = {split: make_windows(args, questions, tokenizer) for split, questions in data.items()}
     found = announce(args, data, made, overlap, misplaced)
 
@@ -125,13 +126,18 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
             f"doc_stride={args.doc_stride} must be from 0 to below the {for_context} tokens that max_seq_length="
             f"{args.max_seq_length} leaves a context beside max_query_length={args.max_query_length} and special tokens"
         )
-    if args.data_dir and (args.train_file or args.validation_file):
-        raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
+    check_files(args)
     if bool(args.train_file) != bool(args.validation_file):
         raise InputError("train_file and validation_file go together: no split is taken for the other")
-    if args.null_odds:
-        raise InputError(f"null_odds={args.null_odds} goes with score")
     protocol.check_arguments(args, training_args)
+
+
+def check_files(args: SquadArguments) -> None:
+    """Raise `InputError` for files that exclude each other, also where nothing is trained."""
+    if args.data_dir and (args.train_file or args.validation_file):
+        raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
+    if args.null_odds and not (args.score and args.version_2_with_negative):
+        raise InputError(f"null_odds={args.null_odds} goes with score, and with version 2.0")
 
 
 def read_split(args: SquadArguments, split: str) -> list[squad.Question]:
@@ -147,7 +153,7 @@ def read_split(args: SquadArguments, split: str) -> list[squad.Question]:
 def usable(args: SquadArguments, questions: list[squad.Question]) -> tuple[list[squad.Question], list[str]]:
     """Questions to train on, and the ids of those that are left out: an answer's text is not at its answer_start."""
     misplaced = [one.id for one in questions if one.misplaced]
-    if len(misplaced) == len(questions):
+    if len(misplaced) == sum(bool(one.answers) for one in questions):
         raise InputError(f"no answer stands at its answer_start ({squad.listed(misplaced)}): it counts characters")
     left_out = set(misplaced)
     return [one for one in questions if one.id not in left_out][: args.max_train_samples], misplaced
@@ -184,7 +190,7 @@ def announce(args: SquadArguments, data, made: dict[str, squad.Windows], overlap
         f"Task        SQuAD {version(args)}; best epoch by F1\n"
         f"Rows        {rows}\n"
         f"Answers     {answers['verbatim']:,} of {answers['answers']:,} come back verbatim from their labels; "
-        f"{len(others):,} begin or end inside a token{example}; {answers['in_no_window']:,} in no window as a whole\n"
+        f"{len(others):,} are no whole tokens{example}; {answers['in_no_window']:,} in no window as a whole\n"
         f"Questions   {sum(one.questions_cut for one in made.values()):,} cut to {args.max_query_length} tokens\n"
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have a context of training"
     )
@@ -193,7 +199,7 @@ def announce(args: SquadArguments, data, made: dict[str, squad.Windows], overlap
             f"Left out    {len(misplaced):,} training questions, whose answer's text is not at its answer_start: "
             f"{squad.listed(misplaced)}"
         )
-    answers["inside_a_token"] = len(others)
+    answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable}
     counts["questions_cut"] = {split: one.questions_cut for split, one in made.items()}
     return {"duplicates": {"contexts_in_train": overlap}, "features": {"train_answers": answers, **counts}}
@@ -211,11 +217,12 @@ def job_of(args: SquadArguments, data, made: dict[str, squad.Windows], tokenizer
         features={split: one.features for split, one in made.items()},
         validation=["validation"],
         tests=[],
-        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=finetuning.padded_to(args.max_seq_length)),
         loss_sum=joint_loss if by_classifier(args) else span_loss,
         measure=lambda split, scores, _: measure(args, predict(args, data[split], made[split], scores), data[split]),
-        degenerate=lambda scores: degenerate(
-            args, predict(args, data["validation"], made["validation"], scores), data["validation"]
+        degenerate=lambda scores: (
+            bool(np.isnan(scores).any())
+            or degenerate(args, predict(args, data["validation"], made["validation"], scores), data["validation"])
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(
@@ -300,18 +307,23 @@ def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], question
 
 
 def write_predictions(args: SquadArguments, folder: Path, questions, made: squad.Windows) -> None:
-    """`predictions.json`, `nbest_predictions.json`, and for 2.0 `null_odds.json`, of a run's best epoch."""
+    """`predictions.json`, `nbest_predictions.json`, and for 2.0 `null_odds.json` and every question's best span,
+    `span_predictions.json`, of a run's best epoch."""
     predicted = predict(args, questions, made, finetuning.validation_scores(folder))
     threshold = measure(args, predicted, questions).get("threshold")
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
     durable.write_json(folder / "predictions.json", texts)
     durable.write_json(folder / "nbest_predictions.json", {name: squad.n_best(one) for name, one in predicted.items()})
-    if args.version_2_with_negative:
+    if args.version_2_with_negative:  # the best scores over thresholds are those of these two files
+        durable.write_json(
+            folder / "span_predictions.json", {name: one.answer(None) for name, one in predicted.items()}
+        )
         durable.write_json(folder / "null_odds.json", {name: spans.no_answer for name, spans in predicted.items()})
 
 
 def score_file(args: SquadArguments) -> dict[str, float]:
     """Print the official scores of a predictions.json, as JSON."""
+    check_files(args)
     if not args.validation_file and not args.data_dir:
         raise InputError(f"score={args.score}: name the file with the right answers, --validation_file dev-v1.1.json")
     questions = read_split(args, "validation")
@@ -323,7 +335,7 @@ def score_file(args: SquadArguments) -> dict[str, float]:
     if args.version_2_with_negative:
         odds = dict.fromkeys(names)
         if args.null_odds:
-            odds, _ = squad.read_answers(Path(args.null_odds), names, "probability", float)
+            odds, _ = squad.read_answers(Path(args.null_odds), names, "probability", (int, float))
         predictions = [one | {"no_answer_probability": odds[one["id"]]} for one in predictions]
     scores = Squad(version(args), keep_in_memory=True).compute(
         predictions=predictions, references=references(questions)

@@ -3,16 +3,30 @@
 Its weights lie beside the checkpoint (`FILE`), so that the rest is what `AutoModelForQuestionAnswering` loads.
 """
 
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import QuestionAnsweringModelOutput
+from transformers.utils import cached_file
 
 from roberta_recipe.args import InputError, path_or_hub_id
 
+logger = logging.getLogger("recipe")
+
 FILE = "answerability.safetensors"
 _NAME = "answerability"
+
+
+@dataclass
+class JointOutput(QuestionAnsweringModelOutput):
+    """With the classifier's logit; a field of its own, as data parallelism takes outputs apart by their fields."""
+
+    answerable: torch.Tensor | None = None  # (batch,)
 
 
 class Answerability(torch.nn.Module):
@@ -41,14 +55,16 @@ def attach(model: PreTrainedModel, dropout: float | None, stored: str | None = N
     model.add_module(_NAME, Answerability(config.hidden_size, dropout, getattr(config, "initializer_range", 0.02)))
     model.register_forward_hook(_judge)  # inside of forward, where data parallelism looks for parameters
     model._keys_to_ignore_on_save = {name for name in model.state_dict() if name.startswith(f"{_NAME}.")}
-    if stored and Path(path_or_hub_id(stored), FILE).is_file():
-        load(model, Path(path_or_hub_id(stored)))
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = stored and cached_file(str(path_or_hub_id(stored)), FILE, **optional)
+    if file:
+        load(model, Path(file).parent)
+    logger.info(f"Classifier  {'kept' if file else 'fresh'}")
     return model
 
 
 def _judge(model, inputs, output):
-    output["answerable"] = model.answerability(output.hidden_states[-1])
-    return output
+    return JointOutput(**output, answerable=model.answerability(output.hidden_states[-1]))
 
 
 def is_attached(model: torch.nn.Module) -> bool:
@@ -65,5 +81,5 @@ def load(model: torch.nn.Module, folder: str | Path) -> None:
     """Read them back. Raises `InputError` where they are missing or of another size."""
     try:
         model.answerability.load_state_dict(load_file(Path(folder, FILE)))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(f"no classifier for this model in {Path(folder, FILE)}: {error}") from None

@@ -101,6 +101,11 @@ def setting(default: Any, help: str, **kwargs: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help}, **kwargs)
 
 
+def is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can hold (JSON may have half of a surrogate pair)."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `InputError` for a missing file, bad YAML or no mapping."""
     path = resolve_path(path)

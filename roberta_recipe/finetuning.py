@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
-from transformers import AutoConfig
+from transformers import AutoConfig, BatchEncoding
 from transformers import logging as transformers_logging
 
 from roberta_recipe import answerability, durable
@@ -63,6 +63,18 @@ class LengthGroupedSampler(Sampler[int]):
         batches = order.reshape(-1, self.batch)
         shuffled = random_order(self.seed, _BATCH_ORDER, (self.epoch,), len(batches))
         return iter(batches[shuffled].ravel().tolist())
+
+
+def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
+    """Model inputs of one row as arrays, a tenth of the memory of Python's lists; the attention mask is left to the
+    collator."""
+    kinds = {"input_ids": np.int32, "token_type_ids": np.int8}
+    return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
+
+
+def padded_to(max_seq_length: int) -> int | None:
+    """Multiple to pad to, for the sake of a GPU's kernels; none where that would go beyond the longest sequence."""
+    return None if max_seq_length % 8 else 8
 
 
 def length_of(feature: dict[str, Any]) -> int:
@@ -222,15 +234,17 @@ class FinetuneTrainer(DurableTrainer):
         self.accelerator.wait_for_everyone()
         best = Path(self.args.output_dir, BEST)
         stored = type(self.model).from_pretrained(best, dtype=torch.float32)
+        state = stored.state_dict()
         if answerability.is_attached(self.model):
-            answerability.attach(stored, None, str(best))
-        self.model.load_state_dict(stored.state_dict())
+            answerability.load(self.model, best)
+            state |= {name: value for name, value in self.model.state_dict().items() if name not in state}
+        self.model.load_state_dict(state)
         return validation_scores(self.args.output_dir)
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
     """The rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further down, the
-    embeddings being below the lowest layer (ULMFiT, arXiv 1801.06146, section 3.1; ELECTRA, arXiv 2003.10555,
+    embeddings being below the lowest layer (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555,
     appendix B). Raises `InputError` where the layers are not numbered in the names."""
     numbers = {name: _LAYER.search(name) for name, _ in model.named_parameters()}
     layers = 1 + max((int(found[1]) for found in numbers.values() if found), default=-1)
@@ -245,7 +259,10 @@ def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float
 
 def validation_scores(output_dir: str | Path) -> np.ndarray:
     """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
-    return np.load(Path(output_dir, BEST, SCORES))
+    path = Path(output_dir, BEST, SCORES)
+    if not path.is_file():
+        raise InputError(f"{path} is missing: move {output_dir} away to have it run again")
+    return np.load(path)
 
 
 def load_with_head(

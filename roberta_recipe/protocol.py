@@ -21,6 +21,15 @@ from roberta_recipe.args import InputError, parse, setting
 
 TEST_SCORES = "test_scores.npz"
 
+_TAKEN_FROM_TRAINER = {
+    "average_tokens_across_devices": True,
+    "load_best_model_at_end": False,
+    "train_sampling_strategy": "random",
+    "dataloader_drop_last": False,
+    "eval_do_concat_batches": True,
+    "eval_delay": 0,
+}
+
 
 @dataclass
 class FinetuneArguments:
@@ -86,6 +95,7 @@ class Job:
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # the script's part of a run's fingerprint
+    test_rows: Any = None  # as JSON can hold: scores of other rows are not taken for theirs
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,8 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
     if training_args.label_smoothing_factor:
         raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
-    for name, wanted in (("average_tokens_across_devices", True), ("load_best_model_at_end", False)):
-        if getattr(training_args, name) is not wanted:
+    for name, wanted in _TAKEN_FROM_TRAINER.items():
+        if getattr(training_args, name) != wanted:
             raise InputError(f"{name} must stay {str(wanted).lower()}: the script does its part itself")
     finetuning.check_length(args.model_name_or_path, args.max_seq_length)
     run.check_processes(training_args)
@@ -183,7 +193,7 @@ def finetune(
     resolved |= {"seeds": [one.seed]}  # so that the preset repeats this run
     fingerprint = run_fingerprint(args, training_args, job)
     record = finished(one, fingerprint)
-    unscored = training_args.do_predict and bool(job.tests) and not (one.output_dir / TEST_SCORES).is_file()
+    unscored = training_args.do_predict and bool(job.tests) and test_scores(one, job) is None
     if record and not (unscored and has_weights(one)):
         run.logger.info(f"Done        {one.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
         return record
@@ -240,18 +250,26 @@ def score(trainer: finetuning.FinetuneTrainer, job: Job) -> tuple[dict[str, floa
     if trainer.args.do_predict and job.tests:
         tests = {split: trainer.scores(job.features[split]) for split in job.tests}
         if trainer.is_world_process_zero():
-            np.savez(Path(trainer.args.output_dir, TEST_SCORES), **tests)
+            np.savez(Path(trainer.args.output_dir, TEST_SCORES), rows=durable.fingerprint(job.test_rows), **tests)
     return metrics, best
 
 
-def test_scores(runs: list[Run]) -> list[dict[str, np.ndarray]]:
-    """Each run's scores of the tests, by split. Raises `InputError` where there are none."""
-    paths = [one.output_dir / TEST_SCORES for one in runs]
-    if absent := [path.parent for path in paths if not path.is_file()]:
+def test_scores(one: Run, job: Job) -> dict[str, np.ndarray] | None:
+    """A run's scores of the tests, by split; None where there are none of these rows."""
+    path = one.output_dir / TEST_SCORES
+    stored = dict(np.load(path)) if path.is_file() else {}
+    return stored if str(stored.pop("rows", "")) == durable.fingerprint(job.test_rows) else None
+
+
+def scores_of_tests(runs: list[Run], job: Job) -> list[dict[str, np.ndarray]]:
+    """The same of all. Raises `InputError` where a run has none."""
+    stored = [test_scores(one, job) for one in runs]
+    if absent := [one.output_dir for one, scores in zip(runs, stored, strict=True) if scores is None]:
         raise InputError(
-            f"{absent[0]} was run without do_predict, and its weights are gone: move it away to have it run again"
+            f"{absent[0]} was run without do_predict, or on other test rows, and its weights are gone: move it away to "
+            "have it run again"
         )
-    return [dict(np.load(path)) for path in paths]
+    return stored
 
 
 def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArguments, job: Job) -> dict[str, Any]:
@@ -259,11 +277,13 @@ def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArgu
     ours = ("model_name_or_path", "random_weights", "max_seq_length", "head_dropout", "layer_decay")
     ours += ("global_batch_size", "max_train_samples")
     inherited = ("seed", "max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1")
-    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "eval_steps")
+    inherited += ("adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "eval_steps", "optim_args")
+    inherited += ("lr_scheduler_kwargs", "neftune_noise_alpha")
     return {
         **{name: getattr(args, name) for name in ours},
         **{name: getattr(training_args, name) for name in inherited},
         "lr_scheduler_type": training_args.lr_scheduler_type.value,
+        "optim": str(getattr(training_args.optim, "value", training_args.optim)),
         "eval_strategy": training_args.eval_strategy.value,
         **job.inputs,
     }
@@ -308,7 +328,10 @@ def finished(one: Run, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
     path = one.output_dir / run.RECORD_NAME
     if not path.is_file():
         return None
-    record = durable.read_json(path)
+    try:
+        record = durable.read_json(path)
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON ({error}): move {one.output_dir} away to have it run again") from None
     if changed := durable.differences(record["fingerprint"], fingerprint):
         raise InputError(
             f"{one.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "

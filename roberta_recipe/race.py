@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.args import InputError
+from roberta_recipe.args import InputError, is_text
 
 HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
@@ -68,24 +68,29 @@ def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Que
 def _of_file(path: Path, level: str) -> Iterator[Question]:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
-        article, texts, options, answers = (row[key] for key in ("article", "questions", "options", "answers"))
+        article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except (KeyError, TypeError) as error:
         raise InputError(f"{path} must hold article, questions, options and answers: {error}") from None
-    if not len(texts) == len(options) == len(answers):
-        raise InputError(f"{path}: {len(texts)} questions, {len(options)} lists of options, {len(answers)} answers")
-    for number, (text, choices, answer) in enumerate(zip(texts, options, answers, strict=True)):
-        yield checked(f"{level}/{path.name}, question {number + 1}", str(path), level, article, text, choices, answer)
+    if not all(isinstance(column, list) for column in columns):
+        raise InputError(f"{path}: questions, options and answers must be lists")
+    counts = [len(column) for column in columns]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise InputError(f"{path}: {counts[0]} questions, {counts[1]} lists of options, {counts[2]} answers")
+    if isinstance(article, str):
+        article = fold(article)  # once: all its questions share it
+    for number, (text, choices, answer) in enumerate(zip(*columns, strict=True), 1):
+        yield checked(f"{level}/{path.name}, question {number}", str(path), level, article, text, choices, answer)
 
 
 def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
     """The same from the Hub."""
-    questions = []
+    questions, folded = [], {}
     for level in levels:
         try:
             rows = datasets.load_dataset(HUB_DATASET, level, split=split)
@@ -96,6 +101,7 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
             ) from None
         for number, row in enumerate(rows):
             name = f"{row['example_id']}, row {number}"
+            row["article"] = folded.setdefault(row["article"], fold(row["article"]))
             questions.append(
                 checked(name, HUB_DATASET, level, *(row[key] for key in ("article", "question", "options", "answer")))
             )
@@ -104,15 +110,16 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
 
 def checked(name: str, where: str, level: str, article: Any, text: Any, options: Any, answer: Any) -> Question:
     """One question. Raises `InputError` where it has not four options, one letter as its answer, and texts."""
-    if not all(isinstance(one, str) for one in (article, text, *options)):
-        raise InputError(f"{where}: {name}: article, question and options must be texts")
-    if not article.strip():
+    if not isinstance(options, list) or len(options) != len(LETTERS):
+        found = len(options) if isinstance(options, list) else "no list of"
+        raise InputError(f"{where}: {name}: {found} options, and {len(LETTERS)} are wanted")
+    if not all(map(is_text, (article, text, *options))):
+        raise InputError(f"{where}: {name}: article, question and options must be Unicode texts")
+    if not article:
         raise InputError(f"{where}: {name}: the article is empty")
-    if len(options) != len(LETTERS):
-        raise InputError(f"{where}: {name}: {len(options)} options, and {len(LETTERS)} are wanted")
     if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
         raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
-    return Question(name, level, fold(article), text, tuple(options), LETTERS.index(answer))
+    return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
 
 
 @dataclass
@@ -160,8 +167,9 @@ def features(
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # </s> in a text is text
     for first in range(0, len(texts), _TOGETHER):
-        encoded = tokenizer(texts[first : first + _TOGETHER], add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = tokenizer(texts[first : first + _TOGETHER], **plain)["input_ids"]
         yield from (np.array(ids, dtype=np.int32) for ids in encoded)
 
 
@@ -175,7 +183,7 @@ class RaceCollator:
         self.around, self.types = special_tokens(tokenizer)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        width = -(-max(row["length"] for row in rows) // 8) * 8
+        width = min(-(-max(row["length"] for row in rows) // 8) * 8, self.max_seq_length)
         shape = len(rows), len(LETTERS), width
         ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)

@@ -4,21 +4,20 @@ Characters are those of Python strings: a place in a context is an index into it
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.args import InputError
+from roberta_recipe.args import InputError, is_text
+from roberta_recipe.finetuning import compact
 
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
 _TOGETHER = 1000  # questions tokenized in one call
-_WINDOWS_AT_ONCE = 64
-_SPANS_OF_A_WINDOW = 20  # times n_best_size: candidates, most of which overlap a better one
 
 
 @dataclass(frozen=True)
@@ -50,36 +49,56 @@ class Windows:
 
 def read_file(path: Path, version_2: bool) -> list[Question]:
     """The questions of a file in the official JSON format. Raises `InputError` that names file and question."""
+    articles = read_json(path)
+    form = f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers)"
     try:
-        with open(path, encoding="utf-8") as stream:
-            articles = json.load(stream)["data"]
-        rows = list(_rows(path, articles))
+        paragraphs = [paragraph for article in articles["data"] for paragraph in article["paragraphs"]]
+        rows = [(paragraph.get("context"), entry) for paragraph in paragraphs for entry in paragraph["qas"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{form}: {type(error).__name__}: {error}") from None
+    questions = []
+    for number, (context, entry) in enumerate(rows, 1):
+        if not isinstance(entry, dict) or not is_text(entry.get("id")):
+            raise InputError(f"{form}: question number {number} has no id that is a text")
+        questions.append(_question(str(path), context, entry))
+    return checked(questions, str(path), version_2)
+
+
+def _question(where: str, context: Any, entry: dict[str, Any]) -> Question:
+    """One entry of `qas`. Raises `InputError` that names it."""
+    where = f"{where}: question {entry['id']}"
+    if not is_text(context) or not context.strip():
+        raise InputError(f"{where} has no context")
+    if not is_text(entry.get("question")) or not entry["question"].strip():
+        raise InputError(f"{where} has no text")
+    answers = entry.get("answers")
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise InputError(f"{where}: answers must be a list, each with text and answer_start")
+    for answer in answers:
+        text, start = answer.get("text"), answer.get("answer_start")
+        if not is_text(text) or not text.strip():
+            raise InputError(f"{where} has an answer without text; an unanswerable question has an empty list")
+        if type(start) is not int or start < 0:
+            raise InputError(f"{where}: answer_start={start!r} must be the number of a character, from 0 on")
+    if entry.get("is_impossible", not answers) == bool(answers):
+        what = "answers, and is_impossible is true" if answers else "no answers, and is_impossible is false"
+        raise InputError(f"{where} has {what}")
+    found = tuple((answer["text"], answer["answer_start"]) for answer in answers)
+    return Question(entry["id"], entry["question"].strip(), context, found)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises `InputError` where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise InputError(f"{path} is missing: SQuAD's own file, or one in its JSON format") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+        raise InputError(f"{path} is missing") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers > text, "
-            f"answer_start): {type(error).__name__}: {error}"
-        ) from None
-    return checked(rows, str(path), version_2)
-
-
-def _rows(path: Path, articles: list[dict]) -> Iterator[Question]:
-    for article in articles:
-        for paragraph in article["paragraphs"]:
-            for entry in paragraph["qas"]:
-                answers = tuple((one["text"], int(one["answer_start"])) for one in entry["answers"])
-                question = Question(entry["id"], entry["question"].strip(), paragraph.get("context", ""), answers)
-                if entry.get("is_impossible", not answers) == bool(answers):
-                    what = "answers, and is_impossible is true" if answers else "no answers, and is_impossible is false"
-                    raise InputError(f"{path}: question {question.id} has {what}")
-                yield question
 
 
 def read_hub(split: str, version_2: bool) -> list[Question]:
@@ -94,14 +113,14 @@ def read_hub(split: str, version_2: bool) -> list[Question]:
         ) from None
     questions = []
     for row in rows:
-        answers = tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
-        questions.append(Question(row["id"], row["question"].strip(), row["context"], answers))
+        pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+        answers = [{"text": text, "answer_start": start} for text, start in pairs]
+        questions.append(_question(name, row["context"], {**row, "answers": answers}))
     return checked(questions, f"{name} ({split})", version_2)
 
 
 def checked(questions: list[Question], where: str, version_2: bool) -> list[Question]:
-    """The same questions. Raises `InputError` for two of one id, none at all, one without text or context, or data of
-    the other version."""
+    """The same questions. Raises `InputError` for two of one id, none at all, or data of the other version."""
     if not questions:
         raise InputError(f"{where} has no questions")
     seen = set()
@@ -109,16 +128,14 @@ def checked(questions: list[Question], where: str, version_2: bool) -> list[Ques
         if one.id in seen:
             raise InputError(f"{where}: question id {one.id} comes twice; predictions are told apart by it")
         seen.add(one.id)
-        if not one.context.strip():
-            raise InputError(f"{where}: question {one.id} has no context")
-        if not one.question:
-            raise InputError(f"{where}: question {one.id} has no text")
     unanswerable = [one.id for one in questions if not one.answers]
     if unanswerable and not version_2:
         raise InputError(
             f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
             "1.1; for 2.0, --config presets/squad/v2.0.yaml (--version_2_with_negative true)"
         )
+    if len(unanswerable) == len(questions):
+        raise InputError(f"{where}: none of its {len(questions):,} questions has an answer")
     if version_2 and not unanswerable:
         raise InputError(
             f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; --config "
@@ -161,8 +178,8 @@ def windows(
             stride=doc_stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
+            split_special_tokens=True,  # text that reads </s> is text
         )
-        names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in encoded]
         context, ends = None, None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             one = some[number]
@@ -173,7 +190,7 @@ def windows(
             span = locate(offsets, *one.answers[0]) if one.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
-            made.features.append({**{name: encoded[name][row] for name in names}, **labels})
+            made.features.append({**compact(encoded, row), **labels})
             made.offsets.append(offsets)
             numbers.append(first + number)
     made.question, made.questions_cut = np.array(numbers, dtype=np.int32), cut
@@ -182,12 +199,15 @@ def windows(
 
 def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
     """Texts of at most so many tokens, and how many were longer."""
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    cut = [
-        text[: offsets[at_most - 1][1]] if len(offsets) > at_most else text
-        for text, offsets in zip(texts, encoded, strict=True)
-    ]
-    return cut, sum(len(offsets) > at_most for offsets in encoded)
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+    short, cut = list(texts), 0
+    for number, offsets in enumerate(tokenizer(texts, **plain)["offset_mapping"]):
+        cut += len(offsets) > at_most
+        room = at_most
+        while len(offsets) > at_most:  # a character of several tokens is dropped whole; the rest may split otherwise
+            short[number] = texts[number][: min(offsets[room - 1][1], offsets[room][0])]
+            room, offsets = room - 1, tokenizer(short[number], **plain)["offset_mapping"]
+    return short, cut
 
 
 def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
@@ -212,6 +232,8 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
     """First and last token of the fewest that cover an answer; None where the window has not all of it."""
     start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
+    if not len(tokens):  # nothing but spaces
+        return None
     starts, ends = offsets[tokens, 0], offsets[tokens, 1]
     first, last = np.searchsorted(ends, start, "right"), np.searchsorted(starts, end, "left") - 1
     cut_before, cut_behind = first == 0 and starts[0] > start, last == len(tokens) - 1 and ends[-1] < end
@@ -266,19 +288,15 @@ def best_spans(
     `max_answer_length` tokens. `scores`: (windows, tokens, 2 or 3), start logit, end logit, the classifier's.
 
     The probability of no answer (2.0): the classifier's, a question being as answerable as its most answerable window;
-    without one, that of the null span, both logits of the first token, against the best other one, the lowest over
-    windows (BERT, arXiv 1810.04805, section 4.3).
+    without one, that of the null span, both logits of the first token, against the best other one (BERT, arXiv
+    1810.04805, section 4.3), the lowest over windows (its run_squad.py).
     """
-    found: list[list[np.ndarray]] = [[] for _ in questions]
-    by_length = sorted(range(len(made.offsets)), key=lambda window: len(made.offsets[window]))
-    for first in range(0, len(by_length), _WINDOWS_AT_ONCE):
-        some = by_length[first : first + _WINDOWS_AT_ONCE]
-        spans = _candidates(made, scores, some, n_best_size, max_answer_length)
-        for window, candidates in zip(some, spans, strict=True):
-            found[made.question[window]].append(candidates)
+    windows_of: list[list[int]] = [[] for _ in questions]
+    for window, number in enumerate(made.question):
+        windows_of[number].append(window)
     best = [
-        _disjoint(np.concatenate(candidates), one.context, n_best_size)
-        for one, candidates in zip(questions, found, strict=True)
+        _best_of_question(made, scores, mine, one.context, n_best_size, max_answer_length)
+        for one, mine in zip(questions, windows_of, strict=True)
     ]
     if version_2:
         for spans, logit in zip(best, _no_answer_logits(made, scores, best), strict=True):
@@ -291,51 +309,38 @@ def _no_answer_logits(made: Windows, scores: np.ndarray, best: list[Spans]) -> n
     if scores.shape[-1] == 3:
         answerable = np.full(len(best), -np.inf)
         np.maximum.at(answerable, made.question, scores[:, 0, 2].astype(float))
-        return -answerable
+        return np.nan_to_num(-answerable, nan=np.inf)  # a broken model has no answers
     null = np.full(len(best), np.inf)
     np.minimum.at(null, made.question, scores[:, 0, 0].astype(float) + scores[:, 0, 1])
-    return null - np.array([spans.score[0] if spans.texts else -np.inf for spans in best])
+    best_scores = np.array([spans.score[0] if spans.texts else -np.inf for spans in best])
+    return np.nan_to_num(null - best_scores, nan=np.inf)
 
 
-def _candidates(made: Windows, scores: np.ndarray, some: list[int], n_best_size: int, max_answer_length: int):
-    """(spans, 5) of each window: score, start logit, end logit, first character and the one behind the last."""
-    width = max(len(made.offsets[window]) for window in some)
-    offsets = np.full((len(some), width, 2), -1, dtype=np.int32)
-    for row, window in enumerate(some):
-        offsets[row, : len(made.offsets[window])] = made.offsets[window]
-    logits = np.where(offsets[..., :1] >= 0, scores[some, :width, :2], -np.inf)
-    lengths = min(max_answer_length, width)
-    totals = np.full((len(some), lengths, width), -np.inf, dtype=np.float32)  # of a span by (tokens - 1, first token)
-    for more in range(lengths):
-        totals[:, more, : width - more] = logits[:, : width - more, 0] + logits[:, more:, 1]
-    totals = totals.reshape(len(some), -1)
-    count = min(_SPANS_OF_A_WINDOW * n_best_size, totals.shape[1])
-    places = np.argpartition(totals, -count, axis=1)[:, -count:]
-    more, start = np.divmod(places, width)
-    rows = np.arange(len(some))[:, None]
-    end = np.minimum(start + more, width - 1)  # beyond it, the total is -inf
-    columns = np.stack(
-        [
-            np.take_along_axis(totals, places, 1),
-            logits[rows, start, 0],
-            logits[rows, end, 1],
-            offsets[rows, start, 0],
-            offsets[rows, end, 1],
-        ],
-        axis=-1,
-    )
-    return [spans[np.isfinite(spans[:, 0])] for spans in columns]
+def _best_of_question(
+    made: Windows, scores: np.ndarray, mine: list[int], context: str, n_best_size: int, max_answer_length: int
+) -> Spans:
+    """The best spans over the question's windows, greedily: each leaves out those that overlap it in the context."""
+    inside = [np.flatnonzero(made.offsets[window][:, 0] >= 0) for window in mine]
+    starts, ends = np.concatenate([made.offsets[w][tokens] for w, tokens in zip(mine, inside, strict=True)]).T
+    logits = np.concatenate([scores[w][tokens, :2] for w, tokens in zip(mine, inside, strict=True)])
+    window = np.repeat(np.arange(len(mine)), [len(tokens) for tokens in inside])
+    longer = max_answer_length - 1
 
+    def following(values: np.ndarray, behind: float) -> np.ndarray:
+        """(tokens, max_answer_length): of each token, its value and those of the tokens that follow."""
+        return sliding_window_view(np.append(values, np.full(longer, behind, values.dtype)), max_answer_length)
 
-def _disjoint(spans: np.ndarray, context: str, at_most: int) -> Spans:
-    """The best spans, each leaving out those that overlap it."""
-    spans = spans[np.argsort(-spans[:, 0], kind="stable")]
+    last, same_window = following(ends, 0), following(window, -1) == window[:, None]
+    total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
+    total[~np.isfinite(total)] = -np.inf
     kept = []
-    while len(spans) and len(kept) < at_most:
-        best = spans[0]
-        kept.append(best)
-        spans = spans[(spans[:, 4] <= best[3]) | (spans[:, 3] >= best[4])]
-    score, start_logit, end_logit, start, end = np.array(kept).reshape(-1, 5).T
+    while len(kept) < n_best_size and total.size:
+        first, more = divmod(int(total.argmax()), max_answer_length)
+        if total[first, more] == -np.inf:
+            break
+        kept.append((total[first, more], logits[first, 0], logits[first + more, 1], starts[first], last[first, more]))
+        total[(starts < kept[-1][4])[:, None] & (last > kept[-1][3])] = -np.inf
+    score, start_logit, end_logit, start, end = np.array(kept, dtype=float).reshape(-1, 5).T
     texts = [context[int(a) : int(b)] for a, b in zip(start, end, strict=True)]
     return Spans(score, start_logit, end_logit, texts)
 
@@ -354,15 +359,14 @@ def n_best(spans: Spans) -> list[dict[str, Any]]:
     return entries
 
 
-def read_answers(path: Path, wanted: list[str], what: str, kind: type) -> tuple[dict[str, Any], list[str]]:
+def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
     """A JSON file of one value for each question id: those wanted, and the ids of others. Raises `InputError` where it
     is none, or an id is missing."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {what} from {path}: {error}") from None
-    if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
+    values = read_json(path)
+    if not isinstance(values, dict):
         raise InputError(f"{path} must hold one JSON object, question id to {what}")
+    if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:
+        raise InputError(f"{path}: the {what} of question {wrong[0]} is {values[wrong[0]]!r}")
     if missing := [name for name in wanted if name not in values]:
         raise InputError(
             f"{path} has no {what} for {len(missing):,} of {len(wanted):,} questions ({listed(missing)}); a score of "

@@ -66,7 +66,7 @@ def best_threshold(
 
 class Squad(evaluate.Metric):
     """`config_name` is the version. 1.1 gives exact_match and f1; 2.0 exact, f1, total, those of HasAns and NoAns, and,
-    where predictions have a no_answer_probability, the best score over all thresholds."""
+    where no prediction's no_answer_probability is None, the best scores over all thresholds."""
 
     def _info(self):
         if self.config_name not in VERSIONS:

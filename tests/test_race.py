@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import datasets
 import numpy as np
@@ -141,6 +142,27 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
     assert found["settings"][0]["median"] == 1.0
 
 
+def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, capsys):
+    """Other questions in the test folder: scored anew from the weights that are kept, or that is said."""
+    shutil.copytree(data_dir, tmp_path / "data")
+    argv = flags("--do_predict", "--data_dir", tmp_path / "data")
+    finetune_race.main(argv)
+    stored = tmp_path / "race" / RUN / "test_scores.npz"
+    before = stored.read_bytes()
+    finetune_race.main(argv)
+    assert stored.read_bytes() == before
+    for path in (tmp_path / "data" / "test" / "high").glob("*.txt"):
+        write(path.parent, path.name, passage(99, path.name))
+    write(tmp_path / "data" / "test" / "high", "100.txt", passage(100, "more"))
+    capsys.readouterr()
+    finetune_race.main(argv)
+    assert stored.read_bytes() != before and "test 21 questions" in capsys.readouterr().err
+    (tmp_path / "data" / "test" / "high" / "100.txt").unlink()
+    (tmp_path / "race" / RUN / "best" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"on other test rows, and its weights are gone"):
+        finetune_race.main(argv)
+
+
 def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir):
     questions = race.read_folder(data_dir, "validation", ("middle",))
     blind = race.features(questions, tokenizer, 64, 24, without_article=True)
@@ -192,7 +214,7 @@ def test_files_are_read_in_order_and_folded(data_dir):
     assert "ABCD"[questions[0].answer] == passage(0, "trainmiddle")["answers"][0]
 
 
-@pytest.mark.parametrize("max_seq_length", [48, 64, 512])
+@pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
     """Cut or not, for both kinds of special tokens; the last one is always there."""
@@ -216,8 +238,11 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
             cut.append(len(of(*texts, verbose=False)["input_ids"]) > max_seq_length)
         assert made.articles_cut[number] == any(cut)
     assert made.articles_cut.any() == (max_seq_length < 512)
+    texts = race.Question("x", "high", "It is <mask> or </s>.", "</s>?", options, 0)
+    (row,) = race.features([texts], of, max_seq_length, 40).rows
+    assert not set(of.all_special_ids) & set(row["article"].tolist() + row["options"][0].tolist()) - {of.unk_token_id}
     width, longest = batch["input_ids"].shape[2], max(row["length"] for row in made.rows)
-    assert width % 8 == 0 and 0 <= width - longest < 8
+    assert (width % 8 == 0 or width == max_seq_length) and 0 <= width - longest < 8
 
 
 def test_long_options_are_cut_and_counted(tokenizer):
@@ -275,7 +300,14 @@ ROW = passage(0, "bad")
         ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: 3 options, and 4 are wanted"),
         ({**ROW, "answers": ["A", "B"]}, r"3 questions, 3 lists of options, 2 answers"),
         ({**ROW, "article": " \n"}, r"question 1: the article is empty"),
-        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: article, question and options must be texts"),
+        ({**ROW, "questions": "abc"}, r"questions, options and answers must be lists"),
+        ({**ROW, "answers": None}, r"questions, options and answers must be lists"),
+        ({**ROW, "questions": [], "options": [], "answers": []}, r"0 questions, 0 lists of options, 0 answers"),
+        ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options, and 4 are wanted"),
+        ({**ROW, "options": [None, ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options"),
+        ({**ROW, "article": "half \ud83d"}, r"article, question and options must be Unicode texts"),
+        ("[" * 10**5, r"8.txt is not JSON"),
+        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: article, question and options must be Unicode texts"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, content, said):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from pathlib import Path
 
 import evaluate
 import numpy as np
@@ -70,7 +71,14 @@ def flags(root, data_dir, model_dir, tmp_path):
         values = {
             **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "squad" / version},
             **{"max_seq_length": 64, "max_query_length": 20, "doc_stride": 8, "global_batch_size": 8},
-            **{"per_device_train_batch_size": 8, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
+            **{
+                "head_dropout": 0,
+                "per_device_train_batch_size": 8,
+                "max_steps": 6,
+                "warmup_steps": 1,
+                "logging_steps": 1,
+                "seeds": 1,
+            },
             **{"learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
         }
         argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
@@ -117,7 +125,11 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
     for name in finetune_squad.SHOWN[version][:-1]:
         assert scored[name] == pytest.approx(100 * record["metrics"][name])
     assert json.loads(capsys.readouterr().out) == scored
-    if version == "2.0":
+    if version == "2.0":  # every question's span, and the probabilities: what the thresholds were tried on
+        spans = ["--score", str(folder / "span_predictions.json"), *odds]
+        best = finetune_squad.main([*spans, "--validation_file", str(data_dir / "dev-v2.0.json"), *flag])
+        for name in ("best_f1", "best_exact"):
+            assert best[name] == pytest.approx(100 * record["metrics"][name])
         given = durable.read_json(folder / "null_odds.json")
         assert all(0 <= value <= 1 for value in given.values()) and len(set(given.values())) > 1
         threshold = record["metrics"]["threshold"]
@@ -155,6 +167,52 @@ def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
         curves.append(losses(durable.read_json(out / RUN / "run_record.json")))
     assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("version", ["1.1", "2.0"])
+def test_two_processes_give_the_curve_of_one(flags, root, tmp_path, version):
+    """Also with the classifier, whose output data parallelism takes apart."""
+    finetune_squad.main(flags(version, "--output_dir", tmp_path / "one"))
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
+    command += ["--main_process_port", "0", root / "finetune_squad.py"]
+    done = run_python(*command, *flags(version, "--per_device_train_batch_size", 2), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = durable.read_json(tmp_path / "one" / RUN / "run_record.json"), record_of(tmp_path, version)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
+    assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-4)
+
+
+def test_a_run_that_breaks_is_named_and_does_not_stop_the_others(flags, tmp_path, capsys):
+    """A rate that gives NaN: no answers, no score to believe, predictions of all seeds."""
+    for version in ("1.1", "2.0"):
+        for _ in range(2):  # the second start finds it done
+            finetune_squad.main(flags(version, "--learning_rate", 1e9))
+            assert "degenerate (one answer to everything): seed 1" in capsys.readouterr().out
+        folder = tmp_path / "squad" / version / "lr1e+09-batch8-seed1"
+        assert set(durable.read_json(folder / "predictions.json").values()) == {""}
+
+
+def test_padding_is_on_the_right_whatever_the_tokenizer_says(flags, tmp_path, model_dir):
+    finetune_squad.main(flags("2.0"))
+    before = record_of(tmp_path, "2.0")
+    config = Path(model_dir) / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "padding_side": "left"}))
+    finetune_squad.main(flags("2.0", "--output_dir", tmp_path / "left"))
+    after = durable.read_json(tmp_path / "left" / RUN / "run_record.json")
+    assert after["loss_at_steps"] == before["loss_at_steps"] and after["metrics"] == before["metrics"]
+
+
+def test_what_is_missing_of_a_finished_run_is_said(flags, tmp_path):
+    finetune_squad.main(flags("1.1"))
+    folder = tmp_path / "squad" / "1.1" / RUN
+    with pytest.raises(InputError, match=r"optim was 'adamw_\S+', is 'adafactor'"):
+        finetune_squad.main(flags("1.1", "--optim", "adafactor"))
+    (folder / "best" / finetuning.SCORES).unlink()
+    with pytest.raises(InputError, match=r"validation_scores.npy is missing: move"):
+        finetune_squad.main(flags("1.1"))
+    (folder / "run_record.json").write_text("{")
+    with pytest.raises(InputError, match=r"run_record.json is no JSON"):
+        finetune_squad.main(flags("1.1"))
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):
@@ -332,6 +390,30 @@ def test_an_answer_inside_a_token_is_covered_and_counted(tokenizer):
     assert found["others"] == [("x", part, token.lstrip("Ġ"))]
 
 
+def test_a_window_of_nothing_but_spaces(tokenizer):
+    context = "A table" + "\n" * 200 + "the end."
+    one = squad.Question("x", "Where?", context, (("the end", context.index("the end")),))
+    made = squad.windows([one], tokenizer, 64, 8, 16)
+    assert not all((offsets >= 0).any() for offsets in made.offsets) and squad.recovery([one], made)["verbatim"] == 1
+    scores = np.zeros((len(made.features), 64, 2), dtype=np.float32)
+    assert squad.best_spans([one], made, scores, 3, 5)[0].texts
+
+
+def test_special_tokens_in_a_text_are_text(tokenizer):
+    one = squad.Question("x", "What is </s>?", "It is <mask> or </s>.", (("</s>", 16),))
+    made = squad.windows([one], tokenizer, 64, 8, 16)
+    ids = list(made.features[0]["input_ids"])
+    assert ids.count(2) == 3 and tokenizer.mask_token_id not in ids and squad.recovery([one], made)["verbatim"] == 1
+
+
+def test_a_question_that_ends_in_a_character_of_several_tokens_is_short_enough(tokenizer):
+    one = squad.Question("x", "a " * 13 + "🎉🎉🎉", "The river.", ())
+    made = squad.windows([one], tokenizer, 64, 39, 20)
+    asked = tokenizer.decode(made.features[0]["input_ids"]).split("</s>")[0]
+    assert made.questions_cut == 1 and "a a" in asked and "\ufffd" not in asked
+    assert len(tokenizer(asked.removeprefix("<s>"), add_special_tokens=False).input_ids) <= 20
+
+
 def test_a_question_longer_than_its_context(tokenizer):
     question = squad.Question("x", " ".join(make_documents(1, seed=7)), "The river.", (("The river", 0),))
     made = squad.windows([question], tokenizer, 64, 8, 16)
@@ -344,12 +426,14 @@ def test_a_question_longer_than_its_context(tokenizer):
 
 
 def by_brute_force(context, offsets, scores, n_best, at_most):
+    inside = [offsets_of[:, 0] >= 0 for offsets_of in offsets]
+    offsets = [of[there] for of, there in zip(offsets, inside, strict=True)]
+    scores = [of[: len(there)][there] for of, there in zip(scores, inside, strict=True)]
     spans = [
         (scores[n][i, 0] + scores[n][j, 1], offsets[n][i, 0], offsets[n][j, 1])
         for n in range(len(offsets))
         for i in range(len(offsets[n]))
         for j in range(i, min(i + at_most, len(offsets[n])))
-        if offsets[n][i, 0] >= 0 and offsets[n][j, 0] >= 0
     ]
     kept = []
     for total, start, end in sorted(spans, reverse=True):
@@ -358,9 +442,7 @@ def by_brute_force(context, offsets, scores, n_best, at_most):
     return kept
 
 
-def test_best_spans_are_those_of_a_search_through_all(tokenizer, monkeypatch):
-    monkeypatch.setattr(squad, "_WINDOWS_AT_ONCE", 4)
-    monkeypatch.setattr(squad, "_SPANS_OF_A_WINDOW", 10**6)
+def test_best_spans_are_those_of_a_search_through_all(tokenizer):
     texts = make_documents(6, seed=8, sentences=(2, 12))
     questions = [squad.Question(str(n), "Who sees it?", text, ()) for n, text in enumerate(texts)]
     made = squad.windows(questions, tokenizer, 48, 8, 16)
@@ -464,6 +546,8 @@ def write(path, made, version_2=True):
 def test_data_of_the_other_version_are_refused(data_dir):
     with pytest.raises(InputError, match=r"10 questions have no answer .*1-0-c.*v2.0.yaml"):
         squad.read_file(data_dir / "train-v2.0.json", version_2=False)
+    with pytest.raises(InputError, match=r"none of its 1 questions has an answer"):
+        squad.checked([squad.Question("x", "Who?", "The river.", ())], "here", version_2=True)
     with pytest.raises(InputError, match=r"all 20 questions have answers.*v1.1.yaml"):
         squad.read_file(data_dir / "train-v1.1.json", version_2=True)
 
@@ -475,7 +559,15 @@ def test_data_of_the_other_version_are_refused(data_dir):
         ({"question": "  "}, "question 1-0-a has no text"),
         ({"answers": []}, "question 1-0-a has no answers, and is_impossible is false"),
         ({"is_impossible": True}, "question 1-0-a has answers, and is_impossible is true"),
-        ({"answers": [{"text": "x"}]}, "not in SQuAD's JSON format .*'answer_start'"),
+        ({"answers": [{"text": "x"}]}, "1-0-a: answer_start=None must be the number of a character"),
+        ({"answers": [{"text": "x", "answer_start": 4.5}]}, "1-0-a: answer_start=4.5 must be"),
+        ({"answers": [{"text": "", "answer_start": -1}]}, "1-0-a has an answer without text"),
+        ({"answers": [{"text": "x", "answer_start": -1}]}, "1-0-a: answer_start=-1 must be"),
+        ({"answers": [{"text": 5, "answer_start": 0}]}, "1-0-a has an answer without text"),
+        ({"answers": None}, "1-0-a: answers must be a list"),
+        ({"question": None}, "1-0-a has no text"),
+        ({"question": "half \ud83d"}, "1-0-a has no text"),
+        ({"id": 7}, "question number 1 has no id that is a text"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, change, said):
@@ -489,7 +581,12 @@ def test_bad_files_are_named(tmp_path):
     made = paragraphs(1, seed=1)
     with pytest.raises(InputError, match="question 1-0-a has no context"):
         squad.read_file(write(tmp_path / "x.json", [("", made[0][1])]), version_2=True)
-    for content, said in (("{", "is not JSON"), ("{}", "not in SQuAD's"), ("[]", "not in SQuAD's")):
+    for content, said in (
+        ("{", "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
+        ("{}", "not in SQuAD's"),
+        ("[]", "not in SQuAD's"),
+    ):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(InputError, match=f"bad.json {said}|bad.json is {said}"):
             squad.read_file(tmp_path / "bad.json", version_2=True)
@@ -515,9 +612,11 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
         for one in entries:
             one["answers"] = [{**answer, "answer_start": 10**6} for answer in one["answers"]]
     write(tmp_path / "train-v1.1.json", made, version_2=False)
+    write(tmp_path / "train-v2.0.json", made)
     write(tmp_path / "dev-v1.1.json", paragraphs(4, seed=2), version_2=False)
-    with pytest.raises(InputError, match="no answer stands at its answer_start"):
-        finetune_squad.main(flags("1.1", "--data_dir", tmp_path))
+    for version in ("1.1", "2.0"):
+        with pytest.raises(InputError, match="no answer stands at its answer_start"):
+            finetune_squad.main(flags(version, "--data_dir", tmp_path))
 
 
 def test_what_cannot_be_scored_is_named(data_dir, tmp_path, capsys):
@@ -536,8 +635,15 @@ def test_what_cannot_be_scored_is_named(data_dir, tmp_path, capsys):
         finetune_squad.main(argv)
     with pytest.raises(InputError, match="name the file with the right answers"):
         finetune_squad.main(argv[:2])
-    with pytest.raises(InputError, match=r"cannot read prediction from .*none.json"):
+    path.write_text(json.dumps(dict.fromkeys(names, 1)))
+    with pytest.raises(InputError, match=rf"the prediction of question {names[0]} is 1"):
+        finetune_squad.main(argv)
+    with pytest.raises(InputError, match=r"none.json is missing"):
         finetune_squad.main(["--score", str(tmp_path / "none.json"), *argv[2:]])
+    with pytest.raises(InputError, match=r"exclude each other"):
+        finetune_squad.main([*argv, "--data_dir", str(data_dir)])
+    with pytest.raises(InputError, match=r"null_odds=x goes with score, and with version 2.0"):
+        finetune_squad.main([*argv, "--null_odds", "x"])
 
 
 BAD = {
@@ -546,6 +652,9 @@ BAD = {
     "two places": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
     "odds": (["--null_odds", "x.json"], "null_odds=x.json goes with score"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/train-v1.1.json is missing"),
+    "order of evaluation": (["--train_sampling_strategy", "group_by_length"], "train_sampling_strategy must stay"),
+    "no evaluation at first": (["--eval_delay", 10], "eval_delay must stay 0"),
+    "part of evaluation": (["--dataloader_drop_last", "true"], "dataloader_drop_last must stay false"),
     "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
     "samples": (["--max_train_samples", 0], "max_train_samples=0"),
 }
