@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
 
-.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race bench clean
+.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race bench contamination clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -59,6 +59,10 @@ race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECI
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/mlm_step.py
+
+# CORPUS (preset), and what to look for in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
+contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus
+	$(BIN)/python benchmarks/contamination.py --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) $(ARGS)
 
 clean:            ## caches and the demonstration's output
 	rm -rf runs/demo tokenizer/docstrings .pytest_cache .hypothesis .ruff_cache

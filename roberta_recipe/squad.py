@@ -47,8 +47,9 @@ class Windows:
     questions_cut: int
 
 
-def read_file(path: Path, version_2: bool) -> list[Question]:
-    """The questions of a file in the official JSON format. Raises `InputError` that names file and question."""
+def read_file(path: Path, version_2: bool | None) -> list[Question]:
+    """The questions of a file in the official JSON format, of either version where it is None. Raises `InputError` that
+    names file and question."""
     articles = read_json(path)
     form = f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers)"
     try:
@@ -119,7 +120,7 @@ def read_hub(split: str, version_2: bool) -> list[Question]:
     return checked(questions, f"{name} ({split})", version_2)
 
 
-def checked(questions: list[Question], where: str, version_2: bool) -> list[Question]:
+def checked(questions: list[Question], where: str, version_2: bool | None) -> list[Question]:
     """The same questions. Raises `InputError` for two of one id, none at all, or data of the other version."""
     if not questions:
         raise InputError(f"{where} has no questions")
@@ -129,7 +130,7 @@ def checked(questions: list[Question], where: str, version_2: bool) -> list[Ques
             raise InputError(f"{where}: question id {one.id} comes twice; predictions are told apart by it")
         seen.add(one.id)
     unanswerable = [one.id for one in questions if not one.answers]
-    if unanswerable and not version_2:
+    if unanswerable and version_2 is False:
         raise InputError(
             f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
             "1.1; for 2.0, --config presets/squad/v2.0.yaml (--version_2_with_negative true)"

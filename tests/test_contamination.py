@@ -1,0 +1,117 @@
+"""n-grams of evaluation sets in a corpus, against a search through all of it."""
+
+import json
+import random
+
+from conftest import make_documents, run_python, write_parquet
+
+from roberta_recipe import durable
+from roberta_recipe.contamination import Index, Text, ngram_hashes, summarise, table, words_of
+
+
+def slow(texts, documents, length):
+    """(number of the text, first word) of every n-gram that a document has."""
+    there = set()
+    for document in documents:
+        words = words_of(document)
+        there |= {tuple(words[start : start + length]) for start in range(len(words) - length + 1)}
+    return {
+        (number, start)
+        for number, text in enumerate(texts)
+        for start in range(len(text.words) - length + 1)
+        if tuple(text.words[start : start + length]) in there
+    }
+
+
+def test_it_finds_what_a_search_finds():
+    documents = make_documents(40, seed=1)
+    rng = random.Random(0)
+    pieces = [" ".join(words_of(document)[3:40]) for document in documents[:10]]
+    fresh = [
+        " ".join(rng.choice(["this", "house", "sees", "at", "night", "the"]) for _ in range(12)) for _ in range(50)
+    ]
+    texts = [Text("set", str(n), words_of(text)) for n, text in enumerate([*pieces, *fresh, *pieces[:2], "too short"])]
+    index = Index(texts, 4)
+    for number, document in enumerate(documents):
+        index.look_up(document, ("even", "odd")[number % 2])
+    found = {(number, place) for number, text in enumerate(texts) for where in text.found.values() for place in where}
+    assert found == slow(texts, documents, 4) and len(found) > 300
+    assert {number for number, _ in found} > set(range(10)) | {60, 61}  # the same text twice is found twice
+    assert texts[0].found["even"] == set(range(34)) and not texts[62].found
+
+
+def test_hashes_that_meet_are_no_hit(monkeypatch):
+    import roberta_recipe.contamination as module
+
+    monkeypatch.setattr(module, "hash", lambda word: 1, raising=False)
+    index = Index([Text("set", "0", ["a", "b", "c"])], 2)
+    index.look_up("x y z a b", "source")
+    assert index.texts[0].found == {"source": {0}}
+    assert len(set(ngram_hashes(list("abcdef"), 2).tolist())) == 1
+
+
+def test_counts_by_source_and_examples():
+    texts = [Text("set", str(n), list("abcdefgh")[: 8 - n]) for n in range(7)]
+    texts[0].found = {"books": {0, 1, 2}, "news": {3}}
+    texts[1].found = {"news": {0, 1, 2, 3, 4}}
+    row = summarise(texts, 3, ["books", "news", "web"])["set"]
+    assert (row["texts"], row["too_short"], row["with_an_ngram"], row["mostly"]) == (7, 1, 2, 1)
+    assert row["by_source"] == {"books": 1, "news": 2, "web": 0}
+    assert row["examples"][0] == {"id": "1", "share": 1.0, "sources": ["news"], "text": "a b c d e f g"}
+    assert row["examples"][1]["text"] == "a b c d e f"
+    assert "news 2" in table({"set": row}, 3) and "web" not in table({"set": row}, 3)
+
+
+def test_as_a_user_starts_it(root, tmp_path):
+    """All three kinds of evaluation sets; the corpus holds one passage of RACE and one question of SQuAD."""
+    documents = make_documents(30, seed=2)
+    article, question = (
+        "Once upon a time " + documents[3],
+        "What did the very small old grey cat of my friend see at night in May?",
+    )
+    write_parquet(tmp_path / "a.parquet", [*documents[:20], f"Yes! {article} No."])
+    write_parquet(tmp_path / "b.parquet", [f"He asked: {question.upper()}", *documents[20:]])
+    sources = "".join(f"  - {{name: {name}, files: {tmp_path / name}.parquet, weight: 1}}\n" for name in "ab")
+    (tmp_path / "corpus.yaml").write_text(f"sources:\n{sources}")
+    row = {"article": article, "questions": ["_ is?"], "options": [["a", "b", "c", "d"]], "answers": ["A"], "id": "x"}
+    other = {**row, "article": make_documents(1, seed=99)[0]}
+    for number, content in enumerate((row, other)):
+        path = tmp_path / "race" / "dev" / "high" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    paragraph = {
+        "context": "Nothing.",
+        "qas": [{"id": "q1", "question": question, "answers": [], "is_impossible": True}],
+    }
+    paragraph["qas"].append({"id": "q2", "question": "Why?", "answers": [{"text": "Nothing", "answer_start": 0}]})
+    (tmp_path / "dev.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "glue" / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta b\tc\tentailment\n")
+    command = [
+        root / "benchmarks" / "contamination.py",
+        "--corpus",
+        tmp_path / "corpus.yaml",
+        "--output",
+        tmp_path / "o.json",
+    ]
+    command += ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = durable.read_json(tmp_path / "o.json")
+    sets = result["sets"]
+    articles = sets["race validation high articles"]
+    assert (articles["texts"], articles["mostly"], articles["by_source"]) == (2, 1, {"a": 1, "b": 0})
+    assert articles["examples"][0]["id"] == "high/0.txt" and articles["examples"][0]["share"] == 1.0
+    questions = sets[f"{tmp_path / 'dev.json'} questions"]
+    assert (questions["too_short"], questions["by_source"]) == (1, {"a": 0, "b": 1})
+    assert sets["rte validation"]["too_short"] == 2 and sum(result["documents"].values()) >= 30
+    assert "race validation high, high/0.txt (100%, a): once upon a time" in done.stdout.replace(" articles", "")
+
+    nothing = run_python(*command[:3], cwd=tmp_path)
+    assert nothing.returncode == 2 and "no evaluation set: name glue_dir" in nothing.stderr
+    bad = run_python(*command, "--ngram", 0, cwd=tmp_path)
+    assert bad.returncode == 2 and "ngram=0 must be at least 1" in bad.stderr
+
+
+def test_words():
+    assert words_of("The  cat's 1,000 Ärger!") == ["the", "cat", "s", "1", "000", "ärger"] and words_of("...") == []
