@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
-from roberta_recipe import finetuning, glue, protocol, ranking, run, tokenization, wsc
+from roberta_recipe import durable, finetuning, glue, protocol, ranking, run, tokenization, wsc
 from roberta_recipe.args import InputError, exit_on_error, setting
 from roberta_recipe.metrics import Glue
 
@@ -405,7 +405,7 @@ def job_of(args, training_args, task: glue.Task, data, form: Form, tokenizer, fo
         degenerate=lambda scores: degenerate(form, validation[0], scores),
         found=found,
         inputs=protocol.inputs_fingerprint(args, own, tokenizer, rows),
-        test_rows=[[split, examples.texts] for split, examples in data.items() if not examples.labels],
+        test_rows=durable.fingerprint([[split, of.texts] for split, of in data.items() if not of.labels]),
     )
 
 

@@ -95,7 +95,7 @@ class Job:
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # the script's part of a run's fingerprint
-    test_rows: Any = None  # as JSON can hold: scores of other rows are not taken for theirs
+    test_rows: str = ""  # their fingerprint: scores of other rows are not taken for theirs
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,9 @@ def score(trainer: finetuning.FinetuneTrainer, job: Job) -> tuple[dict[str, floa
     if trainer.args.do_predict and job.tests:
         tests = {split: trainer.scores(job.features[split]) for split in job.tests}
         if trainer.is_world_process_zero():
-            np.savez(Path(trainer.args.output_dir, TEST_SCORES), rows=durable.fingerprint(job.test_rows), **tests)
+            aside = Path(trainer.args.output_dir, f"unfinished_{TEST_SCORES}")
+            np.savez(aside, rows=job.test_rows, **tests)
+            aside.replace(aside.with_name(TEST_SCORES))
     return metrics, best
 
 
@@ -258,7 +260,7 @@ def test_scores(one: Run, job: Job) -> dict[str, np.ndarray] | None:
     """A run's scores of the tests, by split; None where there are none of these rows."""
     path = one.output_dir / TEST_SCORES
     stored = dict(np.load(path)) if path.is_file() else {}
-    return stored if str(stored.pop("rows", "")) == durable.fingerprint(job.test_rows) else None
+    return stored if stored and str(stored.pop("rows", "")) == job.test_rows else None
 
 
 def scores_of_tests(runs: list[Run], job: Job) -> list[dict[str, np.ndarray]]:

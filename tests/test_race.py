@@ -106,6 +106,19 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
 
 
+def test_the_script_is_a_template(flags, root, tmp_path):
+    """Copied with `roberta_recipe` and a preset into an empty folder, it runs."""
+    folder = tmp_path / "mine"
+    shutil.copytree(root / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "finetune_race.py", folder / "finetune_mine.py")
+    shutil.copy(root / "presets" / "race" / "paper.yaml", folder / "mine.yaml")
+    argv = flags()
+    assert argv[0] == "--config"
+    done = run_python("finetune_mine.py", "--config", "mine.yaml", *argv[2:], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert record_of(tmp_path / "race")["steps"] == 6 and str(root) not in done.stderr
+
+
 def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
     finetune_race.main(flags("--output_dir", tmp_path / "one"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
