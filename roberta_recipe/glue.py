@@ -4,12 +4,11 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import datasets
 import numpy as np
 
 from roberta_recipe import durable
 from roberta_recipe.args import InputError
-from roberta_recipe.protocol import percent
+from roberta_recipe.protocol import load_from_hub, percent
 
 HUB_DATASET = "nyu-mll/glue"
 
@@ -56,13 +55,8 @@ def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examp
 
 
 def _from_hub(task: Task, name: str, split: str) -> Examples:
-    try:
-        rows = datasets.load_dataset(HUB_DATASET, name, split=split)
-    except Exception as error:  # the Hub client raises a dozen kinds
-        raise InputError(
-            f"cannot load {HUB_DATASET} ({name}, {split}): {type(error).__name__}: {error}. Without the Hub, give the "
-            "folder of the official TSV files with --data_dir"
-        ) from None
+    instead = "the folder of the official TSV files with --data_dir"
+    rows = load_from_hub(HUB_DATASET, name, split=split, instead=instead)
     labels = None if split.startswith("test") else rows["label"]
     return Examples(list(zip(*(rows[column] for column in task.hub_columns), strict=True)), labels and list(labels))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
@@ -389,6 +390,17 @@ def summarise(runs: list[Run], records: list[dict[str, Any]], metric: str) -> di
 def _at_least(value: float | None) -> float:
     """A score to compare: that of a correlation with a constant, which is no number, is below all."""
     return -math.inf if value is None or math.isnan(value) else value
+
+
+def load_from_hub(name: str, *config: str, split: str, instead: str) -> datasets.Dataset:
+    """A split of a dataset on the Hub. Raises `InputError` that names it and what to give `instead`."""
+    try:
+        return datasets.load_dataset(name, *config, split=split)
+    except Exception as error:  # the Hub client raises a dozen kinds
+        what = ", ".join([*config, split])
+        raise InputError(
+            f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
+        ) from None
 
 
 def percent(value: float | None) -> str:

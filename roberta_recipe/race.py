@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.args import InputError, is_text
+from roberta_recipe.protocol import load_from_hub
 
 HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
@@ -92,13 +92,8 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
     """The same from the Hub."""
     questions, folded = [], {}
     for level in levels:
-        try:
-            rows = datasets.load_dataset(HUB_DATASET, level, split=split)
-        except Exception as error:  # the Hub client raises a dozen kinds
-            raise InputError(
-                f"cannot load {HUB_DATASET} ({level}, {split}): {type(error).__name__}: {error}. Without the Hub, give "
-                "the folder of the official files with --data_dir"
-            ) from None
+        instead = "the folder of the official files with --data_dir"
+        rows = load_from_hub(HUB_DATASET, level, split=split, instead=instead)
         for number, row in enumerate(rows):
             name = f"{row['example_id']}, row {number}"
             row["article"] = folded.setdefault(row["article"], fold(row["article"]))

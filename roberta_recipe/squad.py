@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.args import InputError, is_text
 from roberta_recipe.finetuning import compact
+from roberta_recipe.protocol import load_from_hub
 
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
 _TOGETHER = 1000  # questions tokenized in one call
@@ -105,13 +105,8 @@ def read_json(path: Path) -> Any:
 def read_hub(split: str, version_2: bool) -> list[Question]:
     """The questions of a split ("train", "validation") from the Hub."""
     name = HUB_DATASETS[version_2]
-    try:
-        rows = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the Hub client raises a dozen kinds
-        raise InputError(
-            f"cannot load {name} ({split}): {type(error).__name__}: {error}. Without the Hub, give the folder of the "
-            "official JSON files with --data_dir, or --train_file and --validation_file"
-        ) from None
+    instead = "the folder of the official JSON files with --data_dir, or --train_file and --validation_file"
+    rows = load_from_hub(name, split=split, instead=instead)
     questions = []
     for row in rows:
         pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
