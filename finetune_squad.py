@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
-from roberta_recipe import answerability, durable, finetuning, protocol, run, squad, tokenization
+from roberta_recipe import answerability, durable, finetuning, modeling, protocol, run, squad, tokenization
 from roberta_recipe.args import InputError, exit_on_error, setting
 from roberta_recipe.squad_metric import Squad
 
@@ -29,7 +29,6 @@ FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # the officia
 SHOWN = {"1.1": ("exact_match", "f1"), "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_f1", "best_f1")}
 DEFAULT = "presets/squad/v1.1.yaml"
 HALF = 0.5  # the classifier's threshold: more probable than not
-PADDING_LOGIT = -1e4  # no softmax sees it, and fp16 can hold it
 
 
 @dataclass
@@ -260,7 +259,7 @@ def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """(batch, seq_len, 2) start and end logits; without padding, of which another batch has another number."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
-    return logits.masked_fill(batch["attention_mask"][..., None] == 0, PADDING_LOGIT)
+    return logits.masked_fill(batch["attention_mask"][..., None] == 0, modeling.UNSEEN_LOGIT)
 
 
 def predict(args: SquadArguments, questions, made: squad.Windows, scores: np.ndarray) -> dict[str, squad.Spans]:

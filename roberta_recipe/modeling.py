@@ -8,7 +8,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.args import InputError, path_or_hub_id
 
-PADDING_ROW_BIAS = -1e4  # a logit no softmax sees (and that fp16 can hold)
+UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
 
 class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
@@ -107,7 +107,7 @@ def build_model(
         except ValueError as error:
             raise InputError(f"no model can be made from {source!r}: {error}") from None
     with torch.no_grad():
-        model.lm_head.bias[len(tokenizer) :] = PADDING_ROW_BIAS
+        model.lm_head.bias[len(tokenizer) :] = UNSEEN_LOGIT
     return model
 
 
