@@ -146,4 +146,4 @@ def test_every_preset_of_the_repository_is_valid(root):
         assert (root / args.config_name).is_file() and (root / args.corpus).is_file()
         assert (training_args.adam_beta1, training_args.adam_beta2, training_args.adam_epsilon) == (0.9, 0.98, 1e-6)
         assert training_args.max_grad_norm == 0.0
-    assert [path.stem for path in presets] == ["roberta_base", "roberta_large", "roberta_small", "roberta_tiny"]
+    assert [path.stem for path in presets] == [f"roberta_{size}" for size in ("base", "large", "mini", "small", "tiny")]
