@@ -20,7 +20,18 @@ from typing import Literal
 from tqdm.auto import tqdm
 from transformers import TrainingArguments, pipeline, set_seed
 
-from roberta_recipe import checkpoint, durable, estimate, masking, modeling, report, run, token_cache, tokenization
+from roberta_recipe import (
+    checkpoint,
+    durable,
+    estimate,
+    masking,
+    modeling,
+    order,
+    report,
+    run,
+    token_cache,
+    tokenization,
+)
 from roberta_recipe import corpus as corpora
 from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path, setting
 from roberta_recipe.stream import TextReader, TrainBlocks
@@ -82,6 +93,9 @@ class MlmArguments:
     )
     resume_despite_changes: bool = setting(
         False, "Go on from a checkpoint although data, batch, rate or the like are others now."
+    )
+    eval_only: bool = setting(
+        False, "Only measure the loss of model_name_or_path on the held-out text, and of each source of it."
     )
     dry_run: bool = setting(False, "Print parameters, data, memory, days and cost, and end.")
     hardware: str = setting("8xH200", "For dry_run: GPUs, such as 1024xV100-32GB.")
@@ -183,7 +197,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 3. Blocks: those to train on from where the last checkpoint left them, the held-out ones with fixed masks.
     reader, validation_reader = build_readers(args, training_args, corpus, tokenizer, data_seed)
     fingerprint = run_fingerprint(args, training_args, model, reader, data_seed)
-    resumed_from = checkpoint.find(training_args)
+    resumed_from = None if args.eval_only else checkpoint.find(training_args)
     resumed = resumed_from and checkpoint.load_state(
         resumed_from, fingerprint, checkpoint.layout(training_args), args.resume_despite_changes
     )
@@ -204,6 +218,11 @@ def main(argv: list[str] | None = None) -> dict | None:
         args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from)
+    if args.eval_only:
+        metrics, by_source = trainer.evaluate(), evaluate_sources(trainer, corpus, validation)
+        if trainer.is_world_process_zero():
+            announce_validation(metrics, entropy, by_source)
+        return run.leave_process_group()
     if trainer.is_world_process_zero():
         run.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
@@ -216,12 +235,13 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
-    metrics = trainer.evaluate()
+    metrics, by_source = trainer.evaluate(), evaluate_sources(trainer, corpus, validation)
 
     # 6. Run record and loss curve.
     record = run.run_record(
         trainer,
         metrics,
+        metrics_by_source=by_source,
         unigram_entropy=entropy,
         global_batch_size=args.global_batch_size,
         stopped_by="max_train_minutes" if watch.time_over else "max_steps",
@@ -291,6 +311,8 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
         )
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
+    if args.eval_only and not args.model_name_or_path:
+        raise InputError("eval_only measures a checkpoint: name it with model_name_or_path")
     if args.pack_only and not args.token_cache:
         raise InputError("pack_only packs into a token cache: name its folder with token_cache")
     if args.num_proc is not None and args.num_proc < 1:
@@ -300,7 +322,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     run.check_precision(training_args)
     if not args.dry_run:
         run.check_deepspeed(training_args)
-    if not (args.pack_only or args.dry_run):
+    if not (args.pack_only or args.dry_run or args.eval_only):
         run.check_output_dir(training_args.output_dir)
 
 
@@ -531,6 +553,24 @@ def announce_run(
     )
 
 
+def evaluate_sources(trainer: RecipeTrainer, corpus: corpora.Corpus, validation: list[dict]) -> dict[str, dict]:
+    """Loss, perplexity, entropy and size of the part of `validation` that is of each source; empty for one source."""
+    found = {}
+    for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
+        mine = [place for place, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
+        if not mine:
+            continue
+        prefix = f"eval_{source.name}"
+        metrics = trainer.evaluate([trainer.eval_dataset[place] for place in mine], metric_key_prefix=prefix)
+        found[source.name] = {
+            **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits")},
+            "unigram_entropy": masking.unigram_entropy([validation[place] for place in mine], trainer.data_collator),
+            "blocks": len(mine),
+            "tokens": sum(len(validation[place]["input_ids"]) for place in mine),
+        }
+    return found
+
+
 def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
     """The five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
     if not sentences:
@@ -544,16 +584,27 @@ def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
 
 def announce_result(record: dict, output_dir: str, curve: str) -> None:
     """The figures and where the files are."""
-    metrics = record["metrics"]
-    below = record["unigram_entropy"] - metrics["eval_loss"]
+    announce_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
     print(
-        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
-        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
-        f"of {record['unigram_entropy']:.3f}\n"
         f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
         f"{record['tokens_per_second']:,} tokens/s, {record['wall_clock_s']:,.0f} s in all\n"
         f"checkpoint  {output_dir}\nrun record  {os.path.join(output_dir, run.RECORD_NAME)}\nloss curve  {curve}"
     )
+
+
+def announce_validation(metrics: dict, entropy: float, by_source: dict[str, dict]) -> None:
+    """The loss on the held-out text beside its unigram entropy, and that of each source."""
+    below = entropy - metrics["eval_loss"]
+    print(
+        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
+        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
+        f"of {entropy:.3f}"
+    )
+    for name, one in by_source.items():
+        print(
+            f"    {name:<16} {one['loss']:.3f} nats, perplexity {one['perplexity']:.2f}; unigram entropy "
+            f"{one['unigram_entropy']:.3f}; {one['blocks']:,} blocks, {one['tokens']:,} tokens"
+        )
 
 
 if __name__ == "__main__":

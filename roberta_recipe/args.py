@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 
 # What belongs to one start of a run, or to nobody else.
 _NOT_SAVED = {"resume_from_checkpoint", "local_rank", "hub_token", "resume_despite_changes", "pack_only", "pack_part"}
-_NOT_SAVED |= {"dry_run", "hardware", "utilisation", "gpu_hour_price"}
+_NOT_SAVED |= {"eval_only", "dry_run", "hardware", "utilisation", "gpu_hour_price"}
 
 ROOT = Path(__file__).resolve().parent.parent
 

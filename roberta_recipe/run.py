@@ -280,6 +280,7 @@ def run_record(trainer: Trainer, metrics: dict[str, Any], **parts: Any) -> dict[
             "train": loss_at_steps(history, "loss"),
             "validation": loss_at_steps(history, "eval_loss"),
         },
+        "tokens_at_steps": loss_at_steps(history, "tokens_seen"),
         **parts,
         "versions": {
             "python": platform.python_version(),

@@ -137,6 +137,34 @@ def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
     assert record["metrics"]["eval_loss"] == pytest.approx(total / predicted, rel=1e-5)
 
 
+def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tokenizer, capsys):
+    """A run's record has the loss of each source; `eval_only` on its checkpoint finds the same and writes nothing."""
+    sources = []
+    for name, documents, seed in (("animals", 160, 1), ("others", 80, 2)):
+        write_text(tmp_path / f"{name}.txt", make_documents(documents, seed=seed))
+        sources.append({"name": name, "files": str(tmp_path / f"{name}.txt"), "size_gb": documents})
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(yaml.safe_dump({"validation_share": 0.5, "sources": sources}))
+    corpus = ["--corpus", mixture, "--per_device_eval_batch_size", 2]
+    record = train(preset, *corpus, "--max_steps", 2)
+    by_source, capsys_out = record["metrics_by_source"], capsys.readouterr().out
+    assert list(by_source) == ["animals", "others"] and "    animals  " in capsys_out
+    blocks = [one["blocks"] for one in by_source.values()]
+    assert min(blocks) > 1 and by_source["animals"]["loss"] != by_source["others"]["loss"]
+    losses = [one["loss"] for one in by_source.values()]
+    assert min(losses) < record["metrics"]["eval_loss"] < max(losses)
+
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    again = ["--eval_only", "true", "--model_name_or_path", tmp_path / "run", "--output_dir", tmp_path / "run"]
+    assert train(preset, *corpus, *again) is None
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    shown = capsys.readouterr().out.splitlines()
+    wanted = [line for line in capsys_out.splitlines() if line.startswith(("validation loss", "    "))]
+    assert len(wanted) == 3 and [line for line in shown if line.startswith(("validation loss", "    "))] == wanted
+    with pytest.raises(InputError, match="eval_only measures a checkpoint"):
+        train(preset, *corpus, "--eval_only", "true", "--output_dir", tmp_path / "none")
+
+
 def test_training_learns(preset, tmp_path):
     record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
     losses = logged_losses(record)
