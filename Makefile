@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
 
-.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race bench contamination clean
+.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race push bench contamination clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -55,6 +55,9 @@ squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/robe
 
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
 	$(ACCELERATE) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
+
+push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
+	$(BIN)/python -m roberta_recipe.hub --model $(MODEL) --repo $(REPO) $(ARGS)
 
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py

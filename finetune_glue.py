@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
-from roberta_recipe import durable, finetuning, glue, protocol, ranking, run, tokenization, wsc
+from roberta_recipe import durable, finetuning, glue, hub, protocol, ranking, run, tokenization, wsc
 from roberta_recipe.args import InputError, exit_on_error, setting
 from roberta_recipe.metrics import Glue
 
@@ -136,12 +136,13 @@ def main(argv: list[str] | None = None) -> dict | None:
     run.use_all_cores()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
-    (args, training_args), _ = read_arguments(argv)
+    (args, training_args), resolved = read_arguments(argv)
     if args.collect:
         tasks = {**TASKS, "ax": AX}
         below = SWEEP_FOLDER if args.sweep else ""
         return glue.collect(args.collect, below, tasks, PAPER, training_args.do_predict, not args.other_rows)
     check_arguments(args, training_args)
+    publisher = hub.publisher(training_args, resolved)
     task = TASKS[args.task_name]
 
     # 2. Examples, and whether validation can be believed.
@@ -159,11 +160,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, training_args, task, data, form, tokenizer, found)
     runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments, SWEEP_FLAGS if args.sweep else ())
+    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher, SWEEP_FLAGS if args.sweep else ())
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
-    summary = protocol.finish(args, training_args, folder, runs, records, job)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
     if training_args.process_index == 0:
         print(protocol.table(summary, paper_line(args.task_name)))
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForMultipleChoice
 
-from roberta_recipe import durable, finetuning, protocol, race, run, tokenization
+from roberta_recipe import durable, finetuning, hub, protocol, race, report, run, tokenization
 from roberta_recipe.args import InputError, exit_on_error, setting
 
 # The paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
@@ -46,8 +46,9 @@ def main(argv: list[str] | None = None) -> dict | None:
     run.use_all_cores()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
-    (args, training_args), _ = read_arguments(argv)
+    (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
+    publisher = hub.publisher(training_args, resolved)
 
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
@@ -64,11 +65,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, data, made, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments)
+    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
     if training_args.process_index == 0:
         print(protocol.table(summary, PAPER, tuple(records[0]["metrics"])))
 
@@ -188,7 +189,7 @@ def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Qu
     """The test set's accuracies, medians over all runs."""
     metrics = [measure(questions, scores["test"]) for scores in protocol.scores_of_tests(runs, job)]
     medians = {name: statistics.median(one[name] for one in metrics) for name in metrics[0]}
-    shown = ", ".join(f"{name} {protocol.percent(value)}" for name, value in medians.items())
+    shown = ", ".join(f"{name} {report.percent(value)}" for name, value in medians.items())
     return f"test set, medians: {shown}"
 
 

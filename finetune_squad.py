@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
-from roberta_recipe import answerability, durable, finetuning, modeling, protocol, run, squad, tokenization
+from roberta_recipe import answerability, durable, finetuning, hub, modeling, protocol, run, squad, tokenization
 from roberta_recipe.args import InputError, exit_on_error, setting
 from roberta_recipe.squad_metric import Squad
 
@@ -62,10 +62,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     run.use_all_cores()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
-    (args, training_args), _ = read_arguments(argv)
+    (args, training_args), resolved = read_arguments(argv)
     if args.score:
         return score_file(args)
     check_arguments(args, training_args)
+    publisher = hub.publisher(training_args, resolved)
 
     # 2. Examples, and whether validation can be believed.
     with training_args.main_process_first():  # one process downloads
@@ -83,11 +84,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, data, made, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments)
+    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
     if training_args.process_index == 0:
         print(protocol.table(summary, f"RoBERTa: {PAPER[version(args)]} (Table 6)", SHOWN[version(args)]))
 

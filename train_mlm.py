@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from tqdm.auto import tqdm
@@ -24,6 +25,7 @@ from roberta_recipe import (
     checkpoint,
     durable,
     estimate,
+    hub,
     masking,
     modeling,
     order,
@@ -172,6 +174,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.global_batch_size = run.derive_batch(training_args, args.global_batch_size)
     set_seed(training_args.seed)
     data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+    publisher = None if args.pack_only or args.eval_only else hub.publisher(training_args, resolved)
 
     # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
     corpus = read_corpus(args)
@@ -215,7 +218,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Train.
     watch = StepWatch(args.max_train_minutes)
     trainer = build_trainer(
-        args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch
+        args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch, publisher
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from)
     if args.eval_only:
@@ -258,6 +261,8 @@ def main(argv: list[str] | None = None) -> dict | None:
         # 7. What came out.
         show_predictions(args.fill_mask_examples, training_args.output_dir)
         announce_result(record, training_args.output_dir, curve)
+        if publisher:
+            publisher.push(Path(training_args.output_dir), f"Trained for {record['steps']} steps")
     run.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
         raise RunError(
@@ -498,7 +503,7 @@ def validation_blocks(
 
 
 def build_trainer(
-    args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch
+    args, training_args, model, tokenizer, blocks, validation, collator, fingerprint, resumed, watch, publisher
 ) -> RecipeTrainer:
     """`Trainer` over the blocks, evaluating on those with fixed masks."""
     examples = masking.fixed_masks(validation, collator)
@@ -518,13 +523,14 @@ def build_trainer(
             fingerprint=fingerprint,
             resumed=resumed,
             watch=watch,
+            publisher=publisher,
             flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
         )
     except (
         ValueError,
         RuntimeError,
         OSError,
-    ) as error:  # a tracker that is not installed, a Hub that is not there, ...
+    ) as error:  # a tracker that is not installed, ...
         raise InputError(f"Trainer refuses these arguments: {error}") from error
 
 

@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from roberta_recipe import durable
+from roberta_recipe import durable, hub
 from roberta_recipe.args import RunError
 from roberta_recipe.checkpoint import PARTIAL, STATE_NAME, layout, newest_first
 from roberta_recipe.run import is_out_of_memory
@@ -26,20 +26,29 @@ class DurableTrainer(Trainer):
     """`Trainer` whose checkpoints are whole or absent, and that goes on from the newest whole one as if nothing had
     been: with a `recipe_state.json` in each, whose content at the start is `resumed`.
 
-    `fingerprint` says what must not change between two starts of a run.
+    `fingerprint` says what must not change between two starts of a run. A `publisher` pushes each checkpoint; nothing
+    else here touches the Hub, whatever `push_to_hub` says.
     """
 
     memory_advice = ""  # beside a smaller micro-batch
 
-    def __init__(self, *args, fingerprint: dict[str, Any], resumed: dict[str, Any] | None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        fingerprint: dict[str, Any],
+        resumed: dict[str, Any] | None,
+        publisher: hub.Publisher | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
+        self.publisher = publisher
         self.fingerprint, resumed = fingerprint, resumed or {}
         self.restarts: int = resumed.get("restarts", -1) + 1
         self._first_step: int = resumed.get("step", 0)
         self._loss_sums: list[float] = resumed.get("loss_sums", [])
         self._loss_sum_from: int = resumed.get("loss_sum_from", 0)
         self._earlier_s: float = resumed.get("train_seconds", 0.0)
-        self._start_s, self._to_push = time.monotonic(), None
+        self._start_s = time.monotonic()
 
     def count_consumed(self) -> None:
         """Add up, over processes, what was consumed since the last call; called in all of them."""
@@ -126,8 +135,8 @@ class DurableTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(aside.parent, ignore_errors=True)
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
-        if self._to_push:
-            super()._push_from_checkpoint(str(place))
+        if self.publisher:
+            self.publisher.push_checkpoint(place, self.state.global_step, self.state.max_steps)
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
         """The fp32 weights that DeepSpeed's optimizer steps, whole, on the first process; every process must call.
@@ -171,11 +180,13 @@ class DurableTrainer(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
         self._end_writing(failure, "the model")
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save")
+
+    def init_hf_repo(self, token=None, private=None):
+        """The publisher's, who asks before anything is trained."""
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        self._to_push = True  # when it is complete
+        """The publisher's, when the checkpoint is whole; `Trainer` would add a pickle of its arguments, token and
+        all."""
 
     def _end_writing(self, failure: Exception | None, what: str) -> None:
         """Raise `RunError` in all processes where writing failed in one (under DeepSpeed, whose own writing waits for

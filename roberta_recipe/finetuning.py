@@ -21,11 +21,10 @@ from roberta_recipe.checkpoint import PARTIAL
 from roberta_recipe.corpus import file_identity
 from roberta_recipe.durable_trainer import DurableTrainer
 from roberta_recipe.order import random_order
-from roberta_recipe.run import accumulation_steps, largest_divisor, loss_at_steps
+from roberta_recipe.run import BEST_NAME, accumulation_steps, largest_divisor, loss_at_steps
 
 logger = logging.getLogger("recipe")
 
-BEST = "best"  # folder of the best epoch's checkpoint
 SCORES = "validation_scores.npy"  # in it
 _BATCHES_SORTED_TOGETHER = 50
 # Where Hugging Face's configs keep the dropout of a head.
@@ -219,12 +218,12 @@ class FinetuneTrainer(DurableTrainer):
 
     def _keep_as_best(self, scores: np.ndarray) -> None:
         """The weights, tokenizer and validation scores of now in `<output_dir>/best`, whole or as they were."""
-        aside, failure = Path(self.args.output_dir, PARTIAL, BEST), None
+        aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
         try:
             self.save_model(str(aside), _internal_call=True)
             if self.args.should_save:
                 np.save(aside / SCORES, scores)
-                durable.publish(aside, Path(self.args.output_dir, BEST))
+                durable.publish(aside, Path(self.args.output_dir, BEST_NAME))
         except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
         self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
@@ -232,7 +231,7 @@ class FinetuneTrainer(DurableTrainer):
     def load_best(self) -> np.ndarray:
         """Put the best epoch's weights into the model; returns its validation scores."""
         self.accelerator.wait_for_everyone()
-        best = Path(self.args.output_dir, BEST)
+        best = Path(self.args.output_dir, BEST_NAME)
         stored = type(self.model).from_pretrained(best, dtype=torch.float32)
         state = stored.state_dict()
         if answerability.is_attached(self.model):
@@ -259,7 +258,7 @@ def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float
 
 def validation_scores(output_dir: str | Path) -> np.ndarray:
     """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
-    path = Path(output_dir, BEST, SCORES)
+    path = Path(output_dir, BEST_NAME, SCORES)
     if not path.is_file():
         raise InputError(f"{path} is missing: move {output_dir} away to have it run again")
     return np.load(path)

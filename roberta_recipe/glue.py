@@ -8,7 +8,9 @@ import numpy as np
 
 from roberta_recipe import durable
 from roberta_recipe.args import InputError
-from roberta_recipe.protocol import load_from_hub, percent
+from roberta_recipe.protocol import load_from_hub
+from roberta_recipe.report import percent
+from roberta_recipe.run import SUMMARY_NAME
 
 HUB_DATASET = "nyu-mll/glue"
 
@@ -216,12 +218,12 @@ def collect(
     predictions."""
     medians = {}
     for name in _COLUMNS:
-        path = Path(folder, name, below, "summary.json")
+        path = Path(folder, name, below, SUMMARY_NAME)
         if path.is_file():
             summary = durable.read_json(path)
             medians[name] = percent(summary["settings"][summary["picked"]]["median"])
     if not medians:
-        where = Path("<task>", below, "summary.json")
+        where = Path("<task>", below, SUMMARY_NAME)
         raise InputError(f"collect={folder} holds no finished task ({where}): make glue TASK=rte makes one")
     rows = {"RoBERTa-large, Table 5": paper["large"], "RoBERTa-base, fairseq": paper["base"], "ours": medians}
     print(" " * 24 + "".join(f"{name:>9}" for name in _COLUMNS))

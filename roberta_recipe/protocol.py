@@ -16,9 +16,11 @@ import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.trainer_utils import HubStrategy
 
-from roberta_recipe import checkpoint, durable, finetuning, run, tokenization
+from roberta_recipe import checkpoint, durable, finetuning, hub, report, run, tokenization
 from roberta_recipe.args import InputError, parse, setting
+from roberta_recipe.report import percent
 
 TEST_SCORES = "test_scores.npz"
 
@@ -137,6 +139,13 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if not training_args.output_dir or Path(training_args.output_dir).is_file():
         raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
+    if training_args.push_to_hub and args.keep == "none":
+        raise InputError("keep=none leaves no weights to push: with push_to_hub, keep=best")
+    if training_args.push_to_hub and "checkpoint" in training_args.hub_strategy.value:
+        raise InputError(
+            f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
+            "the best of all (end)"
+        )
     if training_args.label_smoothing_factor:
         raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
     for name, wanted in _TAKEN_FROM_TRAINER.items():
@@ -164,11 +173,14 @@ def run_all(
     runs: list[Run],
     job: Job,
     read: Callable[[list[str]], tuple[Arguments, dict[str, Any]]],
+    resolved_args: dict[str, Any],
+    publisher: hub.Publisher | None,
     extra_flags: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """The record of each run, from the disk where it is done already; `read` is the script's reader of arguments.
 
-    Of each setting, the weights of the best run so far stay, or as `keep` says.
+    Of each setting, the weights of the best run so far stay, or as `keep` says. They are pushed after each run, unless
+    `hub_strategy` is "end" or there are several settings to choose from.
     """
     records = []
     for one in runs:
@@ -180,6 +192,10 @@ def run_all(
             mine = [number for number in range(len(records)) if runs[number].setting == one.setting]
             of_setting, theirs = [runs[number] for number in mine], [records[number] for number in mine]
             drop_weights("best", of_setting, summarise(of_setting, theirs, job.metric))
+        more = len(records) < len(runs)
+        if publisher and more and publisher.strategy != HubStrategy.END and len({one.setting for one in runs}) == 1:
+            write_summary(runs[: len(records)], records, job, one.output_dir.parent, resolved_args)
+            publisher.push(one.output_dir.parent, f"Best of {len(records)} runs of {len(runs)}")
     return records
 
 
@@ -303,13 +319,33 @@ def inputs_fingerprint(args: Any, names: tuple[str, ...], tokenizer, rows: Any) 
 
 
 def finish(
-    args: FinetuneArguments, training_args: FinetuneTrainingArguments, folder: Path, runs, records, job: Job
+    args: FinetuneArguments,
+    training_args: FinetuneTrainingArguments,
+    folder: Path,
+    runs: list[Run],
+    records: list[dict[str, Any]],
+    job: Job,
+    resolved_args: dict[str, Any],
+    publisher: hub.Publisher | None,
 ) -> dict[str, Any]:
-    """The summary of all runs, also as `<folder>/summary.json`; weights that `keep` does not want are dropped."""
-    summary = summarise(runs, records, job.metric) | {"task": job.name, **job.found}
-    if training_args.process_index == 0:
-        drop_weights(args.keep, runs, summary)
-        durable.write_json(folder / "summary.json", run.finite(summary))
+    """The summary of all runs, also as `<folder>/summary.json`, and their curves; weights that `keep` does not want are
+    dropped, and the best run is pushed."""
+    if training_args.process_index:
+        return summarise(runs, records, job.metric) | {"task": job.name, **job.found}
+    summary = write_summary(runs, records, job, folder, resolved_args)
+    drop_weights(args.keep, runs, summary)
+    report.plot_runs(records, job.metric, folder / run.CURVE_NAME)
+    if publisher:
+        publisher.push(folder, f"Best of {len(runs)} runs")
+    return summary
+
+
+def write_summary(
+    runs: list[Run], records: list[dict[str, Any]], job: Job, folder: Path, resolved_args: dict[str, Any]
+) -> dict[str, Any]:
+    """What `<folder>/summary.json` then holds: medians and spread, what was found in the data, the arguments of all."""
+    summary = summarise(runs, records, job.metric) | {"task": job.name, **job.found, "resolved_args": resolved_args}
+    durable.write_json(folder / run.SUMMARY_NAME, run.finite(summary))
     return summary
 
 
@@ -345,7 +381,7 @@ def finished(one: Run, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
 
 def has_weights(one: Run) -> bool:
     """Whether the weights of a run's best epoch are on disk."""
-    return (one.output_dir / finetuning.BEST / "model.safetensors").is_file()
+    return (one.output_dir / run.BEST_NAME / "model.safetensors").is_file()
 
 
 def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
@@ -355,7 +391,7 @@ def drop_weights(keep: str, runs: list[Run], summary: dict[str, Any]) -> None:
     for one in runs:
         if keep == "all" or (keep == "best" and str(one.output_dir) == best):
             continue
-        for path in (one.output_dir / finetuning.BEST).glob("*"):
+        for path in (one.output_dir / run.BEST_NAME).glob("*"):
             if path.name != finetuning.SCORES:
                 path.unlink()
 
@@ -401,11 +437,6 @@ def load_from_hub(name: str, *config: str, split: str, instead: str) -> datasets
         raise InputError(
             f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
         ) from None
-
-
-def percent(value: float | None) -> str:
-    """A score times 100; one that is no number (a correlation with a constant) as nan."""
-    return "nan" if value is None or not np.isfinite(value) else f"{100 * value:.1f}"
 
 
 def table(summary: dict[str, Any], paper: str, others: tuple[str, ...] = ()) -> str:

@@ -29,6 +29,7 @@ from roberta_recipe.checkpoint import PARTIAL, newest_first
 logger = logging.getLogger("recipe")
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
+SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
 
 def set_up_logging() -> None:

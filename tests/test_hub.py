@@ -1,0 +1,262 @@
+"""Publishing, against a Hub on loopback: what arrives, what is refused, and that a token stays where it is."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from conftest import run_python
+from hub_server import HubServer
+from huggingface_hub import ModelCard
+
+import finetune_glue
+import train_mlm
+from roberta_recipe import hub
+from roberta_recipe.args import InputError, RunError
+
+TOKEN = "hf_aVerySecretTokenOfNobody"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A Hub with two users, which this process and its children take for the only one."""
+    with HubServer({TOKEN: "me", "hf_another": "you"}) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(hub, "RETRY_AFTER_S", (0, 0, 0))
+        yield server
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), "--max_steps", "4", *map(str, argv)])
+
+
+def card_of(files):
+    return ModelCard(files["README.md"].decode())
+
+
+def read_all(folder):
+    return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
+
+
+LOAD = """
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+import torch
+tokenizer = AutoTokenizer.from_pretrained("me/small")
+model = AutoModelForMaskedLM.from_pretrained("me/small")
+print(model(**tokenizer("the cat", return_tensors="pt")).logits.sum().item())
+"""
+
+
+def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path, root, monkeypatch):
+    """The whole way by the command line; what arrived is downloaded and loaded on a machine without this repository."""
+    done = run_python(
+        *[root / "train_mlm.py", "--config", preset, "--max_steps", "4", "--save_strategy", "steps"],
+        *["--save_steps", "2", "--push_to_hub", "true", "--hub_model_id", "small", "--hub_strategy", "checkpoint"],
+        *["--hub_always_push", "true", "--hub_token", TOKEN],
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    files, out = server.repositories["me/small"]["main"], tmp_path / "run"
+    messages = [message for _, _, message in server.commits]
+    assert messages == [*(f"Training in progress, step {step}" for step in (2, 4)), "Trained for 4 steps"]
+    wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    wanted |= {"preset.yaml", "run_record.json", "loss_curve.png", "last-checkpoint/optimizer.pt"}
+    assert wanted <= set(files) and not [name for name in files if "training_args" in name]
+    for name in ("model.safetensors", "run_record.json", "loss_curve.png", "preset.yaml"):
+        assert files[name] == (out / name).read_bytes()
+    assert any(line.startswith("PUT /large/") for line in server.log)  # the large file protocol
+    assert TOKEN not in done.stdout + done.stderr
+    assert TOKEN.encode() not in read_all(tmp_path) and TOKEN.encode() not in b"".join(files.values())
+    assert not list(out.glob(".push-*"))
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "load.py").write_text(LOAD)
+    loaded = run_python(elsewhere / "load.py", cwd=elsewhere, env={"HF_HOME": str(elsewhere / "hf")})
+    assert loaded.returncode == 0, loaded.stderr
+    from_disk = LOAD.replace("me/small", str(out))
+    (elsewhere / "disk.py").write_text(from_disk)
+    assert run_python(elsewhere / "disk.py", cwd=elsewhere).stdout == loaded.stdout
+
+
+def test_the_card_says_what_the_record_says(server, preset, tmp_path):
+    record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small")
+    card = card_of(server.repositories["me/small"]["main"])
+    head = yaml.safe_load(str(card).split("---")[1])
+    assert (head["library_name"], head["pipeline_tag"], "roberta" in head["tags"]) == (
+        "transformers",
+        "fill-mask",
+        True,
+    )
+    (index,) = head["model-index"]
+    measured = {m["type"]: m["value"] for result in index["results"] for m in result["metrics"]}
+    assert index["name"] == "small"
+    assert measured["loss"] == pytest.approx(record["metrics"]["eval_loss"], abs=1e-4)
+    assert measured["perplexity"] == pytest.approx(record["metrics"]["eval_perplexity"], abs=1e-4)
+    for wanted in (
+        f"{record['parameters']:,} parameters",
+        f"It saw {record['tokens_seen']:,} tokens",
+        "| global_batch_size | 8 |",
+        "| hidden size | 32 |",
+        f"{record['counts']['train']['train_file']['documents']:,} | ",
+        'AutoModelForMaskedLM.from_pretrained("me/small")',
+        "![loss over steps](loss_curve.png)",
+    ):
+        assert wanted in card.text, wanted
+    assert server.commits == [("me/small", "main", "Trained for 4 steps")]  # nothing was saved meanwhile
+
+
+def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_path, capsys):
+    train(preset)
+    push = ["--model", str(tmp_path / "run"), "--repo", "small", "--license", "mit", "--language", "en"]
+    hub.main([*push, "--dry_run"])
+    shown = capsys.readouterr().out
+    assert "license: mit" in shown and "model.safetensors" in shown and not server.repositories
+    hub.main([*push, "--private"])
+    hub.main(push)  # the same run: nothing but the card's date could differ
+    hub.main([*push, "--revision", "second"])
+    assert server.private == {"me/small"} and set(server.repositories["me/small"]) == {"main", "second"}
+    head = card_of(server.repositories["me/small"]["main"]).data.to_dict()
+    assert (head["license"], head["language"]) == ("mit", ["en"])
+
+
+def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
+    """Of every kind of request that writes: asked, the large file, the commit."""
+    train(preset)
+    kinds = [("POST", "/preupload/"), ("POST", "objects/batch"), ("PUT", "/large/"), ("POST", "/commit/")]
+    server.drops = [("GET", "/tree/"), ("POST", "repos/create"), *kinds]
+    hub.main(["--model", str(tmp_path / "run"), "--repo", "me/small"])
+    assert server.drops == [] and sum(line.endswith("dropped") for line in server.log) == 6
+    assert len(server.commits) == 1
+    assert (
+        server.repositories["me/small"]["main"]["model.safetensors"]
+        == (tmp_path / "run/model.safetensors").read_bytes()
+    )
+    assert "trying again" in capsys.readouterr().err
+
+    server.drops = [("POST", "/commit/")] * 4
+    with pytest.raises(RunError, match=r"cannot be reached for me/small .*nothing here is lost"):
+        hub.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
+
+
+def test_a_push_that_fails_while_training_ends_nothing(server, preset, tmp_path, capsys):
+    server.drops = [("POST", "/commit/")] * 4
+    saving = ["--save_strategy", "steps", "--save_steps", "2", "--hub_always_push", "true"]
+    record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
+    assert record["steps"] == 4 and "a push while training failed, and training goes on" in capsys.readouterr().err
+    assert server.commits[-1][2] == "Trained for 4 steps"
+
+
+def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):
+    push = ("--push_to_hub", "true", "--hub_model_id")
+    with pytest.raises(InputError, match=r"the token may not write to you/small .*repository of your own"):
+        train(preset, *push, "you/small")
+    with pytest.raises(InputError, match="'me/small/er' is no name for a repository"):
+        train(preset, *push, "me/small/er")
+    server.repositories["me/taken"] = {"main": {"model.safetensors": b"of somebody", "config.json": b"{}"}}
+    with pytest.raises(InputError, match=r"the name me/taken is taken.*2 files of something else"):
+        train(preset, *push, "me/taken")
+    for token in ("hf_wrongButStillSecret", ""):
+        monkeypatch.setenv("HF_TOKEN", token)
+        for name in ("me/small", "small"):
+            with pytest.raises(InputError, match=r"does not know the token.*that may write to") as refused:
+                train(preset, *push, name)
+            assert "Secret" not in str(refused.value)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+        train(preset, *push, "me/small")
+    assert not (tmp_path / "run" / "run_record.json").exists() and server.commits == []
+    assert server.repositories["me/taken"]["main"]["model.safetensors"] == b"of somebody"
+
+
+def test_a_name_is_ones_own_again_after_a_restart(server, preset, tmp_path):
+    """The mark in the card tells the run; another run is refused, unless it is told to replace it."""
+    push = ("--push_to_hub", "true", "--hub_model_id", "me/small")
+    train(preset, *push)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    train(preset, *push)  # the same command
+    (tmp_path / "run").rename(tmp_path / "second")
+    with pytest.raises(InputError, match="the name me/small is taken"):
+        train(preset, *push, "--learning_rate", "1e-2")
+    train(preset, "--learning_rate", "1e-2")
+    model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
+    with pytest.raises(InputError, match="taken"):
+        hub.main(model)
+    hub.main([*model, "--replace"])
+    preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
+    assert preset_there["learning_rate"] == 1e-2
+
+
+def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
+    folder = tmp_path / "RTE"
+    folder.mkdir()
+    answers = ("not_entailment", "entailment")
+    rows = [f"{n}\tThe cat sees a dog.\tA dog is {['red', 'seen'][n % 2]}.\t{answers[n % 2]}" for n in range(24)]
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "\n".join(rows) + "\n")
+    argv = [
+        "--task_name",
+        "rte",
+        "--data_dir",
+        str(tmp_path),
+        "--other_rows",
+        "true",
+        "--model_name_or_path",
+        model_dir,
+    ]
+    argv += ["--max_steps", "-1", "--num_train_epochs", "1", "--warmup_steps", "0", "--use_cpu", "--seeds", "1", "2"]
+    argv += [
+        "--max_seq_length",
+        "32",
+        "--output_dir",
+        str(tmp_path / "rte"),
+        "--push_to_hub",
+        "true",
+        "--disable_tqdm",
+        "true",
+    ]
+    summary = finetune_glue.main([*argv, "--hub_model_id", "me/rte"])
+    assert [message for _, _, message in server.commits] == ["Best of 1 runs of 2", "Best of 2 runs"]
+    files = server.repositories["me/rte"]["main"]
+    best = Path(summary["settings"][0]["best_run"])
+    assert files["model.safetensors"] == (best / "best" / "model.safetensors").read_bytes()
+    assert {"summary.json", "run_record.json", "preset.yaml", "loss_curve.png", "tokenizer.json"} <= set(files)
+    assert "validation_scores.npy" not in files
+    head = card_of(files).data.to_dict()
+    (result,) = head["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "GLUE rte", "type": "nyu-mll/glue", "config": "rte", "split": "validation"}
+    (metric,) = result["metrics"]
+    assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
+    assert head["pipeline_tag"] == "text-classification"
+
+    with pytest.raises(InputError, match="keep=none leaves no weights to push"):
+        finetune_glue.main([*argv, "--keep", "none"])
+    with pytest.raises(InputError, match="hub_strategy=checkpoint: fine-tuning pushes the best run"):
+        finetune_glue.main([*argv, "--hub_strategy", "checkpoint"])
+
+
+def test_results_of_fine_tuning_stand_on_the_card_of_what_it_came_from(server, preset, tmp_path):
+    train(preset)
+    row = {"median": 0.5, "lowest": 0.4, "highest": 0.6, "seeds": {"1": 0.4, "2": 0.6}, "medians": {"accuracy": 0.5}}
+    (tmp_path / "race").mkdir()
+    summary = {"task": "race", "metric": "accuracy", "picked": 0, "settings": [row]}
+    (tmp_path / "race" / "summary.json").write_text(json.dumps(summary))
+    push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
+    hub.main([*push, str(tmp_path / "race")])
+    card = card_of(server.repositories["me/small"]["main"])
+    assert "| RACE | accuracy | 50.0 | 40.0 to 60.0 | 2 | accuracy 50.0 |" in card.text
+    assert [one.dataset_type for one in card.data.eval_results].count("ehovy/race") == 1
+    for wrong, message in ((tmp_path / "none", "has no summary.json"),):
+        with pytest.raises(InputError, match=message):
+            hub.main([*push, str(wrong)])
+    with pytest.raises(InputError, match="holds no finished run"):
+        hub.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
