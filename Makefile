@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
 
-.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race push bench contamination clean
+.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race push report bench contamination clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -58,6 +58,9 @@ race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECI
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
 	$(BIN)/python -m roberta_recipe.hub --model $(MODEL) --repo $(REPO) $(ARGS)
+
+report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
+	$(BIN)/python results/report.py $(ARGS)
 
 bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py

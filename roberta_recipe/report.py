@@ -41,7 +41,7 @@ def plot_runs(records: list[dict[str, Any]], metric: str, path: str | Path) -> N
         steps, scores = _columns(record["score_at_steps"])
         right.plot(
             steps,
-            [math.nan if score is None else 100 * score for score in scores],
+            [_times_100(score) for score in scores],
             marker="o",
             markersize=3,
             label=label,
@@ -55,6 +55,59 @@ def plot_runs(records: list[dict[str, Any]], metric: str, path: str | Path) -> N
         right.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_curves(records: dict[str, dict[str, Any]], path: str | Path) -> None:
+    """Loss and perplexity of pretraining runs, by name, over tokens seen, as a PNG; dashed, the unigram entropy."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for number, (name, record) in enumerate(records.items()):
+        color = f"C{number % 10}"
+        per_step = record["tokens_seen"] / record["steps"] / 1e6
+        steps, losses = _columns(record["loss_at_steps"]["train"])
+        left.plot([step * per_step for step in steps], losses, color=color, alpha=0.4, linewidth=1)
+        steps, losses = _columns(record["loss_at_steps"]["validation"])
+        tokens = [step * per_step for step in steps]
+        label = f"{name}, {record['parameters'] / 1e6:.1f} M parameters"
+        left.plot(tokens, losses, color=color, marker="o", markersize=3, label=label)
+        left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
+        right.plot(tokens, [math.exp(loss) for loss in losses], color=color, marker="o", markersize=3, label=label)
+    left.set_ylabel("masked-LM loss (nats); dots: validation")
+    right.set_ylabel("validation perplexity")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xlabel("million tokens seen")
+        axes.grid(alpha=0.3, which="both")
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_scores(summaries: list[tuple[str, dict[str, Any]]], path: str | Path) -> None:
+    """Validation score times 100 of (name, fine-tuning) over the share of their steps, as a PNG: a line a run, a panel
+    a task."""
+    tasks = list(dict.fromkeys(summary["task"] for _, summary in summaries))
+    rows = -(-len(tasks) // 3) or 1
+    figure, grid = plt.subplots(rows, 3, figsize=(11, 3.6 * rows), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(tasks) :]:
+        axes.axis("off")
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        mine = [(name, summary) for name, summary in summaries if summary["task"] == task]
+        for number, (name, summary) in enumerate(mine):
+            for record in summary["runs"]:
+                steps, scores = _columns(record["score_at_steps"])
+                shares = [step / record["steps"] for step in steps]
+                axes.plot(shares, [_times_100(score) for score in scores], color=f"C{number}", marker="o", markersize=3)
+            axes.plot([], [], color=f"C{number}", marker="o", markersize=3, label=name)
+        axes.set_title(f"{task}, {mine[0][1]['metric']}", fontsize=10)
+        axes.set_xlabel("share of the run's steps", fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _times_100(score: float | None) -> float:
+    return math.nan if score is None else 100 * score
 
 
 def percent(value: float | None) -> str:

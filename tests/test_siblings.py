@@ -55,7 +55,10 @@ def test_lines_of_main_that_mean_the_same_are_the_same():
     """Arguments, tokenizer, runs, summary: word for word, so that a reader of one has read the others."""
     mains = [[line.strip() for line in ast.get_source_segment(s, functions(s)["main"]).splitlines()] for s in sources()]
     same = [line for line in mains[0] if line in mains[1] and line in mains[2] and len(line) > 20]
-    for wanted in ("(args, training_args), resolved = read_arguments(argv)", "tokenizer = tokenization.load_tokenizer("):
+    for wanted in (
+        "(args, training_args), resolved = read_arguments(argv)",
+        "tokenizer = tokenization.load_tokenizer(",
+    ):
         assert any(line.startswith(wanted) for line in same), wanted
     assert len(same) >= 14, same
 

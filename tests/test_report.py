@@ -1,0 +1,149 @@
+"""The ledger: tables, curves and page say what the records say, and "not run" where there is none."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from conftest import run_python
+
+from roberta_recipe import run
+from roberta_recipe.args import InputError
+from roberta_recipe.protocol import Run, summarise
+
+EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
+
+
+@pytest.fixture(scope="module")
+def ledger(root):
+    """results/report.py as a module; it is a script beside the records."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("ledger", root / "results" / "report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_pretraining(folder, perplexity=50.25):
+    folder.mkdir(parents=True)
+    record = {
+        "metrics": {"eval_loss": 3.9, "eval_perplexity": perplexity},
+        "metrics_by_source": {
+            name: {"loss": loss, "perplexity": 2.5 * loss, "unigram_entropy": 6.5}
+            for name, loss in (("a", 3.0), ("b", 4.0))
+        },
+        "steps": 100,
+        "tokens_seen": 2_000_000,
+        "tokens_per_second": 1234,
+        "train_seconds": 7200.0,
+        "peak_memory_bytes": 3e9,
+        "parameters": 5_000_000,
+        "unigram_entropy": 6.5,
+        "loss_at_steps": {"train": [[50, 5.0], [100, 4.0]], "validation": [[50, 4.8], [100, 3.9]]},
+        "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16},
+        "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
+    }
+    (folder / "run_record.json").write_text(json.dumps(record))
+    (folder / "loss_curve.png").write_bytes(b"png")
+
+
+def write_tuning(folder, scores, task="rte", metric="accuracy", **args):
+    runs = [Run(1e-4, 16, seed, folder / f"lr0.0001-batch16-seed{seed}") for seed in range(1, len(scores) + 1)]
+    records = [
+        {
+            "metrics": {metric: score},
+            "steps": 60,
+            "tokens_seen": 1_500_000,
+            "tokens_per_second": 900,
+            "train_seconds": 1800.0,
+            "score_at_steps": [[30, 0.5], [60, score]],
+            "loss_at_steps": {"train": [[step, 1 / step] for step in range(1, 61)], "validation": []},
+            "degenerate": False,
+            "parameters": 5_000_000,
+            "versions": {},
+            "commit": "abc",
+            "hardware": {"gpus": [], "cpu_cores": 2},
+        }
+        for score in scores
+    ]
+    for one, record in zip(runs, records, strict=True):
+        one.output_dir.mkdir(parents=True)
+        (one.output_dir / "run_record.json").write_text(json.dumps(record))
+    args = {"learning_rate": 1e-4, "global_batch_size": 16, "num_train_epochs": 3.0, "max_seq_length": 64, **args}
+    summary = summarise(runs, records, metric) | {"task": task, "duplicates": {}, "resolved_args": args}
+    summary["resolved_args"]["data_dir"] = "/home/somebody/data"
+    (folder / "summary.json").write_text(json.dumps(run.finite(summary)))
+
+
+def report(ledger, tmp_path, *argv):
+    readme = tmp_path / "README.md"
+    readme.exists() or readme.write_text(EMPTY)
+    ledger.main(["--results", str(tmp_path / "results"), "--readme", str(readme), *map(str, argv)])
+    return readme.read_text(), (tmp_path / "results" / "index.html").read_text()
+
+
+def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
+    write_pretraining(tmp_path / "runs" / "mini")
+    write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
+    write_tuning(tmp_path / "runs" / "random" / "rte_random", [0.51], random_weights=True, max_train_samples=2000)
+    report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
+    for folder in ("glue/rte", "random/rte_random"):
+        readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini")
+    lines = readme.splitlines()
+    assert lines[0] == "# Title" and lines[-1] == "after" and "old" not in lines
+    spent = "4.5 M | 2 CPU cores | 1.50 |"
+    settings = "0.0001, batch 16, 3 epochs, length 64"
+    assert f"| GLUE rte, accuracy | 86.6 (base 78.7) | mini: 60.0 (55.0 to 70.0, n 3) | {settings} | {spent}" in lines
+    assert any("mini, random weights: 51.0 (n 1)" in line and "2,000 examples" in line for line in lines)
+    assert any(line.startswith("| held-out perplexity") and "mini: 50.25" in line for line in lines)
+    assert "| mini | b | 10.00 | 4.000 | 6.500 |" in lines and any("NVIDIA H200 | 2.00 |" in line for line in lines)
+    waiting = next(line for line in lines if line.startswith("Not run: "))
+    assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
+
+    # every figure of the paper's tables has its line on the page, run or not
+    assert len(ledger.paper_rows()) == 9 + 4 + 3
+    assert page.count(">not run<") == (len(ledger.paper_rows()) - 1) * 5
+    assert page.count("data:image/png;base64,") == 2 and "<script" not in page and "http" not in page
+    assert 'name="viewport"' in page
+    HTMLParser().feed(page)
+    stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
+    assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
+
+
+def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
+    write_pretraining(tmp_path / "results" / "mini")
+    write_tuning(tmp_path / "cola", [None, None, 0.2], task="cola", metric="matthews_correlation")
+    readme, _ = report(ledger, tmp_path, "--add", tmp_path / "cola", "--name", "mini")
+    assert "mini: nan (nan to 20.0, n 3)" in readme
+
+
+def test_bad_input(ledger, tmp_path, root):
+    with pytest.raises(InputError, match="holds no"):
+        report(ledger, tmp_path)
+    write_pretraining(tmp_path / "results" / "mini")
+    write_tuning(tmp_path / "rte", [0.5])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
+        report(ledger, tmp_path, "--add", tmp_path / "rte")
+    with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
+        report(ledger, tmp_path, "--add", tmp_path / "empty")
+    (tmp_path / "README.md").write_text("no marks")
+    with pytest.raises(InputError, match="has no part between"):
+        report(ledger, tmp_path)
+    done = run_python(root / "results" / "report.py", "--ad", "x", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: unknown argument '--ad'; did you mean '--add'?")
+
+
+def test_what_is_committed_is_what_the_records_give(ledger, root):
+    """README, page and ledger belong together: `make report` after every change of a record."""
+    found = ledger.read(root / "results")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert ledger.with_part(readme, ledger.readme_part(found)) == readme
+    shown = (root / "results" / "index.html").read_text(encoding="utf-8")
+    tables = re.findall(r"<table.*?</table>", shown, re.S)
+    wanted = ledger.page(found, root / "results" / "curves.png", root / "results" / "scores.png")
+    assert tables == re.findall(r"<table.*?</table>", wanted, re.S) and len(tables) == 3
+    records = json.dumps([*found.pretrained.values(), *found.tuned.values()])
+    assert not re.search(r'"/(home|root|tmp|work|mnt)/', records)
