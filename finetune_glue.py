@@ -419,6 +419,8 @@ def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArgumen
 def paper_line(name: str) -> str:
     """The paper's figures of a task."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in PAPER.items() if name in scores)
+    if not known:
+        return "RoBERTa: no figure for this task"
     return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"
 
 
