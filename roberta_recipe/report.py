@@ -9,6 +9,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 
 def plot_loss(record: dict[str, Any], path: str | Path) -> None:
@@ -74,6 +75,8 @@ def plot_curves(records: dict[str, dict[str, Any]], path: str | Path) -> None:
     left.set_ylabel("masked-LM loss (nats); dots: validation")
     right.set_ylabel("validation perplexity")
     right.set_yscale("log")
+    for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
+        ticks(ScalarFormatter())
     for axes in (left, right):
         axes.set_xlabel("million tokens seen")
         axes.grid(alpha=0.3, which="both")
