@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> dict | None:
         below = SWEEP_FOLDER if args.sweep else ""
         return glue.collect(args.collect, below, tasks, PAPER, training_args.do_predict, not args.other_rows)
     check_arguments(args, training_args)
-    publisher = hub.publisher(training_args, resolved)
+    publisher = hub.publisher(training_args)
     task = TASKS[args.task_name]
 
     # 2. Examples, and whether validation can be believed.
@@ -160,11 +160,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, training_args, task, data, form, tokenizer, found)
     runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher, SWEEP_FLAGS if args.sweep else ())
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher, SWEEP_FLAGS if args.sweep else ())
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir, SWEEP_FOLDER if args.sweep else "")
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         print(protocol.table(summary, paper_line(args.task_name)))
 
@@ -172,6 +172,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, job, form, data, runs, summary, folder)
     run.leave_process_group()
+    if publisher:
+        publisher.push(folder, f"Best of {len(runs)} runs")
     return summary
 
 

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
-    publisher = hub.publisher(training_args, resolved)
+    publisher = hub.publisher(training_args)
 
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
@@ -65,11 +65,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, data, made, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher)
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         paper = ", ".join(f"{name} {score}" for name, score in PAPER.items())
         print(protocol.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     if training_args.do_predict and training_args.process_index == 0:
         print(of_test(runs, job, data["test"]))
     run.leave_process_group()
+    if publisher:
+        publisher.push(folder, f"Best of {len(runs)} runs")
     return summary
 
 

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     if args.score:
         return score_file(args)
     check_arguments(args, training_args)
-    publisher = hub.publisher(training_args, resolved)
+    publisher = hub.publisher(training_args)
 
     # 2. Examples, and whether validation can be believed.
     with training_args.main_process_first():  # one process downloads
@@ -84,11 +84,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     # 4. Every run of the protocol that is not done yet.
     job = job_of(args, data, made, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments, resolved, publisher)
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved, publisher)
+    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         paper = ", ".join(f"{name} {score}" for name, score in PAPER[version(args)].items())
         print(protocol.table(summary, f"RoBERTa-large: {paper} (Table 6)", SHOWN[version(args)]))
@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> dict | None:
             write_predictions(args, one.output_dir, data["validation"], made["validation"])
         print(f"predictions {folder}/*/predictions.json, nbest_predictions.json")
     run.leave_process_group()
+    if publisher:
+        publisher.push(folder, f"Best of {len(runs)} runs")
     return summary
 
 

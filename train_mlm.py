@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.global_batch_size = run.derive_batch(training_args, args.global_batch_size)
     set_seed(training_args.seed)
     data_seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-    publisher = None if args.pack_only or args.eval_only else hub.publisher(training_args, resolved)
+    publisher = None if args.pack_only or args.eval_only else hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
     corpus = read_corpus(args)
@@ -261,13 +261,13 @@ def main(argv: list[str] | None = None) -> dict | None:
         # 7. What came out.
         show_predictions(args.fill_mask_examples, training_args.output_dir)
         announce_result(record, training_args.output_dir, curve)
-        if publisher:
-            publisher.push(Path(training_args.output_dir), f"Trained for {record['steps']} steps")
     run.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
         raise RunError(
             f"the validation loss is {metrics['eval_loss']}: lower learning_rate, warm up longer, or use bf16"
         )
+    if publisher:
+        publisher.push(Path(training_args.output_dir), f"Trained for {record['steps']} steps")
     return record
 
 
@@ -564,7 +564,8 @@ def evaluate_sources(trainer: RecipeTrainer, corpus: corpora.Corpus, validation:
     found = {}
     for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
         mine = [place for place, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
-        if not mine:
+        if not any((trainer.eval_dataset[place]["labels"] != masking.IGNORED).any() for place in mine):
+            run.logger.warning(f"{source.name}: nothing is predicted in its {len(mine)} validation blocks")
             continue
         prefix = f"eval_{source.name}"
         metrics = trainer.evaluate([trainer.eval_dataset[place] for place in mine], metric_key_prefix=prefix)

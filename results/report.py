@@ -67,12 +67,15 @@ def add(folder: Path, source: Path, name: str | None) -> Path:
     if (source / run.SUMMARY_NAME).is_file():
         if not name:
             raise InputError(f"{source} is a fine-tuning: say with --name of which model")
-        target = folder / name / f"{source.name}.json"
+        kept = shortened(source)
+        target = folder / name / f"{'_'.join([kept['task'].replace(' ', '_'), *_variants(kept['resolved_args'])])}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_json(target, shortened(source))
+        durable.write_json(target, kept)
         return target
     if not (source / run.RECORD_NAME).is_file():
         raise InputError(f"{source} has neither {run.RECORD_NAME} nor {run.SUMMARY_NAME}: name a finished run's folder")
+    if "task" in durable.read_json(source / run.RECORD_NAME):
+        raise InputError(f"{source} is one run of a fine-tuning: name the folder of all its seeds, {source.parent}")
     target = folder / (name or source.name)
     target.mkdir(parents=True, exist_ok=True)
     for file in (run.RECORD_NAME, run.CURVE_NAME):
@@ -89,12 +92,14 @@ def shortened(source: Path) -> dict[str, Any]:
         folder = f"lr{row['learning_rate']:g}-batch{row['global_batch_size']}-seed{seed}"
         record = durable.read_json(source / folder / run.RECORD_NAME)
         curve = record["loss_at_steps"]["train"]
-        kept = {name: record[name] for name in _KEPT} | {"loss_at_steps": curve[:: len(curve) // CURVE_POINTS + 1]}
+        args = summary.get("resolved_args") or record["resolved_args"]
+        kept = {name: record.get(name) for name in _KEPT} | {"loss_at_steps": curve[:: len(curve) // CURVE_POINTS + 1]}
         runs.append({"seed": int(seed), **kept})
-    args = {name: value for name, value in summary["resolved_args"].items() if name in _SETTINGS}
+    args = {name: value for name, value in args.items() if name in _SETTINGS and value is not None}
+    args |= {name: row[name] for name in ("learning_rate", "global_batch_size")}
     row |= {"best_run": Path(row["best_run"]).name}
     return {"task": summary["task"], "metric": summary["metric"], "settings": [row], "picked": 0, "resolved_args": args,
-            "duplicates": summary["duplicates"], "runs": runs}  # fmt: skip
+            "duplicates": summary.get("duplicates"), "runs": runs}  # fmt: skip
 
 
 def paper_rows() -> list[Row]:
@@ -121,11 +126,12 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     lines = []
     for model, record in ledger.pretrained.items():
         args = record["resolved_args"]
-        perplexity = f"{model}: {record['metrics']['eval_perplexity']:.2f} (n 1)"
+        perplexity = f"{model}: {_number(record['metrics']['eval_perplexity'], 2)} (n 1)"
         spent = _spent([record], record["tokens_seen"])
         lines.append(("held-out perplexity of its own text", "none for this text", perplexity, _preset(args), *spent))
     for row in paper_rows():
-        tuned = [(key, summary) for key, summary in ledger.tuned.items() if summary["task"] == row.task]
+        tuned = [(key, one) for key, one in ledger.tuned.items() if one["task"] == row.task]
+        tuned = [(key, one) for key, one in tuned if all(row.metric in record["metrics"] for record in one["runs"])]
         for (model, _), summary in tuned:
             args, scores = summary["resolved_args"], [record["metrics"][row.metric] for record in summary["runs"]]
             scores = [-math.inf if score is None else score for score in scores]  # a correlation with a constant
@@ -138,13 +144,26 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     return lines
 
 
+def _variants(args: dict[str, Any]) -> list[str]:
+    """What makes another row of the same task."""
+    found = [name for name in ("random_weights", "without_article") if args.get(name)]
+    return found + [
+        f"{name}_{args[name]}" for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")
+    ]
+
+
 def _tuned_name(model: str, args: dict[str, Any]) -> str:
-    others = {"random_weights": "random weights", "without_article": "no article"}
-    return ", ".join([model, *(shown for name, shown in others.items() if args.get(name))])
+    """The model, and what its row has of its own; numbers of examples stand among the settings."""
+    shown = [name.replace("_", " ") for name in _variants(args) if not name.startswith("max_train_samples")]
+    return ", ".join([model, *shown])
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "nan" if value is None else f"{value:.{digits}f}"
 
 
 def _preset(args: dict[str, Any]) -> str:
-    batch = f"{args['global_batch_size']} x {args['max_seq_length']}"
+    batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
     return f"{batch}, {args['max_steps']:,} steps at {args['learning_rate']:g}"
 
 
@@ -172,7 +191,7 @@ def _spent(records: list[dict[str, Any]], tokens: int) -> tuple[str, str, str]:
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
     """(model, source, perplexity, loss, unigram entropy) of every pretraining run of several sources."""
     return [
-        (model, source, f"{one['perplexity']:.2f}", f"{one['loss']:.3f}", f"{one['unigram_entropy']:.3f}")
+        (model, source, _number(one["perplexity"], 2), _number(one["loss"], 3), _number(one["unigram_entropy"], 3))
         for model, record in ledger.pretrained.items()
         for source, one in record.get("metrics_by_source", {}).items()
     ]

@@ -22,6 +22,7 @@ from transformers import HfArgumentParser
 
 # What belongs to one start of a run, or to nobody else.
 _NOT_SAVED = {"resume_from_checkpoint", "local_rank", "hub_token", "resume_despite_changes", "pack_only", "pack_part"}
+_NOT_SAVED |= {"push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision"}
 _NOT_SAVED |= {"eval_only", "dry_run", "hardware", "utilisation", "gpu_hour_price"}
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,8 +203,9 @@ class RecipeParser(HfArgumentParser):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings if "-" not in option[2:]]
-            hint = did_you_mean(unknown[0].split("=")[0], flags)
-            self.error(f"unknown argument {unknown[0]!r}{hint} (--help lists all)")
+            name = unknown[0].split("=")[0]  # without its value, which may be a secret
+            hint = did_you_mean(name, flags)
+            self.error(f"unknown argument {name!r}{hint} (--help lists all)")
         return namespace
 
     def error(self, message):

@@ -3,6 +3,7 @@
 What is evaluated stands in the Hub's `model-index` form as well, so that the Hub shows it.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,22 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
-_METRICS = {"spearman": "spearmanr"}  # where the Hub has another name
-_SHOWN_ARGS = (
-    "input_format", "max_seq_length", "mlm_probability", "mask_count", "global_batch_size", "max_steps",
-    "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps", "layer_decay", "head_dropout", "optim",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "bf16", "fp16", "seed",
-)  # fmt: skip
+_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}  # where the Hub has another name
+_NO_SCORE = re.compile("total|thresh")  # among SQuAD's metrics
+_PRETRAINING = ("input_format", "max_seq_length", "mlm_probability", "mask_count", "global_batch_size", "max_steps")
+_FINE_TUNING = ("max_seq_length", "head_dropout", "layer_decay", "global_batch_size", "max_steps", "num_train_epochs")
+_FINE_TUNING += (
+    "random_weights",
+    "max_train_samples",
+    "other_rows",
+    "qnli_form",
+    "wsc_loss",
+    "doc_stride",
+    "no_answer",
+)
+_FINE_TUNING += ("passage_first", "level", "without_article")
+_BOTH = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
+_BOTH += ("weight_decay", "max_grad_norm", "bf16", "fp16", "seed")
 _SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden size",
@@ -34,8 +45,13 @@ _SHAPE = {
 }
 
 
-def data_set_of(task: str) -> tuple[str, str | None, str]:
-    """(id on the Hub, configuration, name to show) of what `summary.json` calls `task`."""
+def data_set_of(task: str, args: dict[str, Any]) -> tuple[str, str | None, str]:
+    """(id on the Hub, configuration, name to show) of what `summary.json` calls `task`; no id of the Hub where the
+    arguments say that the rows are others, or not all."""
+    others = [name for name in ("other_rows", "validation_file", "without_article") if args.get(name)]
+    others += [f"level {args['level']}"] if args.get("level", "all") != "all" else []
+    if others:
+        return f"local/{task.replace(' ', '_')}", None, f"{task} ({', '.join(others)})"
     if task.startswith("squad"):
         version = task.split()[-1]
         return f"rajpurkar/squad{'_v2' * (version == '2.0')}", None, f"SQuAD {version}"
@@ -45,21 +61,29 @@ def data_set_of(task: str) -> tuple[str, str | None, str]:
 
 
 def pretrained(
-    repo: str, config: dict[str, Any], record: dict[str, Any], summaries: list[dict[str, Any]], **metadata: Any
+    repo: str,
+    config: dict[str, Any],
+    record: dict[str, Any],
+    summaries: list[dict[str, Any]],
+    revision: str | None = None,
+    **metadata: Any,
 ) -> ModelCard:
     """Of a pretraining run: `config` is its config.json, `record` its run_record.json, `summaries` what was fine-tuned
     from it; `metadata` goes into the head of the card as it is."""
     args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
+    metadata |= _base_model(args)
     start = f", continued from `{args['model_name_or_path']}`" if args.get("model_name_or_path") else ""
     part = record["tokens_seen"] / ROBERTA_TOKENS
     results = _of_text(corpus, corpus, record["metrics"])
     for name, one in record.get("metrics_by_source", {}).items():
-        results += _of_text(name, f"{corpus}: {name}", {f"eval_{key}": value for key, value in one.items()})
+        results += _of_text(
+            f"{corpus}/{name}", f"{corpus}: {name}", {f"eval_{key}": value for key, value in one.items()}
+        )
     sections = [
         f"# {repo.split('/')[-1]}",
         f"A masked language model pretrained by [RoBERTa](https://arxiv.org/abs/1907.11692)'s recipe on "
         f"{corpus}{start}: {record['parameters']:,} parameters, {_millions(record['tokens_seen'])} tokens seen.",
-        _loading(repo, config),
+        _loading(repo, config, revision),
         _architecture(config, record),
         "## Text\n\n" + _corpus_table(record),
         _training(record),
@@ -80,20 +104,30 @@ def pretrained(
 
 
 def fine_tuned(
-    repo: str, config: dict[str, Any], record: dict[str, Any], summary: dict[str, Any] | None, **metadata: Any
+    repo: str,
+    config: dict[str, Any],
+    record: dict[str, Any],
+    summary: dict[str, Any] | None,
+    has_classifier: bool,
+    revision: str | None = None,
+    **metadata: Any,
 ) -> ModelCard:
-    """Of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by itself)."""
+    """Of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by itself);
+    `has_classifier`: an answerability classifier lies beside the weights."""
     args, task = record["resolved_args"], record["task"]
-    data_set, _, name = data_set_of(task)
     summary = summary or _alone(record)
+    data_set, _, name = data_set_of(task, args)
     row = summary["settings"][summary["picked"]]
     from_what = f"`{args['model_name_or_path']}`" + (", from random weights" if args.get("random_weights") else "")
     seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in row["seeds"].items())
+    where = "" if data_set.startswith("local/") else f" ([{data_set}](https://huggingface.co/datasets/{data_set}))"
+    where += ", trained on the schemas of SuperGLUE's WSC," if task == "wnli" else ""
+    metadata |= _base_model(args)
     sections = [
         f"# {repo.split('/')[-1]}",
-        f"{from_what} fine-tuned on {name} ([{data_set}](https://huggingface.co/datasets/{data_set})) by the protocol "
-        "of [RoBERTa](https://arxiv.org/abs/1907.11692).",
-        _loading(repo, config),
+        f"{from_what} fine-tuned on {name}{where} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
+        f"{record['examples']['train']:,} training examples as the model sees them.",
+        _loading(repo, config, revision) + (_CLASSIFIER if has_classifier else ""),
         _architecture(config, record),
         _training(record),
         "## Evaluation\n\n" + _score_table([summary]) + f"\n\nEach run's {summary['metric']}: {seeds}. The weights are "
@@ -108,14 +142,28 @@ def fine_tuned(
     return _card(repo, config, _of_task(summary), sections, metadata)
 
 
-def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, **metadata: Any) -> ModelCard:
+def in_progress(
+    repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None, **metadata: Any
+) -> ModelCard:
     """Of a run that goes on."""
     sections = [
         f"# {repo.split('/')[-1]}",
         f"**In training: step {step:,} of {max_steps:,}.** Nothing is measured yet; preset.yaml says what it is.",
-        _loading(repo, config),
+        _loading(repo, config, revision),
     ]
     return _card(repo, config, [], sections, metadata)
+
+
+def announced(repo: str) -> ModelCard:
+    """Of a run that begins."""
+    return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
+
+
+def _base_model(args: dict[str, Any]) -> dict[str, str]:
+    """For the head of the card, where what it started from is the Hub's and not a folder."""
+    name = args.get("model_name_or_path") or ""
+    from_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and not args.get("random_weights")
+    return {"base_model": name} if from_hub else {}
 
 
 def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str], metadata: dict) -> ModelCard:
@@ -130,17 +178,23 @@ def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
+_CLASSIFIER = (
+    "\n\nWhether a question has an answer is said by a classifier of its own, in `answerability.safetensors` (dense, "
+    "tanh, one logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
+)
+
+
 def _head(config: dict[str, Any]) -> str:
     """`ForMaskedLM` and the like."""
     return "For" + config["architectures"][0].partition("For")[2]
 
 
-def _loading(repo: str, config: dict[str, Any]) -> str:
-    cls = f"AutoModel{_head(config)}"
+def _loading(repo: str, config: dict[str, Any], revision: str | None) -> str:
+    cls, which = f"AutoModel{_head(config)}", f'"{repo}"' + (f', revision="{revision}"' if revision else "")
     return (
         f"```python\nfrom transformers import {cls}, AutoTokenizer\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{repo}")\n'
-        f'model = {cls}.from_pretrained("{repo}")\n```'
+        f"tokenizer = AutoTokenizer.from_pretrained({which})\n"
+        f"model = {cls}.from_pretrained({which})\n```"
     )
 
 
@@ -157,7 +211,8 @@ def _architecture(config: dict[str, Any], record: dict[str, Any]) -> str:
 
 def _training(record: dict[str, Any]) -> str:
     args, hardware, versions = record["resolved_args"], record["hardware"], record["versions"]
-    rows = [(name, args[name]) for name in _SHOWN_ARGS if args.get(name) is not None]
+    own = _FINE_TUNING if "task" in record else _PRETRAINING
+    rows = [(name, args[name]) for name in own + _BOTH if args.get(name) not in (None, False, -1)]
     device = ", ".join(hardware["gpus"]) or f"{hardware['cpu_cores']} CPU cores ({hardware['machine']})"
     used = ", ".join(f"{name} {number}" for name, number in versions.items())
     return (
@@ -172,17 +227,19 @@ def _training(record: dict[str, Any]) -> str:
 def _corpus_name(args: dict[str, Any]) -> str:
     """What the text is called: the corpus preset's name, or the names of the files."""
     if args.get("train_file"):
-        return ", ".join(Path(name).name for name in args["train_file"])
+        return ", ".join(args["train_file"])
     return Path(args["corpus"]).stem
 
 
 def _corpus_table(record: dict[str, Any]) -> str:
-    counts = record["counts"]["train"]
-    rows = [
-        (name, f"{one['documents']:,}", f"{one['tokens']:,}", one["passes"], f"{one['lost_rows']:,}")
-        for name, one in counts.items()
-    ]
-    return _table(("source", "documents read", "tokens read", "whole passes", "rows lost"), rows)
+    train, held_out = record["counts"]["train"], record["counts"]["validation"]
+    rows = []
+    for name, one in train.items():
+        read = (f"{one[key]:,}" for key in ("documents", "tokens", "lost_rows"))
+        rows.append((name, *read, record["passes"].get(name, 0), f"{held_out.get(name, {}).get('tokens', 0):,}"))
+    head = ("source", "documents read", "tokens read", "rows lost", "whole passes", "tokens held out and read")
+    note = "" if record["stopped_by"] == "max_steps" else f"\n\nTraining was ended by {record['stopped_by']}."
+    return _table(head, rows) + note
 
 
 def _text_table(record: dict[str, Any]) -> str:
@@ -191,7 +248,7 @@ def _text_table(record: dict[str, Any]) -> str:
     rows = [("all held-out text", whole | {"unigram_entropy": record["unigram_entropy"]}), *by_source.items()]
     return _table(
         ("held-out text", "loss (nats)", "perplexity", "unigram entropy"),
-        [(name, *(f"{one[key]:.3f}" for key in ("loss", "perplexity", "unigram_entropy"))) for name, one in rows],
+        [(name, *(_number(one[key]) for key in ("loss", "perplexity", "unigram_entropy"))) for name, one in rows],
     )
 
 
@@ -200,10 +257,10 @@ def _score_table(summaries: list[dict[str, Any]]) -> str:
     for summary in summaries:
         row = summary["settings"][summary["picked"]]
         spread = f"{percent(row['lowest'])} to {percent(row['highest'])}"
-        others = ", ".join(f"{name} {percent(value)}" for name, value in row["medians"].items())
+        others = ", ".join(f"{n} {percent(value)}" for n, value in row["medians"].items() if not _NO_SCORE.search(n))
         rows.append(
             (
-                data_set_of(summary["task"])[2],
+                data_set_of(summary["task"], summary["resolved_args"])[2],
                 summary["metric"],
                 percent(row["median"]),
                 spread,
@@ -231,32 +288,46 @@ def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]
 
 
 def _of_task(summary: dict[str, Any]) -> list[EvalResult]:
-    row, (data_set, config, name) = summary["settings"][summary["picked"]], data_set_of(summary["task"])
-    task_type = {"rajpurkar/squad": "question-answering", "rajpurkar/squad_v2": "question-answering"}
+    row, (data_set, config, name) = (
+        summary["settings"][summary["picked"]],
+        data_set_of(summary["task"], summary["resolved_args"]),
+    )
+    kinds = {"squad": "question-answering", "race": "multiple-choice"}
+    task_type = kinds.get(summary["task"].split()[0], "text-classification")
     seeds = len(row["seeds"])
     return [
         EvalResult(
-            task_type=task_type.get(data_set, "multiple-choice" if data_set == "ehovy/race" else "text-classification"),
+            task_type=task_type,
             dataset_type=data_set,
             dataset_name=name,
             dataset_config=config,
-            dataset_split="validation",
+            dataset_split="validation_matched" if summary["task"] == "mnli" else "validation",
             metric_type=_METRICS.get(metric, metric),
             metric_name=f"{metric}, median of {seeds} seed{'s' * (seeds > 1)}",
             metric_value=round(value, 4),
         )
         for metric, value in row["medians"].items()
-        if value is not None and abs(value) < float("inf")
+        if value is not None and abs(value) < float("inf") and not _NO_SCORE.search(metric)
     ]
 
 
 def _alone(record: dict[str, Any]) -> dict[str, Any]:
     """A run by itself in the form of a summary."""
-    metric, seed = next(iter(record["metrics"])), record["resolved_args"]["seed"]
+    metric, seed = record["metric"], record["resolved_args"]["seed"]
     value = record["metrics"][metric]
     row = {"median": value, "lowest": value, "highest": value, "seeds": {seed: value}, "medians": record["metrics"]}
     row["degenerate_seeds"] = [seed] if record["degenerate"] else []
-    return {"task": record["task"], "metric": metric, "settings": [row], "picked": 0}
+    return {
+        "task": record["task"],
+        "metric": metric,
+        "settings": [row],
+        "picked": 0,
+        "resolved_args": record["resolved_args"],
+    }
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.3f}"
 
 
 def _millions(number: int) -> str:

@@ -135,7 +135,7 @@ class DurableTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(aside.parent, ignore_errors=True)
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
-        if self.publisher:
+        if self.publisher and not self.control.should_training_stop:  # what is pushed at the end has it all
             self.publisher.push_checkpoint(place, self.state.global_step, self.state.max_steps)
 
     def _master_weights(self) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.trainer_utils import HubStrategy
 
 from roberta_recipe import checkpoint, durable, finetuning, hub, report, run, tokenization
 from roberta_recipe.args import InputError, parse, setting
@@ -173,29 +172,28 @@ def run_all(
     runs: list[Run],
     job: Job,
     read: Callable[[list[str]], tuple[Arguments, dict[str, Any]]],
-    resolved_args: dict[str, Any],
     publisher: hub.Publisher | None,
     extra_flags: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """The record of each run, from the disk where it is done already; `read` is the script's reader of arguments.
 
-    Of each setting, the weights of the best run so far stay, or as `keep` says. They are pushed after each run, unless
-    `hub_strategy` is "end" or there are several settings to choose from.
+    Of each setting, the weights of the best run so far stay, or as `keep` says. They are pushed after a run that was
+    trained now, unless `hub_strategy` is "end" or there are several settings to choose from.
     """
     records = []
     for one in runs:
         flags = ["--learning_rate", one.learning_rate, "--global_batch_size", one.batch, "--seed", one.seed]
         flags += ["--output_dir", one.output_dir, *extra_flags]
         (args, training_args), resolved = read([*argv, *map(str, flags)])
+        was_done = (one.output_dir / run.RECORD_NAME).is_file()
         records.append(finetune(one, job, args, training_args, resolved))
         if args.keep == "best" and training_args.process_index == 0:
             mine = [number for number in range(len(records)) if runs[number].setting == one.setting]
             of_setting, theirs = [runs[number] for number in mine], [records[number] for number in mine]
             drop_weights("best", of_setting, summarise(of_setting, theirs, job.metric))
-        more = len(records) < len(runs)
-        if publisher and more and publisher.strategy != HubStrategy.END and len({one.setting for one in runs}) == 1:
-            write_summary(runs[: len(records)], records, job, one.output_dir.parent, resolved_args)
-            publisher.push(one.output_dir.parent, f"Best of {len(records)} runs of {len(runs)}")
+        if publisher and len(records) < len(runs) and len({one.setting for one in runs}) == 1 and not was_done:
+            best = summarise(runs[: len(records)], records, job.metric)["settings"][0]["best_run"]
+            publisher.push_run(Path(best), f"Best of {len(records)} runs of {len(runs)}")
     return records
 
 
@@ -241,6 +239,8 @@ def finetune(
             trainer,
             metrics,
             task=job.name,
+            metric=job.metric,
+            examples={split: len(features) for split, features in job.features.items()},
             degenerate=job.degenerate(best),
             **job.found,
             fingerprint=fingerprint,
@@ -326,26 +326,14 @@ def finish(
     records: list[dict[str, Any]],
     job: Job,
     resolved_args: dict[str, Any],
-    publisher: hub.Publisher | None,
 ) -> dict[str, Any]:
     """The summary of all runs, also as `<folder>/summary.json`, and their curves; weights that `keep` does not want are
-    dropped, and the best run is pushed."""
-    if training_args.process_index:
-        return summarise(runs, records, job.metric) | {"task": job.name, **job.found}
-    summary = write_summary(runs, records, job, folder, resolved_args)
-    drop_weights(args.keep, runs, summary)
-    report.plot_runs(records, job.metric, folder / run.CURVE_NAME)
-    if publisher:
-        publisher.push(folder, f"Best of {len(runs)} runs")
-    return summary
-
-
-def write_summary(
-    runs: list[Run], records: list[dict[str, Any]], job: Job, folder: Path, resolved_args: dict[str, Any]
-) -> dict[str, Any]:
-    """What `<folder>/summary.json` then holds: medians and spread, what was found in the data, the arguments of all."""
+    dropped."""
     summary = summarise(runs, records, job.metric) | {"task": job.name, **job.found, "resolved_args": resolved_args}
-    durable.write_json(folder / run.SUMMARY_NAME, run.finite(summary))
+    if training_args.process_index == 0:
+        drop_weights(args.keep, runs, summary)
+        durable.write_json(folder / run.SUMMARY_NAME, run.finite(summary))
+        report.plot_runs(records, job.metric, folder / run.CURVE_NAME)
     return summary
 
 

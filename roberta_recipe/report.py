@@ -71,7 +71,14 @@ def plot_curves(records: dict[str, dict[str, Any]], path: str | Path) -> None:
         label = f"{name}, {record['parameters'] / 1e6:.1f} M parameters"
         left.plot(tokens, losses, color=color, marker="o", markersize=3, label=label)
         left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
-        right.plot(tokens, [math.exp(loss) for loss in losses], color=color, marker="o", markersize=3, label=label)
+        right.plot(
+            tokens,
+            [math.nan if loss is None else math.exp(loss) for loss in losses],
+            color=color,
+            marker="o",
+            markersize=3,
+            label=label,
+        )
     left.set_ylabel("masked-LM loss (nats); dots: validation")
     right.set_ylabel("validation perplexity")
     right.set_yscale("log")

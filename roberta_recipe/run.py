@@ -29,6 +29,7 @@ from roberta_recipe.checkpoint import PARTIAL, newest_first
 logger = logging.getLogger("recipe")
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
+HUB_NAME = "hub.json"  # which of the Hub's repositories are this run's
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
 
@@ -73,7 +74,11 @@ def check_output_dir(output_dir: str) -> None:
             "this one away"
         )
     # a preset and half a checkpoint are what a run leaves that was stopped before its first checkpoint
-    others = [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, PARTIAL)] if path.is_dir() else []
+    others = (
+        [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, HUB_NAME, PARTIAL)]
+        if path.is_dir()
+        else []
+    )
     if others and not newest_first(path):
         raise InputError(
             f"output_dir={output_dir} already holds files, and no checkpoint to go on from; name another folder with "

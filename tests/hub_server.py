@@ -32,6 +32,7 @@ class HubServer(ThreadingHTTPServer):
         self.users = users
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
         self.commits: list[tuple[str, str, str]] = []  # (repository, branch, message)
+        self.held: list[set[str]] = []  # names of the branch's files after each of them
         self.private: set[str] = set()
         self.large: dict[str, bytes] = {}  # by SHA-256
         self.drops: list[tuple[str, str]] = []
@@ -160,10 +161,19 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, body, repo, branch="main"):
         if (files := self._files(repo, branch)) is not None:
             siblings = [{"rfilename": name} for name in files]
-            self._answer(200, {"_id": "0", "id": repo, "modelId": repo, "sha": _head(files), "siblings": siblings})
+            private = repo in self.server.private
+            found = {"_id": "0", "id": repo, "modelId": repo, "sha": _head(files), "private": private}
+            self._answer(200, {**found, "siblings": siblings})
+
+    def auth_check(self, body, repo):
+        if self._files(repo) is not None and self._may_write(repo):
+            self._answer(200, {})
 
     def validate(self, body):
-        self._answer(200, {"errors": [], "warnings": []})
+        if "license: bogus" in json.loads(body)["content"]:
+            self._answer(400, {"error": "bad", "errors": [{"message": '"license" must be one of [mit, ...]'}]})
+        else:
+            self._answer(200, {"errors": [], "warnings": []})
 
     def preupload(self, body, repo, branch):
         if self._may_write(repo) and (files := self._files(repo, branch)) is not None:
@@ -211,7 +221,10 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.large[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         self.server.commits.append((repo, branch, lines[0]["value"]["summary"]))
+        self.server.held.append(set(files))
         url = f"{self.server.url}/{repo}/commit/{_head(files)}"
         self._answer(200, {"success": True, "commitOid": _head(files), "commitUrl": url, "hookOutput": ""})
 
@@ -236,6 +249,7 @@ _ROUTES = (
     ("GET", f"/api/models/{_REPO}/tree/(?P<branch>[^/]+)/(?P<folder>.+)", _Handler.subfolder),
     ("GET", f"/api/models/{_REPO}/revision/{_BRANCH}", _Handler.info),
     ("GET", f"/api/models/{_REPO}", _Handler.info),
+    ("GET", f"/api/models/{_REPO}/auth-check/write", _Handler.auth_check),
     ("POST", f"/api/models/{_REPO}/branch/{_BRANCH}", _Handler.branch),
     ("POST", f"/api/models/{_REPO}/preupload/{_BRANCH}", _Handler.preupload),
     ("POST", f"/api/models/{_REPO}/commit/{_BRANCH}", _Handler.commit),

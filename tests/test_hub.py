@@ -1,6 +1,7 @@
 """Publishing, against a Hub on loopback: what arrives, what is refused, and that a token stays where it is."""
 
 import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -61,16 +62,18 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     done = run_python(
         *[root / "train_mlm.py", "--config", preset, "--max_steps", "4", "--save_strategy", "steps"],
         *["--save_steps", "2", "--push_to_hub", "true", "--hub_model_id", "small", "--hub_strategy", "checkpoint"],
-        *["--hub_always_push", "true", "--hub_token", TOKEN],
+        *["--hub_always_push", "true"],
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     files, out = server.repositories["me/small"]["main"], tmp_path / "run"
     messages = [message for _, _, message in server.commits]
-    assert messages == [*(f"Training in progress, step {step}" for step in (2, 4)), "Trained for 4 steps"]
+    assert messages == ["In training", "Training in progress, step 2", "Trained for 4 steps"]
+    going_on = {"last-checkpoint/optimizer.pt", "last-checkpoint/recipe_state.json", "last-checkpoint/manifest.json"}
+    assert going_on <= server.held[1] and "preset.yaml" in server.held[1]
     wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
-    wanted |= {"preset.yaml", "run_record.json", "loss_curve.png", "last-checkpoint/optimizer.pt"}
-    assert wanted <= set(files) and not [name for name in files if "training_args" in name]
+    wanted |= {"preset.yaml", "run_record.json", "loss_curve.png"}
+    assert wanted <= set(files) and not [name for name in files if "training_args" in name or "checkpoint" in name]
     for name in ("model.safetensors", "run_record.json", "loss_curve.png", "preset.yaml"):
         assert files[name] == (out / name).read_bytes()
     assert any(line.startswith("PUT /large/") for line in server.log)  # the large file protocol
@@ -112,7 +115,8 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         "![loss over steps](loss_curve.png)",
     ):
         assert wanted in card.text, wanted
-    assert server.commits == [("me/small", "main", "Trained for 4 steps")]  # nothing was saved meanwhile
+    assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
+    assert "num_train_epochs" not in card.text and "tokens held out" in card.text
 
 
 def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_path, capsys):
@@ -122,9 +126,15 @@ def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_pat
     shown = capsys.readouterr().out
     assert "license: mit" in shown and "model.safetensors" in shown and not server.repositories
     hub.main([*push, "--private"])
-    hub.main(push)  # the same run: nothing but the card's date could differ
+    hub.main(push)  # the same run
     hub.main([*push, "--revision", "second"])
     assert server.private == {"me/small"} and set(server.repositories["me/small"]) == {"main", "second"}
+    assert 'from_pretrained("me/small", revision="second")' in card_of(server.repositories["me/small"]["second"]).text
+    server.private.clear()
+    with pytest.raises(InputError, match="me/small is there already, and public"):
+        hub.main([*push, "--private"])
+    with pytest.raises(InputError, match=r"the Hub refuses me/small: Invalid metadata .*license"):
+        hub.main(["--model", str(tmp_path / "run"), "--repo", "small", "--license", "bogus"])
     head = card_of(server.repositories["me/small"]["main"]).data.to_dict()
     assert (head["license"], head["language"]) == ("mit", ["en"])
 
@@ -148,8 +158,18 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
         hub.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
-def test_a_push_that_fails_while_training_ends_nothing(server, preset, tmp_path, capsys):
-    server.drops = [("POST", "/commit/")] * 4
+def drop_then(server, push):
+    """`push`, all tries of which break."""
+
+    def dropping(*args):
+        server.drops = [("POST", "/commit/")] * 4
+        push(*args)
+
+    return dropping
+
+
+def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, monkeypatch):
+    monkeypatch.setattr(hub.Publisher, "push_checkpoint", drop_then(server, hub.Publisher.push_checkpoint))
     saving = ["--save_strategy", "steps", "--save_steps", "2", "--hub_always_push", "true"]
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     assert record["steps"] == 4 and "a push while training failed, and training goes on" in capsys.readouterr().err
@@ -162,15 +182,27 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
         train(preset, *push, "you/small")
     with pytest.raises(InputError, match="'me/small/er' is no name for a repository"):
         train(preset, *push, "me/small/er")
+    server.repositories["you/theirs"] = {"main": {}}
+    with pytest.raises(InputError, match="the token may not write to you/theirs"):
+        train(preset, *push, "you/theirs")
     server.repositories["me/taken"] = {"main": {"model.safetensors": b"of somebody", "config.json": b"{}"}}
     with pytest.raises(InputError, match=r"the name me/taken is taken.*2 files of something else"):
         train(preset, *push, "me/taken")
-    for token in ("hf_wrongButStillSecret", ""):
+    server.repositories["me/odd"] = {"main": {"README.md": b"---\na: [\n---\n", "config.json": b"{}"}}
+    with pytest.raises(InputError, match="the name me/odd is taken"):
+        train(preset, *push, "me/odd")
+    for token, message in (("hf_wrongSecret", "does not know the token.*that may write to"), ("", "does not know"),
+                           ("hf_Sécret", "has characters that no token has")):  # fmt: skip
         monkeypatch.setenv("HF_TOKEN", token)
         for name in ("me/small", "small"):
-            with pytest.raises(InputError, match=r"does not know the token.*that may write to") as refused:
+            with pytest.raises(InputError, match=message) as refused:
                 train(preset, *push, name)
-            assert "Secret" not in str(refused.value)
+            assert "cret" not in str(refused.value)
+    for flag in ("--hub_token", "--hub_tokn"):
+        with pytest.raises(InputError, match=flag[2:]) as refused:
+            train(preset, f"{flag}=hf_Secret")
+        assert "Secret" not in str(refused.value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
         train(preset, *push, "me/small")
@@ -178,22 +210,49 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
     assert server.repositories["me/taken"]["main"]["model.safetensors"] == b"of somebody"
 
 
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [  # what hf_xet, which no server here speaks to, raises of an answer
+        (ConnectionError("HTTP status client error (401 Unauthorized) for url"), "does not know the token"),
+        (PermissionError("HTTP status client error (403 Forbidden)"), "may not write"),
+        (PermissionError("token refresh failed"), "does not know the token"),
+        (ConnectionError("HTTP status server error (503 Service Unavailable)"), None),
+        (ConnectionError("connection reset"), None),
+    ],
+)
+def test_errors_of_the_xet_client(error, wanted):
+    if wanted:
+        with pytest.raises(InputError, match=wanted):
+            hub._refused_or_broken(error, "me/small")
+    else:
+        assert hub._refused_or_broken(error, "me/small")
+
+
 def test_a_name_is_ones_own_again_after_a_restart(server, preset, tmp_path):
-    """The mark in the card tells the run; another run is refused, unless it is told to replace it."""
-    push = ("--push_to_hub", "true", "--hub_model_id", "me/small")
+    """The mark in folder and card tells the run; another run is refused, unless it is told to replace it."""
+    push = ("--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2")
+    push += ("--hub_revision", "exp")
     train(preset, *push)
+    for path in (tmp_path / "run").glob("*"):  # as it was when killed behind step 2
+        if path.is_file() and path.name not in ("hub.json", "preset.yaml"):
+            path.unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    record = train(preset, *push, "--per_device_train_batch_size", "4", "--logging_steps", "2")
+    assert record["restarts"] == 1 and server.commits[-1] == ("me/small", "exp", "Trained for 4 steps")
     (tmp_path / "run").rename(tmp_path / "moved")
-    train(preset, *push)  # the same command
-    (tmp_path / "run").rename(tmp_path / "second")
+    hub.main(["--model", str(tmp_path / "moved"), "--repo", "me/small", "--revision", "exp"])
     with pytest.raises(InputError, match="the name me/small is taken"):
-        train(preset, *push, "--learning_rate", "1e-2")
+        train(preset, *push)
+    shutil.rmtree(tmp_path / "run")
+    server.repositories["me/small"]["main"]["vocab.txt"] = b"of another model"
     train(preset, "--learning_rate", "1e-2")
     model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
     with pytest.raises(InputError, match="taken"):
         hub.main(model)
     hub.main([*model, "--replace"])
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
-    assert preset_there["learning_rate"] == 1e-2
+    assert preset_there["learning_rate"] == 1e-2 and not [name for name in preset_there if "hub" in name]
+    assert "vocab.txt" not in server.repositories["me/small"]["main"]
 
 
 def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
@@ -225,7 +284,13 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
         "true",
     ]
     summary = finetune_glue.main([*argv, "--hub_model_id", "me/rte"])
-    assert [message for _, _, message in server.commits] == ["Best of 1 runs of 2", "Best of 2 runs"]
+    messages = ["In training", "Best of 1 runs of 2", "Best of 2 runs"]
+    assert [message for _, _, message in server.commits] == messages
+    kept = (tmp_path / "rte" / "summary.json").read_bytes()
+    server.drops = [("POST", "/commit/")]
+    finetune_glue.main([*argv, "--hub_model_id", "me/rte", "--hub_strategy", "end"])  # finished: pushed once more
+    assert [message for _, _, message in server.commits] == [*messages, "Best of 2 runs"]
+    assert (tmp_path / "rte" / "summary.json").read_bytes() == kept
     files = server.repositories["me/rte"]["main"]
     best = Path(summary["settings"][0]["best_run"])
     assert files["model.safetensors"] == (best / "best" / "model.safetensors").read_bytes()
@@ -233,7 +298,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     assert "validation_scores.npy" not in files
     head = card_of(files).data.to_dict()
     (result,) = head["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "GLUE rte", "type": "nyu-mll/glue", "config": "rte", "split": "validation"}
+    # rows that are not GLUE's are not called so
+    assert result["dataset"] == {"name": "rte (other_rows)", "type": "local/rte", "split": "validation"}
     (metric,) = result["metrics"]
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
     assert head["pipeline_tag"] == "text-classification"
@@ -248,7 +314,7 @@ def test_results_of_fine_tuning_stand_on_the_card_of_what_it_came_from(server, p
     train(preset)
     row = {"median": 0.5, "lowest": 0.4, "highest": 0.6, "seeds": {"1": 0.4, "2": 0.6}, "medians": {"accuracy": 0.5}}
     (tmp_path / "race").mkdir()
-    summary = {"task": "race", "metric": "accuracy", "picked": 0, "settings": [row]}
+    summary = {"task": "race", "metric": "accuracy", "picked": 0, "settings": [row], "resolved_args": {"level": "all"}}
     (tmp_path / "race" / "summary.json").write_text(json.dumps(summary))
     push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
     hub.main([*push, str(tmp_path / "race")])

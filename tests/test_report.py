@@ -107,6 +107,8 @@ def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     assert page.count("data:image/png;base64,") == 2 and "<script" not in page and "http" not in page
     assert 'name="viewport"' in page
     HTMLParser().feed(page)
+    names = sorted(path.name for path in (tmp_path / "results/mini").glob("rte*"))
+    assert names == ["rte.json", "rte_random_weights_max_train_samples_2000.json"]
     stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
     assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
@@ -119,6 +121,16 @@ def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
     assert "mini: nan (nan to 20.0, n 3)" in readme
 
 
+def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
+    """RACE of one level has no accuracy of the other; settings are those of the picked row, not of the preset."""
+    write_pretraining(tmp_path / "results" / "mini")
+    write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
+    readme, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
+    (line,) = [line for line in readme.splitlines() if line.startswith("| RACE")]
+    assert "mini, level middle: 42.0 (n 1) | 0.0001, batch 16" in line and "RACE, high" in readme.split("Not run: ")[1]
+    assert (tmp_path / "results/mini/race_level_middle.json").is_file()
+
+
 def test_bad_input(ledger, tmp_path, root):
     with pytest.raises(InputError, match="holds no"):
         report(ledger, tmp_path)
@@ -127,6 +139,11 @@ def test_bad_input(ledger, tmp_path, root):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
+    one = tmp_path / "rte" / "lr0.0001-batch16-seed1"
+    record = json.loads((one / "run_record.json").read_text())
+    (one / "run_record.json").write_text(json.dumps({**record, "task": "rte"}))
+    with pytest.raises(InputError, match="is one run of a fine-tuning"):
+        report(ledger, tmp_path, "--add", one)
     with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
         report(ledger, tmp_path, "--add", tmp_path / "empty")
     (tmp_path / "README.md").write_text("no marks")

@@ -165,6 +165,17 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
         train(preset, *corpus, "--eval_only", "true", "--output_dir", tmp_path / "none")
 
 
+def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path, capsys):
+    write_text(tmp_path / "much.txt", make_documents(160, seed=1))
+    write_text(tmp_path / "word.txt", ["The"])
+    sources = [{"name": name, "files": str(tmp_path / "much.txt"), "weight": 1} for name in ("whole", "short")]
+    sources[1]["validation_files"] = str(tmp_path / "word.txt")
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"validation_share": 0.3, "sources": sources}))
+    record = train(preset, "--corpus", tmp_path / "mixture.yaml", "--max_steps", 1)
+    assert list(record["metrics_by_source"]) == ["whole"]
+    assert "short: nothing is predicted in its 1 validation blocks" in capsys.readouterr().err
+
+
 def test_training_learns(preset, tmp_path):
     record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
     losses = logged_losses(record)
