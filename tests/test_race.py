@@ -81,7 +81,7 @@ def losses(record):
 def test_from_the_command_line(flags, tmp_path, capsys):
     summary = finetune_race.main(flags("--do_predict"))
     shown, record = capsys.readouterr(), record_of(tmp_path / "race")
-    assert "race, validation accuracy x 100" in shown.out and "large 83.2, middle 86.5, high 81.3" in shown.out
+    assert "race, validation accuracy x 100" in shown.out and "accuracy 83.2, middle 86.5, high 81.3" in shown.out
     assert "test set, medians: accuracy" in shown.out
     assert "Rows        train 48, validation 24, test 18 questions" in shown.err and "Duplicates  0 of 24" in shown.err
     metrics = record["metrics"]

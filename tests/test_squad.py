@@ -145,7 +145,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     command += [root / "finetune_squad.py", *flags("2.0", "--seeds", 1, 2)]
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "large EM 86.5, F1 89.4" in done.stdout and "HasAns_f1" in done.stdout
+    assert "RoBERTa-large: exact 86.5, f1 89.4 (Table 6)" in done.stdout and "HasAns_f1" in done.stdout
     again = run_python(*command, cwd=tmp_path)
     assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
     kept = [path.parent.parent.name for path in (tmp_path / "squad").rglob(f"best/{answerability.FILE}")]
