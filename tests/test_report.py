@@ -125,9 +125,13 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     """RACE of one level has no accuracy of the other; settings are those of the picked row, not of the preset."""
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
+    (path,) = (tmp_path / "race").glob("*/run_record.json")
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "metrics": {"accuracy": 0.42, "middle": 0.42}}))
     readme, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
     (line,) = [line for line in readme.splitlines() if line.startswith("| RACE")]
-    assert "mini, level middle: 42.0 (n 1) | 0.0001, batch 16" in line and "RACE, high" in readme.split("Not run: ")[1]
+    assert line.startswith("| RACE, middle |") and "mini, level middle: 42.0 (n 1) | 0.0001, batch 16" in line
+    assert "RACE, accuracy; RACE, high" in readme.split("Not run: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
 
