@@ -26,7 +26,7 @@ import finetune_race
 import finetune_squad
 from roberta_recipe import durable, report, run
 from roberta_recipe.args import ROOT, InputError, RecipeParser, exit_on_error
-from roberta_recipe.report import percent
+from roberta_recipe.report import markdown_table, number, percent
 
 NOT_RUN = "not run"
 HEAD = ("task", "paper", "ours: median (spread, n)", "preset", "tokens", "hardware", "hours")
@@ -126,7 +126,7 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     lines = []
     for model, record in ledger.pretrained.items():
         args = record["resolved_args"]
-        perplexity = f"{model}: {_number(record['metrics']['eval_perplexity'], 2)} (n 1)"
+        perplexity = f"{model}: {number(record['metrics']['eval_perplexity'], 2)} (n 1)"
         spent = _spent([record], record["tokens_seen"])
         lines.append(("held-out perplexity of its own text", "none for this text", perplexity, _preset(args), *spent))
     for row in paper_rows():
@@ -164,10 +164,6 @@ def _tuned_name(model: str, args: dict[str, Any]) -> str:
     return ", ".join([model, *shown])
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "nan" if value is None else f"{value:.{digits}f}"
-
-
 def _preset(args: dict[str, Any]) -> str:
     batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
     return f"{batch}, {args['max_steps']:,} steps at {args['learning_rate']:g}"
@@ -197,7 +193,7 @@ def _spent(records: list[dict[str, Any]], tokens: int) -> tuple[str, str, str]:
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
     """(model, source, perplexity, loss, unigram entropy) of every pretraining run of several sources."""
     return [
-        (model, source, _number(one["perplexity"], 2), _number(one["loss"], 3), _number(one["unigram_entropy"], 3))
+        (model, source, number(one["perplexity"], 2), number(one["loss"], 3), number(one["unigram_entropy"], 3))
         for model, record in ledger.pretrained.items()
         for source, one in record.get("metrics_by_source", {}).items()
     ]
@@ -217,20 +213,15 @@ SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram en
 SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
 
 
-def markdown(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    rows = [head, tuple("---" for _ in head), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in rows)
-
-
 def readme_part(ledger: Ledger) -> str:
     """What stands in the README between the marks."""
     run_lines = [line for line in table(ledger) if line[2] != NOT_RUN]
     waiting = [line[0] for line in table(ledger) if line[2] == NOT_RUN]
-    parts = [markdown(HEAD, run_lines)]
+    parts = [markdown_table(HEAD, run_lines)]
     if waiting:
         parts.append("Not run: " + "; ".join(waiting) + ".")
     if lines := by_source(ledger):
-        parts.append(markdown(SOURCE_HEAD, lines))
+        parts.append(markdown_table(SOURCE_HEAD, lines))
     return "\n\n".join(parts)
 
 

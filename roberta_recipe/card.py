@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from roberta_recipe.report import percent
+from roberta_recipe.report import markdown_table, number, percent
 
 ROBERTA_TOKENS = 2.1e12  # Table 9: 500K steps of 8K sequences of 512 tokens
 
@@ -142,16 +142,14 @@ def fine_tuned(
     return _card(repo, config, _of_task(summary), sections, metadata)
 
 
-def in_progress(
-    repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None, **metadata: Any
-) -> ModelCard:
+def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None) -> ModelCard:
     """Of a run that goes on."""
     sections = [
         f"# {repo.split('/')[-1]}",
         f"**In training: step {step:,} of {max_steps:,}.** Nothing is measured yet; preset.yaml says what it is.",
         _loading(repo, config, revision),
     ]
-    return _card(repo, config, [], sections, metadata)
+    return _card(repo, config, [], sections, {})
 
 
 def announced(repo: str) -> ModelCard:
@@ -198,15 +196,10 @@ def _loading(repo: str, config: dict[str, Any], revision: str | None) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
 def _architecture(config: dict[str, Any], record: dict[str, Any]) -> str:
     rows = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
     rows.append(("parameters", f"{record['parameters']:,}"))
-    return f"## Architecture\n\n`{config['architectures'][0]}`\n\n" + _table(("", ""), rows)
+    return f"## Architecture\n\n`{config['architectures'][0]}`\n\n" + markdown_table(("", ""), rows)
 
 
 def _training(record: dict[str, Any]) -> str:
@@ -217,7 +210,7 @@ def _training(record: dict[str, Any]) -> str:
     used = ", ".join(f"{name} {number}" for name, number in versions.items())
     return (
         "## Training\n\n"
-        + _table(("", ""), rows)
+        + markdown_table(("", ""), rows)
         + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
         f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {record['commit']}. "
         "`preset.yaml` repeats the run."
@@ -239,16 +232,16 @@ def _corpus_table(record: dict[str, Any]) -> str:
         rows.append((name, *read, record["passes"].get(name, 0), f"{held_out.get(name, {}).get('tokens', 0):,}"))
     head = ("source", "documents read", "tokens read", "rows lost", "whole passes", "tokens held out and read")
     note = "" if record["stopped_by"] == "max_steps" else f"\n\nTraining was ended by {record['stopped_by']}."
-    return _table(head, rows) + note
+    return markdown_table(head, rows) + note
 
 
 def _text_table(record: dict[str, Any]) -> str:
     metrics, by_source = record["metrics"], record.get("metrics_by_source", {})
     whole = {"loss": metrics["eval_loss"], "perplexity": metrics["eval_perplexity"]}
     rows = [("all held-out text", whole | {"unigram_entropy": record["unigram_entropy"]}), *by_source.items()]
-    return _table(
+    return markdown_table(
         ("held-out text", "loss (nats)", "perplexity", "unigram entropy"),
-        [(name, *(_number(one[key]) for key in ("loss", "perplexity", "unigram_entropy"))) for name, one in rows],
+        [(name, *(number(one[key]) for key in ("loss", "perplexity", "unigram_entropy"))) for name, one in rows],
     )
 
 
@@ -268,7 +261,7 @@ def _score_table(summaries: list[dict[str, Any]]) -> str:
                 others,
             )
         )
-    return _table(("task", "metric", "median", "spread", "seeds", "medians of all metrics"), rows)
+    return markdown_table(("task", "metric", "median", "spread", "seeds", "medians of all metrics"), rows)
 
 
 def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:
@@ -324,10 +317,6 @@ def _alone(record: dict[str, Any]) -> dict[str, Any]:
         "picked": 0,
         "resolved_args": record["resolved_args"],
     }
-
-
-def _number(value: float | None) -> str:
-    return "nan" if value is None else f"{value:.3f}"
 
 
 def _millions(number: int) -> str:

@@ -125,5 +125,16 @@ def percent(value: float | None) -> str:
     return "nan" if value is None or not np.isfinite(value) else f"{100 * value:.1f}"
 
 
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure of a record, where one that is no number is null."""
+    return "nan" if value is None else f"{value:.{digits}f}"
+
+
+def markdown_table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
+    """A table as README and model cards have it."""
+    rows = [head, tuple("---" for _ in head), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in rows)
+
+
 def _columns(points: list[list[float]]) -> tuple[list[float], list[float]]:
     return [point[0] for point in points], [point[1] for point in points]
