@@ -188,8 +188,6 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
-    if args.task_name == "wnli" and args.random_weights:
-        raise InputError("random_weights goes with a fresh head, and wnli is scored by the checkpoint's masked-LM head")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
     protocol.check_arguments(args, training_args)
@@ -320,7 +318,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         return np.asarray(answers, dtype=np.int64)
 
     return Form(
-        build_model=lambda: wsc.load_masked_lm(args.model_name_or_path),
+        build_model=lambda: wsc.load_masked_lm(args.model_name_or_path, args.random_weights),
         features=features,
         counts=counts,
         collator=wsc.WscCollator(tokenizer),

@@ -327,7 +327,8 @@ def _best_of_question(
         return sliding_window_view(np.append(values, np.full(longer, behind, values.dtype)), max_answer_length)
 
     last, same_window = following(ends, 0), following(window, -1) == window[:, None]
-    total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
+    with np.errstate(invalid="ignore"):  # of a broken model, infinite logits of both signs
+        total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
     total[~np.isfinite(total)] = -np.inf
     kept = []
     while len(kept) < n_best_size and total.size:

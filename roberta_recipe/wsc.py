@@ -173,16 +173,21 @@ def load_spacy(model: str = "en_core_web_lg") -> Callable[[str], Any]:
         ) from None
 
 
-def load_masked_lm(model_name_or_path: str) -> PreTrainedModel:
+def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:
     """A checkpoint with its masked-LM head; a RoBERTa as this repository's class, which runs the head at masks only.
+    With `random_weights` its architecture alone.
 
     Raises `InputError` where there is none, or where weights are missing (those tied to others aside): a head that is
     made anew scores by chance.
     """
     path = path_or_hub_id(model_name_or_path)
     try:
-        kind = AutoConfig.from_pretrained(path).model_type
-        cls = RobertaForMaskedLM if kind == "roberta" else AutoModelForMaskedLM
+        config = AutoConfig.from_pretrained(path)
+        ours = config.model_type == "roberta"
+        if random_weights:
+            logger.info("Weights     random")
+            return RobertaForMaskedLM(config) if ours else AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
+        cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
         model, loaded = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]

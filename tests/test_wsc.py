@@ -445,6 +445,11 @@ def test_a_checkpoint_needs_its_head(model, config, tmp_path):
         InputError, match=r"classifier' has no weights for lm_head\..* masked-LM head; name a checkpoint"
     ):
         wsc.load_masked_lm(str(tmp_path / "classifier"))
+    random = wsc.load_masked_lm(str(tmp_path / "classifier"), random_weights=True)
+    assert type(random) is RobertaForMaskedLM and random.dtype == torch.float32
+    assert random.lm_head.decoder.weight is random.roberta.embeddings.word_embeddings.weight
+    random = wsc.load_masked_lm(str(tmp_path / "mlm"), random_weights=True)
+    assert not torch.equal(random.lm_head.dense.weight, model.lm_head.dense.weight)
     with pytest.raises(InputError, match="no masked-LM model at model_name_or_path='nothing/here'"):
         wsc.load_masked_lm("nothing/here")
     sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
