@@ -231,9 +231,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     trainer.train(resume_from_checkpoint=resumed_from)
     if watch.preempted:
         run.leave_process_group()
+        cut_off = "; a push to the Hub was cut off, and the next one makes up for it"
         raise Preempted(
             f"preempted: step {trainer.state.global_step} of {training_args.max_steps} is saved in "
             f"{training_args.output_dir}; the same command goes on from there"
+            + (cut_off if publisher and publisher.is_pushing() else "")
         )
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.

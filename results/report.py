@@ -31,7 +31,6 @@ from roberta_recipe.report import markdown_table, number, percent
 NOT_RUN = "not run"
 HEAD = ("task", "paper", "ours: median (spread, n)", "preset", "tokens", "hardware", "hours")
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
-CURVE_POINTS = 40  # of a fine-tuning run, in the ledger
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _KEPT += ("parameters", "versions", "commit", "hardware")
 _SETTINGS = ("max_seq_length", "learning_rate", "global_batch_size", "num_train_epochs", "max_steps", "warmup_steps")
@@ -91,11 +90,8 @@ def shortened(source: Path) -> dict[str, Any]:
     for seed in row["seeds"]:
         folder = f"lr{row['learning_rate']:g}-batch{row['global_batch_size']}-seed{seed}"
         record = durable.read_json(source / folder / run.RECORD_NAME)
-        curve = record["loss_at_steps"]["train"]
-        args = summary.get("resolved_args") or record["resolved_args"]
-        kept = {name: record.get(name) for name in _KEPT} | {"loss_at_steps": curve[:: len(curve) // CURVE_POINTS + 1]}
-        runs.append({"seed": int(seed), **kept})
-    args = {name: value for name, value in args.items() if name in _SETTINGS and value is not None}
+        runs.append({"seed": int(seed), **{name: record.get(name) for name in _KEPT}})
+    args = {name: value for name, value in summary["resolved_args"].items() if name in _SETTINGS and value is not None}
     args |= {name: row[name] for name in ("learning_rate", "global_batch_size")}
     row |= {"best_run": Path(row["best_run"]).name}
     return {"task": summary["task"], "metric": summary["metric"], "settings": [row], "picked": 0, "resolved_args": args,
@@ -136,7 +132,9 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
             args, scores = summary["resolved_args"], [record["metrics"][row.metric] for record in summary["runs"]]
             scores = [-math.inf if score is None else score for score in scores]  # a correlation with a constant
             spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
-            ours = f"{_tuned_name(model, args)}: {percent(statistics.median(scores))} ({spread}n {len(scores)})"
+            flat = sum(record["degenerate"] for record in summary["runs"])  # one answer to everything
+            counts = f"n {len(scores)}" + f", {flat} degenerate" * (flat > 0)
+            ours = f"{_tuned_name(model, args)}: {percent(statistics.median(scores))} ({spread}{counts})"
             tokens = sum(record["tokens_seen"] for record in summary["runs"])
             lines.append((row.shown, row.paper, ours, _settings(args), *_spent(summary["runs"], tokens)))
         if not tuned:

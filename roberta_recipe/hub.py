@@ -87,12 +87,16 @@ class Publisher:
         """Push one finished run of a protocol in the background, until there is a better one."""
         self._start(*contents(self.repo, folder, revision=self.revision), message, folder.parent / f"{_ASIDE}best")
 
+    def is_pushing(self) -> bool:
+        """Whether a push in the background is under way, which ends with the process."""
+        return self._pending is not None and self._pending.is_alive()
+
     def _start(self, files: dict[str, Path], shown: ModelCard, message: str, aside: Path) -> None:
         """One at a time, unless `always`; what fails is said and ends nothing. The files are linked `aside`, as
         training may delete them meanwhile; the thread does not keep the process alive."""
         if self.strategy == HubStrategy.END:
             return
-        if self._pending and self._pending.is_alive():
+        if self.is_pushing():
             if not self.always:
                 return
             self._pending.join()

@@ -1,7 +1,10 @@
 """Publishing, against a Hub on loopback: what arrives, what is refused, and that a token stays where it is."""
 
 import json
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -14,7 +17,7 @@ from huggingface_hub import ModelCard
 import finetune_glue
 import train_mlm
 from roberta_recipe import hub
-from roberta_recipe.args import InputError, RunError
+from roberta_recipe.args import InputError, Preempted, RunError
 
 TOKEN = "hf_aVerySecretTokenOfNobody"
 
@@ -174,6 +177,21 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     assert record["steps"] == 4 and "a push while training failed, and training goes on" in capsys.readouterr().err
     assert server.commits[-1][2] == "Trained for 4 steps"
+
+
+def test_a_push_that_preemption_cuts_off_is_said(server, preset, monkeypatch):
+    push, commit, over = hub.Publisher.push_checkpoint, hub.Publisher.commit, threading.Event()
+
+    def preempting(*args):
+        monkeypatch.setattr(hub.Publisher, "commit", lambda *args: over.wait(60) and commit(*args))
+        push(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
+    saving = ["--save_strategy", "steps", "--save_steps", "2"]
+    with pytest.raises(Preempted, match=r"preempted: step 3 of 4 is saved .*; a push to the Hub was cut off"):
+        train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
+    over.set()
 
 
 def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def write_pretraining(folder, perplexity=50.25):
     (folder / "loss_curve.png").write_bytes(b"png")
 
 
-def write_tuning(folder, scores, task="rte", metric="accuracy", **args):
+def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False, **args):
     runs = [Run(1e-4, 16, seed, folder / f"lr0.0001-batch16-seed{seed}") for seed in range(1, len(scores) + 1)]
     records = [
         {
@@ -58,8 +58,7 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", **args):
             "tokens_per_second": 900,
             "train_seconds": 1800.0,
             "score_at_steps": [[30, 0.5], [60, score]],
-            "loss_at_steps": {"train": [[step, 1 / step] for step in range(1, 61)], "validation": []},
-            "degenerate": False,
+            "degenerate": degenerate,
             "parameters": 5_000_000,
             "versions": {},
             "commit": "abc",
@@ -86,7 +85,13 @@ def report(ledger, tmp_path, *argv):
 def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     write_pretraining(tmp_path / "runs" / "mini")
     write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
-    write_tuning(tmp_path / "runs" / "random" / "rte_random", [0.51], random_weights=True, max_train_samples=2000)
+    write_tuning(
+        tmp_path / "runs" / "random" / "rte_random",
+        [0.51],
+        degenerate=True,
+        random_weights=True,
+        max_train_samples=2000,
+    )
     report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
     for folder in ("glue/rte", "random/rte_random"):
         readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini")
@@ -95,7 +100,7 @@ def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     spent = "4.5 M | 2 CPU cores | 1.50 |"
     settings = "0.0001, batch 16, 3 epochs, length 64"
     assert f"| GLUE rte, accuracy | 86.6 (base 78.7) | mini: 60.0 (55.0 to 70.0, n 3) | {settings} | {spent}" in lines
-    assert any("mini, random weights: 51.0 (n 1)" in line and "2,000 examples" in line for line in lines)
+    assert any("mini, random weights: 51.0 (n 1, 1 degenerate)" in line and "2,000 examples" in line for line in lines)
     assert any(line.startswith("| held-out perplexity") and "mini: 50.25" in line for line in lines)
     assert "| mini | b | 10.00 | 4.000 | 6.500 |" in lines and any("NVIDIA H200 | 2.00 |" in line for line in lines)
     waiting = next(line for line in lines if line.startswith("Not run: "))
