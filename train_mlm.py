@@ -14,12 +14,12 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tqdm.auto import tqdm
-from transformers import TrainingArguments, pipeline, set_seed
+from transformers import pipeline, set_seed
 
 from roberta_recipe import (
     checkpoint,
@@ -28,7 +28,6 @@ from roberta_recipe import (
     hub,
     masking,
     modeling,
-    order,
     report,
     run,
     token_cache,
@@ -37,7 +36,7 @@ from roberta_recipe import (
 from roberta_recipe import corpus as corpora
 from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path, setting
 from roberta_recipe.stream import TextReader, TrainBlocks
-from roberta_recipe.trainer import RecipeTrainer, StepWatch
+from roberta_recipe.trainer import MlmTrainingArguments, RecipeTrainer, StepWatch
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
@@ -106,59 +105,6 @@ class MlmArguments:
     fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.")
 
 
-@dataclass
-class MlmTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with RoBERTa's values where Trainer's own would be wrong for it (paper, Table 9)."""
-
-    _argument_group_name = "Hugging Face TrainingArguments"
-
-    adam_beta2: float = setting(0.98, "Table 9; Trainer has 0.999.")
-    adam_epsilon: float = setting(1e-6, "Table 9; Trainer has 1e-8.")
-    weight_decay: float = setting(
-        0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
-    )
-    max_grad_norm: float = setting(0.0, "Table 9: no clipping; Trainer has 1.0.")
-    logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
-    remove_unused_columns: bool = setting(
-        False, "The collator needs the block's number, which the model does not take."
-    )
-    prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
-    ignore_data_skip: bool = setting(True, "The data begin where the checkpoint left them; nothing is replayed.")
-    accelerator_config: dict | str | None = field(
-        default_factory=lambda: {"dispatch_batches": False, "even_batches": False},
-        metadata={"help": "Each process reads for itself, and no validation block is counted twice."},
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_steps <= 0:
-            raise InputError(
-                f"max_steps={self.max_steps}: the stream of blocks has no end, so set the number of optimizer steps"
-            )
-        for name in ("eval_strategy", "save_strategy"):
-            if getattr(self, name) == "epoch":
-                raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use steps or no")
-        if self.num_train_epochs != 3.0:
-            raise InputError(
-                f"num_train_epochs={self.num_train_epochs}: the stream of blocks has no end; set max_steps"
-            )
-        if self.label_smoothing_factor:
-            raise InputError(
-                f"label_smoothing_factor={self.label_smoothing_factor}: the loss here is plain cross-entropy"
-            )
-        if self.include_num_input_tokens_seen != "no":
-            raise InputError("include_num_input_tokens_seen must stay no: tokens are counted already (tokens_seen)")
-        if self.remove_unused_columns:
-            raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
-        for name in ("load_best_model_at_end", "metric_for_best_model"):
-            if getattr(self, name):
-                raise InputError(f"{name}={getattr(self, name)}: pretraining ends with its last step; leave it out")
-        if not self.ignore_data_skip:
-            raise InputError("ignore_data_skip must stay true: the data begin where the checkpoint left them")
-        if self.logging_nan_inf_filter:
-            raise InputError("logging_nan_inf_filter must stay false: a loss that is not finite is never logged as 0")
-
-
 def main(argv: list[str] | None = None) -> dict | None:
     """Run the command line `argv`; returns the run record. Raises `InputError`, and `RunError` for a run that broke."""
     argv = sys.argv[1:] if argv is None else argv
@@ -222,9 +168,9 @@ def main(argv: list[str] | None = None) -> dict | None:
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from)
     if args.eval_only:
-        metrics, by_source = trainer.evaluate(), evaluate_sources(trainer, corpus, validation)
+        metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
         if trainer.is_world_process_zero():
-            announce_validation(metrics, entropy, by_source)
+            report.print_validation(metrics, entropy, by_source)
         return run.leave_process_group()
     if trainer.is_world_process_zero():
         run.write_preset(resolved, training_args.output_dir)
@@ -240,7 +186,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
-    metrics, by_source = trainer.evaluate(), evaluate_sources(trainer, corpus, validation)
+    metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record and loss curve.
     record = run.run_record(
@@ -256,13 +202,12 @@ def main(argv: list[str] | None = None) -> dict | None:
         wall_clock_s=round(time.monotonic() - started_s, 1),
     )
     if trainer.is_world_process_zero():
-        curve = os.path.join(training_args.output_dir, run.CURVE_NAME)
         run.write_record(record, training_args.output_dir)
-        report.plot_loss(record, curve)
+        report.plot_loss(record, os.path.join(training_args.output_dir, run.CURVE_NAME))
 
         # 7. What came out.
         show_predictions(args.fill_mask_examples, training_args.output_dir)
-        announce_result(record, training_args.output_dir, curve)
+        report.print_result(record, training_args.output_dir)
     run.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
         raise RunError(
@@ -561,25 +506,6 @@ def announce_run(
     )
 
 
-def evaluate_sources(trainer: RecipeTrainer, corpus: corpora.Corpus, validation: list[dict]) -> dict[str, dict]:
-    """Loss, perplexity, entropy and size of the part of `validation` that is of each source; empty for one source."""
-    found = {}
-    for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
-        mine = [place for place, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
-        if not any((trainer.eval_dataset[place]["labels"] != masking.IGNORED).any() for place in mine):
-            run.logger.warning(f"{source.name}: nothing is predicted in its {len(mine)} validation blocks")
-            continue
-        prefix = f"eval_{source.name}"
-        metrics = trainer.evaluate([trainer.eval_dataset[place] for place in mine], metric_key_prefix=prefix)
-        found[source.name] = {
-            **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits")},
-            "unigram_entropy": masking.unigram_entropy([validation[place] for place in mine], trainer.data_collator),
-            "blocks": len(mine),
-            "tokens": sum(len(validation[place]["input_ids"]) for place in mine),
-        }
-    return found
-
-
 def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
     """The five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
     if not sentences:
@@ -589,31 +515,6 @@ def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
     for sentence in sentences:
         words = ", ".join(f"{p['token_str'].strip()!r} {p['score']:.0%}" for p in fill_mask(sentence, top_k=5))
         print(f"{sentence}\n    {words}")
-
-
-def announce_result(record: dict, output_dir: str, curve: str) -> None:
-    """The figures and where the files are."""
-    announce_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
-    print(
-        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
-        f"{record['tokens_per_second']:,} tokens/s, {record['wall_clock_s']:,.0f} s in all\n"
-        f"checkpoint  {output_dir}\nrun record  {os.path.join(output_dir, run.RECORD_NAME)}\nloss curve  {curve}"
-    )
-
-
-def announce_validation(metrics: dict, entropy: float, by_source: dict[str, dict]) -> None:
-    """The loss on the held-out text beside its unigram entropy, and that of each source."""
-    below = entropy - metrics["eval_loss"]
-    print(
-        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
-        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
-        f"of {entropy:.3f}"
-    )
-    for name, one in by_source.items():
-        print(
-            f"    {name:<16} {one['loss']:.3f} nats, perplexity {one['perplexity']:.2f}; unigram entropy "
-            f"{one['unigram_entropy']:.3f}; {one['blocks']:,} blocks, {one['tokens']:,} tokens"
-        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plots of runs, made from their records."""
+"""Plots and texts of runs, made from their records."""
 
 import math
 from pathlib import Path
@@ -10,6 +10,8 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
+
+from roberta_recipe import run
 
 
 def plot_loss(record: dict[str, Any], path: str | Path) -> None:
@@ -114,6 +116,33 @@ def plot_scores(summaries: list[tuple[str, dict[str, Any]]], path: str | Path) -
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def print_result(record: dict[str, Any], output_dir: str | Path) -> None:
+    """A pretraining run's figures, and where its files are."""
+    print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
+    print(
+        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
+        f"{record['tokens_per_second']:,} tokens/s, {record['wall_clock_s']:,.0f} s in all\n"
+        f"checkpoint  {output_dir}\n"
+        f"run record  {Path(output_dir, run.RECORD_NAME)}\n"
+        f"loss curve  {Path(output_dir, run.CURVE_NAME)}"
+    )
+
+
+def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, dict[str, float]]) -> None:
+    """The loss on the held-out text beside its unigram entropy (nats), and that of each source."""
+    below = entropy - metrics["eval_loss"]
+    print(
+        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
+        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
+        f"of {entropy:.3f}"
+    )
+    for name, one in by_source.items():
+        print(
+            f"    {name:<16} {one['loss']:.3f} nats, perplexity {one['perplexity']:.2f}; unigram entropy "
+            f"{one['unigram_entropy']:.3f}; {one['blocks']:,} blocks, {one['tokens']:,} tokens"
+        )
 
 
 def _times_100(score: float | None) -> float:

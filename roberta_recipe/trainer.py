@@ -11,14 +11,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from roberta_recipe.args import RunError
+from roberta_recipe import masking, order
+from roberta_recipe.args import InputError, RunError, setting
+from roberta_recipe.corpus import Corpus
 from roberta_recipe.durable_trainer import DurableTrainer
 from roberta_recipe.run import model_flops_utilisation
 
@@ -26,6 +29,59 @@ logger = logging.getLogger("recipe")
 
 MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at its floor after 16
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
+
+
+@dataclass
+class MlmTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with RoBERTa's values where Trainer's own would be wrong for it (paper, Table 9)."""
+
+    _argument_group_name = "Hugging Face TrainingArguments"
+
+    adam_beta2: float = setting(0.98, "Table 9; Trainer has 0.999.")
+    adam_epsilon: float = setting(1e-6, "Table 9; Trainer has 1e-8.")
+    weight_decay: float = setting(
+        0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
+    )
+    max_grad_norm: float = setting(0.0, "Table 9: no clipping; Trainer has 1.0.")
+    logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
+    remove_unused_columns: bool = setting(
+        False, "The collator needs the block's number, which the model does not take."
+    )
+    prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+    ignore_data_skip: bool = setting(True, "The data begin where the checkpoint left them; nothing is replayed.")
+    accelerator_config: dict | str | None = field(
+        default_factory=lambda: {"dispatch_batches": False, "even_batches": False},
+        metadata={"help": "Each process reads for itself, and no validation block is counted twice."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_steps <= 0:
+            raise InputError(
+                f"max_steps={self.max_steps}: the stream of blocks has no end, so set the number of optimizer steps"
+            )
+        for name in ("eval_strategy", "save_strategy"):
+            if getattr(self, name) == "epoch":
+                raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use steps or no")
+        if self.num_train_epochs != 3.0:
+            raise InputError(
+                f"num_train_epochs={self.num_train_epochs}: the stream of blocks has no end; set max_steps"
+            )
+        if self.label_smoothing_factor:
+            raise InputError(
+                f"label_smoothing_factor={self.label_smoothing_factor}: the loss here is plain cross-entropy"
+            )
+        if self.include_num_input_tokens_seen != "no":
+            raise InputError("include_num_input_tokens_seen must stay no: tokens are counted already (tokens_seen)")
+        if self.remove_unused_columns:
+            raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
+        for name in ("load_best_model_at_end", "metric_for_best_model"):
+            if getattr(self, name):
+                raise InputError(f"{name}={getattr(self, name)}: pretraining ends with its last step; leave it out")
+        if not self.ignore_data_skip:
+            raise InputError("ignore_data_skip must stay true: the data begin where the checkpoint left them")
+        if self.logging_nan_inf_filter:
+            raise InputError("logging_nan_inf_filter must stay false: a loss that is not finite is never logged as 0")
 
 
 class StepWatch(TrainerCallback):
@@ -207,6 +263,26 @@ class RecipeTrainer(DurableTrainer):
         self._evaluating_s += time.monotonic() - start_s
         return metrics
 
+    def evaluate_sources(self, corpus: Corpus, validation: list[dict]) -> dict[str, dict[str, float]]:
+        """Loss, perplexity, entropy and size of what each source has of the blocks `validation`, of which
+        `eval_dataset` is the masked form; empty for one source."""
+        found = {}
+        for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
+            mine = [place for place, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
+            masked = [self.eval_dataset[place] for place in mine]
+            if not any((example["labels"] != masking.IGNORED).any() for example in masked):
+                logger.warning(f"{source.name}: nothing is predicted in its {len(mine)} validation blocks")
+                continue
+            prefix = f"eval_{source.name}"
+            metrics = self.evaluate(masked, metric_key_prefix=prefix)
+            found[source.name] = {
+                **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits")},
+                "unigram_entropy": masking.unigram_entropy([validation[place] for place in mine], self.data_collator),
+                "blocks": len(mine),
+                "tokens": sum(len(validation[place]["input_ids"]) for place in mine),
+            }
+        return found
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
@@ -223,7 +299,7 @@ class RecipeTrainer(DurableTrainer):
             if not counts:
                 continue
             sums[0] += total.double()
-            sums[1] += (inputs["labels"] != -100).sum()
+            sums[1] += (inputs["labels"] != masking.IGNORED).sum()
             sums[2] += len(inputs["labels"])
         total, predicted, examples = self.accelerator.reduce(sums, "sum").tolist()
         loss = total / predicted  # `main` has seen that something is predicted

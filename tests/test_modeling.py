@@ -10,8 +10,7 @@ from transformers import TrainerCallback
 from roberta_recipe.args import ROOT, InputError
 from roberta_recipe.masking import IGNORED, MlmCollator
 from roberta_recipe.modeling import RobertaForMaskedLM, build_model, flops_per_token, load_config
-from roberta_recipe.trainer import RecipeTrainer, StepWatch
-from train_mlm import MlmTrainingArguments
+from roberta_recipe.trainer import MlmTrainingArguments, RecipeTrainer, StepWatch
 
 LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
 
