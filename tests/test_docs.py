@@ -1,19 +1,21 @@
 """docs/adapting.md: its commands run as they are written, in a copy of the repository, with fewer steps."""
 
+import itertools
 import json
 import os
+import random
 import re
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 from conftest import make_documents, write_jsonl, write_text
 
-from roberta_recipe.docstrings import docstring_file
-
 FEWER = ((r"--max_steps \d+", "--max_steps 4"), (r"--save_steps \d+", "--save_steps 2"))
 FEWER += ((r"--warmup_steps \d+ ", "--warmup_steps 1 "), (r"--num_train_epochs 3", "--num_train_epochs 1 --seeds 1 2"))
+FEWER += ((r'"num_hidden_layers": 3', '"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64'),)
 # what no test can have: the Hub, its 124.7 M parameters, a GPU
 ELSEWHERE = (("FacebookAI/roberta-base", "runs/mine"),)
 ELSEWHERE += (("--config presets/mlm/roberta_base.yaml", "--config presets/mlm/roberta_mini.yaml --use_cpu"),)
@@ -35,13 +37,14 @@ def clone(root: Path, place: Path) -> Path:
 
 
 def write_inputs(place: Path) -> None:
-    """my_text/ and my_task/, as the page says that they lie there; enough text for its 8,192 entries."""
-    import pyarrow.parquet as pq
-
-    texts = pq.read_table(docstring_file(), columns=["text"])["text"].to_pylist()[:6000]
+    """my_text/ and my_task/, as the page says that they lie there; enough words for its 8,192 entries."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(3000)]
+    sentences = (" ".join(rng.choices(words, k=10)).capitalize() + "." for _ in range(1500 * 20))
+    texts = ["\n".join(itertools.islice(sentences, 20)) for _ in range(1500)]
     for name in ("books", "mail"):
         (place / "my_text" / name).mkdir(parents=True)
-    write_text(place / "my_text/books/a.txt", [re.sub(r"\n\s*\n", "\n", text) for text in texts[::2]])
+    write_text(place / "my_text/books/a.txt", texts[::2])
     write_jsonl(place / "my_text/mail/a.jsonl", texts[1::2], column="body")
     (place / "my_task").mkdir()
     for split, seed in (("train", 1), ("dev", 2)):
