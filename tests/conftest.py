@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import shutil
 import string
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
@@ -43,6 +45,12 @@ def run_python(*argv, cwd, env=None):
         check=False,
         timeout=300,
     )
+
+
+def copied(script, folder):
+    """`script` with `roberta_recipe` in an empty folder, as people begin a project of their own; its path there."""
+    shutil.copytree(ROOT / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
+    return Path(shutil.copy(ROOT / script, folder / "mine.py"))
 
 
 SUBJECTS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import PLACES, SUBJECTS, VERBS, make_documents, run_python
+from conftest import PLACES, SUBJECTS, VERBS, copied, make_documents, run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
@@ -108,13 +108,11 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
 
 def test_the_script_is_a_template(flags, root, tmp_path):
     """Copied with `roberta_recipe` and a preset into an empty folder, it runs."""
-    folder = tmp_path / "mine"
-    shutil.copytree(root / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(root / "finetune_race.py", folder / "finetune_mine.py")
-    shutil.copy(root / "presets" / "race" / "paper.yaml", folder / "mine.yaml")
+    script = copied("finetune_race.py", tmp_path / "mine")
+    shutil.copy(root / "presets" / "race" / "paper.yaml", script.parent / "mine.yaml")
     argv = flags()
     assert argv[0] == "--config"
-    done = run_python("finetune_mine.py", "--config", "mine.yaml", *argv[2:], cwd=folder)
+    done = run_python(script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
     assert done.returncode == 0, done.stderr
     assert record_of(tmp_path / "race")["steps"] == 6 and str(root) not in done.stderr
 

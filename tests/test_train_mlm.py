@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import make_documents, run_python, write_text
+from conftest import copied, make_documents, run_python, write_text
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
@@ -24,10 +24,12 @@ def logged_losses(record):
 
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
-    """`accelerate launch`, with evaluation, predictions and all that is promised of the output folder."""
+    """`accelerate launch` of the script copied with `roberta_recipe` into an empty folder, with evaluation, predictions
+    and all that is promised of the output folder."""
+    script = copied("train_mlm.py", tmp_path / "mine")
     done = run_python(
         *["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
-        *["--mixed_precision", "no", "--dynamo_backend", "no", root / "train_mlm.py", "--config", preset],
+        *["--mixed_precision", "no", "--dynamo_backend", "no", script, "--config", preset],
         *["--max_steps", "6", "--eval_strategy", "steps", "--eval_steps", "3", "--save_strategy", "steps"],
         *["--save_steps", "3", "--fill_mask_examples", "The cat <mask> a dog."],
         cwd=tmp_path,
