@@ -23,7 +23,7 @@ demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, pred
 	$(ACCELERATE) train_mlm.py
 
 test: setup       ## the whole suite, CPU, offline
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: setup       ## ruff, checks and format
 	$(BIN)/ruff check .
