@@ -1,6 +1,6 @@
 """Pretrain RoBERTa from raw text.
 
-    accelerate launch train_mlm.py                       # the demonstration: five minutes on two CPU cores
+    accelerate launch train_mlm.py                       # the demonstration: minutes on two CPU cores
     accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml                  # the paper's recipe
     accelerate launch train_mlm.py --config presets/mlm/roberta_small.yaml \\
         --train_file 'my_text/*.txt' --tokenizer_name FacebookAI/roberta-base                # your own text

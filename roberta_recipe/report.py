@@ -65,11 +65,11 @@ def plot_curves(records: dict[str, dict[str, Any]], path: str | Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for number, (name, record) in enumerate(records.items()):
         color = f"C{number % 10}"
-        per_step = record["tokens_seen"] / record["steps"] / 1e6
+        logged = _columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
         steps, losses = _columns(record["loss_at_steps"]["train"])
-        left.plot([step * per_step for step in steps], losses, color=color, alpha=0.4, linewidth=1)
+        left.plot(np.interp(steps, *logged) / 1e6, losses, color=color, alpha=0.4, linewidth=1)
         steps, losses = _columns(record["loss_at_steps"]["validation"])
-        tokens = [step * per_step for step in steps]
+        tokens = np.interp(steps, *logged) / 1e6
         label = f"{name}, {record['parameters'] / 1e6:.1f} M parameters"
         left.plot(tokens, losses, color=color, marker="o", markersize=3, label=label)
         left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)

@@ -1,13 +1,15 @@
 """The ledger: tables, curves and page say what the records say, and "not run" where there is none."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 from conftest import run_python
 
-from roberta_recipe import run
+from roberta_recipe import durable, run
+from roberta_recipe import report as recipe_report
 from roberta_recipe.args import InputError
 from roberta_recipe.protocol import Run, summarise
 
@@ -41,6 +43,7 @@ def write_pretraining(folder, perplexity=50.25):
         "parameters": 5_000_000,
         "unigram_entropy": 6.5,
         "loss_at_steps": {"train": [[50, 5.0], [100, 4.0]], "validation": [[50, 4.8], [100, 3.9]]},
+        "tokens_at_steps": [[50, 500_000]],
         "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16},
         "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
     }
@@ -117,6 +120,20 @@ def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
     assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
+
+
+def test_curves_stand_over_the_tokens_that_were_seen(tmp_path, monkeypatch):
+    write_pretraining(tmp_path / "mini")
+    monkeypatch.setattr(recipe_report.plt, "close", lambda figure: None)
+    recipe_report.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
+    loss, perplexity = recipe_report.plt.gcf().axes
+    monkeypatch.undo()
+    recipe_report.plt.close("all")
+    train, validation, entropy = loss.lines
+    assert train.get_xdata() == pytest.approx([0.5, 2.0]) and list(train.get_ydata()) == [5.0, 4.0]
+    assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]
+    assert list(entropy.get_ydata()) == [6.5, 6.5]
+    assert perplexity.lines[0].get_ydata() == pytest.approx([math.exp(4.8), math.exp(3.9)])
 
 
 def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
