@@ -105,15 +105,15 @@ def plot_scores(summaries: list[tuple[str, dict[str, Any]]], path: str | Path) -
     for axes, task in zip(grid.flat, tasks, strict=False):
         mine = [(name, summary) for name, summary in summaries if summary["task"] == task]
         for number, (name, summary) in enumerate(mine):
+            style = {"color": f"C{number}", "linestyle": ("-", "--")[number % 2], "marker": "o", "markersize": 3}
             for record in summary["runs"]:
                 steps, scores = _columns(record["score_at_steps"])
-                shares = [step / record["steps"] for step in steps]
-                axes.plot(shares, [_times_100(score) for score in scores], color=f"C{number}", marker="o", markersize=3)
-            axes.plot([], [], color=f"C{number}", marker="o", markersize=3, label=name)
+                axes.plot([step / record["steps"] for step in steps], [_times_100(score) for score in scores], **style)
+            axes.plot([], [], label=name, **style)
         axes.set_title(f"{task}, {mine[0][1]['metric']}", fontsize=10)
         axes.set_xlabel("share of the run's steps", fontsize=8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # beside the lines, never on them
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
