@@ -34,6 +34,7 @@ MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _KEPT += ("parameters", "versions", "commit", "hardware")
 _SETTINGS = ("max_seq_length", "learning_rate", "global_batch_size", "num_train_epochs", "max_steps", "warmup_steps")
+_SETTINGS += ("max_query_length", "max_option_length", "head_dropout", "layer_decay", "spacy_model", "eval_steps")
 _SETTINGS += ("weight_decay", "max_train_samples", "random_weights", "without_article", "level", "doc_stride", "bf16")
 
 
