@@ -34,7 +34,7 @@ from roberta_recipe import (
     tokenization,
 )
 from roberta_recipe import corpus as corpora
-from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, parse, resolve_path, setting
+from roberta_recipe.args import InputError, Preempted, RunError, exit_on_error, is_set, parse, resolve_path, setting
 from roberta_recipe.stream import TextReader, TrainBlocks
 from roberta_recipe.trainer import MlmTrainingArguments, RecipeTrainer, StepWatch
 
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
 def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict]:
     """The filled dataclasses, and the resolved values as a preset."""
-    if "--dry_run" in argv:  # which is about another machine: without a GPU, `TrainingArguments` would refuse bf16
+    if is_set(argv, "dry_run") or is_set(argv, "pack_only"):  # for another machine: no GPU here, and bf16 is refused
         argv = [*argv, "--use_cpu", "true"]
     filled, resolved = parse(
         [MlmArguments, MlmTrainingArguments],

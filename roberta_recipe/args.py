@@ -102,6 +102,13 @@ def setting(default: Any, help: str, **kwargs: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help}, **kwargs)
 
 
+def is_set(argv: list[str], flag: str) -> bool:
+    """Whether `argv` turns the boolean `flag` on, asked before the whole is parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{flag}", nargs="?", const="true", default="false", dest="value")
+    return parser.parse_known_args(argv)[0].value.lower() in ("true", "yes", "t", "y", "1")
+
+
 def is_text(value: Any) -> bool:
     """Whether it is a string that UTF-8 can hold (JSON may have half of a surrogate pair)."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)

@@ -72,6 +72,16 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
+@pytest.mark.parametrize("asked", [["--pack_only"], ["--pack_only=true"], ["--pack_only", "yes"]])
+def test_a_machine_without_a_gpu_packs_for_those_with_one(preset, tmp_path, asked):
+    """Although the preset asks for bf16, which `TrainingArguments` refuses there."""
+    values = yaml.safe_load(Path(preset).read_text())
+    del values["use_cpu"]
+    Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
+    assert train(preset, "--token_cache", tmp_path / "cache", *asked, "--num_proc", 1) is None
+    assert list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run").exists()
+
+
 def test_a_saved_preset_repeats_the_run(preset, tmp_path):
     first = train(preset, "--mask_count", "exact", "--output_dir", tmp_path / "a")
     again = train(tmp_path / "a" / "preset.yaml", "--output_dir", tmp_path / "b")
