@@ -378,12 +378,16 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = sum(examples.skipped for examples in data.values())
     counts = "; ".join(f"{name}: {count:,}" for name, count in found["features"].items() if count) or "none cut"
+    grid = (
+        f"Grid        rates {', '.join(map(str, SWEEP_RATES))} x batches {', '.join(map(str, SWEEP_BATCHES))}, 10 "
+        "epochs each: learning_rate, global_batch_size, max_steps, num_train_epochs, warmup_steps given do not count\n"
+    )
     run.logger.info(
         f"Task        {args.task_name}: {', '.join(task.labels) or 'scores from 0 to 5'}; best epoch by {task.metric}\n"
         f"Rows        {rows}" + (f"; {skipped:,} broken ones skipped" if skipped else "") + "\n"
         f"Features    {form_name(args)}; {counts}\n"
         f"Duplicates  {overlap['in_train']:,} of {len(data[validation]):,} validation examples stand in the training "
-        f"set, {overlap['with_the_same_label']:,} with the same label\n"
+        f"set, {overlap['with_the_same_label']:,} with the same label\n" + (grid if args.sweep else "")
     )
 
 

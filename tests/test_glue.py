@@ -345,6 +345,7 @@ def test_the_papers_grid(flags, tmp_path, capsys):
     grid = ["--sweep", "--seeds", 3, "--per_device_train_batch_size", 32]  # more than the first batch of the grid
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
         finetune_glue.main(flags("rte", *grid))
+    assert "rates 1e-05, 2e-05, 3e-05 x batches 16, 32, 10 epochs each: learning_rate" in capsys.readouterr().err
     done = {
         path.name for path in (tmp_path / "glue" / "rte" / "sweep").iterdir() if (path / "run_record.json").is_file()
     }
