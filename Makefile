@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 ACCELERATE = $(BIN)/accelerate launch
+TOOL = $(BIN)/python -m roberta_recipe.tools
 
-.PHONY: help setup demo test lint tokenizer pretrain glue glue-all glue-submission squad race push report bench contamination clean
+.PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race \
+        contamination bench report push clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -18,7 +20,7 @@ $(VENV)/.installed: requirements.txt
 	$(BIN)/pip install --quiet -r requirements.txt
 	touch $@
 
-demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (made anew in runs/demo)
+demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (in runs/demo, from its start)
 	rm -rf runs/demo tokenizer/docstrings
 	$(ACCELERATE) train_mlm.py
 
@@ -32,8 +34,20 @@ lint: setup       ## ruff, checks and format
 tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpus/roberta_160gb.yaml
 	$(BIN)/python tokenizer/train_tokenizer.py --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) --output_dir $(or $(OUT),tokenizer/roberta)
 
+# CONFIG (preset of a pretraining run), ARGS (any flags)
+PRESET = --config $(or $(CONFIG),presets/mlm/roberta_base.yaml)
+
+pack: setup       ## the corpus tokenized and packed once: make pack ARGS="--token_cache DIR --num_proc 16"
+	$(TOOL).pack $(PRESET) $(ARGS)
+
+estimate: setup   ## what pretraining costs: make estimate ARGS="--hardware 8xH200"
+	$(TOOL).estimate $(PRESET) $(ARGS)
+
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
-	$(ACCELERATE) train_mlm.py --config $(or $(CONFIG),presets/mlm/roberta_base.yaml) $(ARGS)
+	$(ACCELERATE) train_mlm.py $(PRESET) $(ARGS)
+
+evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
+	$(TOOL).evaluate $(PRESET) --model_name_or_path $(MODEL) $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
 CHOSEN = $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(ARGS)
@@ -45,10 +59,13 @@ glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK
 
 glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli), then the row of Table 5
 	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
-	$(BIN)/python finetune_glue.py --collect runs/glue $(if $(SWEEP),--sweep)
+	$(MAKE) table
+
+table: setup      ## the finished tasks of GLUE beside the paper's Table 5
+	$(TOOL).glue_table --folder runs/glue $(if $(SWEEP),--sweep)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
-	$(BIN)/python finetune_glue.py --collect runs/glue --do_predict $(if $(SWEEP),--sweep)
+	$(TOOL).glue_table --folder runs/glue --submission $(if $(SWEEP),--sweep)
 
 squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
 	$(ACCELERATE) finetune_squad.py --config presets/squad/v$(or $(VERSION),1.1).yaml $(CHOSEN)
@@ -57,7 +74,7 @@ race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECI
 	$(ACCELERATE) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
-	$(BIN)/python -m roberta_recipe.hub --model $(MODEL) --repo $(REPO) $(ARGS)
+	$(TOOL).push --model $(MODEL) --repo $(REPO) $(ARGS)
 
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
@@ -66,9 +83,9 @@ bench: setup      ## speed of the parts beside the stock Hugging Face path
 	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/mlm_step.py
 
-# CORPUS (preset), and what to look for in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
+# CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus
-	$(BIN)/python benchmarks/contamination.py --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) $(ARGS)
+	$(TOOL).contamination --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) $(ARGS)
 
 clean:            ## caches and the demonstration's output
 	rm -rf runs/demo tokenizer/docstrings .pytest_cache .hypothesis .ruff_cache

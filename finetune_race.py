@@ -4,8 +4,8 @@
     accelerate launch finetune_race.py --config presets/race/paper.yaml --model_name_or_path runs/mine --data_dir RACE
 
 Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Data come from the Hub (ehovy/race) or from
-`data_dir`, the official files. A run that is done is not done again: the same command goes on. Each value is in the
-preset, with its source; any flag overrides it.
+`data_dir`, the official files. The same command resumes an interrupted run and skips finished runs. Each value is
+in the preset, with its source; any flag overrides it.
 """
 
 import statistics
@@ -18,32 +18,46 @@ import numpy as np
 import torch
 from transformers import AutoModelForMultipleChoice
 
-from roberta_recipe import durable, finetuning, hub, protocol, race, report, run, tokenization
-from roberta_recipe.args import InputError, exit_on_error, setting
+from roberta_recipe import durable
+from roberta_recipe.args import setting
+from roberta_recipe.data import tokenization
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.publishing import hub, plots
+from roberta_recipe.record import CURVE_NAME, Summary, percent
+from roberta_recipe.tasks import protocol, race
+from roberta_recipe.training import environment
+from roberta_recipe.training.heads import load_with_head
 
-# RoBERTa-large in the paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
-PAPER = {"accuracy": 83.2, "middle": 86.5, "high": 81.3}
 DEFAULT = "presets/race/paper.yaml"
 
 
 @dataclass
 class RaceArguments(protocol.FinetuneArguments):
-    """What is RACE's alone."""
+    """What only RACE needs."""
+
+    _argument_group_name = "RACE"
 
     data_dir: str | None = setting(
-        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; without it, the Hub."
+        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; without it, the Hub.", "content"
     )
-    level: Literal["all", "middle", "high"] = setting("all", "Train and validate on both levels, or on one.")
-    max_option_length: int = setting(128, "Tokens of a question with an option; longer ones are cut, and counted.")
-    without_article: bool = setting(False, "Show the model no article: what reading is worth.")
-    max_train_samples: int | None = setting(None, "Train on so many questions only, taken evenly from all.")
+    level: Literal["all", "middle", "high"] = setting(
+        "all", "Train and validate on both levels, or on a single level.", "fixed", shown=True
+    )
+    max_option_length: int = setting(
+        128, "Tokens of a question with an option; longer texts are cut, and counted.", "fixed", shown=True
+    )
+    without_article: bool = setting(False, "Show the model no article: what reading is worth.", "fixed", shown=True)
+    max_train_samples: int | None = setting(
+        None, "Train on so many questions only, taken evenly from all.", "fixed", shown=True
+    )
 
 
-def main(argv: list[str] | None = None) -> dict | None:
-    """Run the command line `argv`; returns the summary. Raises `InputError` and `RunError`."""
+def main(argv: list[str] | None = None) -> Summary:
+    """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
-    run.set_up_logging()
-    run.use_all_cores()
+    set_up_logging()
+    environment.use_all_cores()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
@@ -54,30 +68,32 @@ def main(argv: list[str] | None = None) -> dict | None:
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     with training_args.main_process_first():  # one process downloads
         data = {split: read_split(args, split) for split in splits}
-    articles = {one.article for one in data["train"]}
-    overlap = sum(one.article in articles for one in data["validation"])
+    articles = {question.article for question in data["train"]}
+    overlap = sum(question.article in articles for question in data["validation"])
 
     # 3. Features, head and loss.
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
-    made = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
-    found = announce(args, data, made, overlap)
+    features = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
+    found = announce(args, data, features, overlap)
 
-    # 4. Every run of the protocol that is not done yet.
-    job = job_of(args, data, made, tokenizer, found)
+    # 4. Every run of the protocol that is not finished yet.
+    job = job_of(args, data, features, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
-    records = protocol.run_all(argv, runs, job, read_arguments, publisher)
+    after_run = publisher.push_run if publisher else None
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
     summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
-        paper = ", ".join(f"{name} {score}" for name, score in PAPER.items())
+        plots.plot_runs(records, job.metric, folder / CURVE_NAME)
+        paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
         print(protocol.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
 
     # 6. The test set, whose answers are public.
     if training_args.do_predict and training_args.process_index == 0:
         print(of_test(runs, job, data["test"]))
-    run.leave_process_group()
+    environment.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {len(runs)} runs")
     return summary
@@ -110,10 +126,8 @@ def read_split(args: RaceArguments, split: str) -> list[race.Question]:
 
 
 def build_model(args: RaceArguments) -> torch.nn.Module:
-    """The checkpoint with a head that gives an option one score."""
-    return finetuning.load_with_head(
-        AutoModelForMultipleChoice, args.model_name_or_path, args.head_dropout, args.random_weights
-    )
+    """The checkpoint with a head that gives each option a score."""
+    return load_with_head(AutoModelForMultipleChoice, args.model_name_or_path, args.head_dropout, args.random_weights)
 
 
 def make_features(args: RaceArguments, questions: list[race.Question], tokenizer) -> race.Features:
@@ -121,46 +135,46 @@ def make_features(args: RaceArguments, questions: list[race.Question], tokenizer
     return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
 
 
-def announce(args: RaceArguments, data, made: dict[str, race.Features], overlap: int) -> dict:
+def announce(args: RaceArguments, data, features: dict[str, race.Features], overlap: int) -> dict:
     """What is about to be done, in a few lines; returns its counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
     counts: dict[str, dict] = {}
     for split, questions in data.items():
-        for level in dict.fromkeys(one.level for one in questions):
-            mine = np.array([one.level == level for one in questions])
-            lengths, cut = made[split].lengths[mine], made[split].articles_cut[mine]
+        for level in dict.fromkeys(question.level for question in questions):
+            of_level = np.array([question.level == level for question in questions])
+            lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
             counts[f"{split}_{level}"] = row = {
-                "questions": int(mine.sum()),
+                "questions": int(of_level.sum()),
                 "median_tokens": int(np.median(lengths)),
                 "p95_tokens": int(np.percentile(lengths, 95)),
                 "longest": int(lengths.max()),
                 "questions_with_article_cut": int(cut.sum()),
-                "options_cut": int(made[split].options_cut[mine].sum()),
+                "options_cut": int(features[split].options_cut[of_level].sum()),
             }
             lines.append(
                 f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
-                f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%} of them; "
+                f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%}; "
                 f"question with option cut to {args.max_option_length} in {row['options_cut']:,} sequences"
             )
     lines.append(
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have an article of training"
     )
-    run.logger.info("\n".join(lines))
+    logger.info("\n".join(lines))
     return {"duplicates": {"articles_in_train": overlap}, "features": counts}
 
 
-def job_of(args: RaceArguments, data, made: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
+def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
     """The task as the protocol takes it."""
-    own = ("level", "max_option_length", "without_article")
-    rows = {split: [vars(one) for one in questions] for split, questions in data.items()}
+    rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     test_rows = durable.fingerprint(rows.pop("test", None))
     return protocol.Job(
         name="race",
         metric="accuracy",
+        dataset=race.dataset_card(args.level, args.without_article),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
-        features={split: one.rows for split, one in made.items()},
+        features={split: of_split.rows for split, of_split in features.items()},
         validation=["validation"],
         tests=[split for split in data if split == "test"],
         collator=race.RaceCollator(tokenizer, args.max_seq_length),
@@ -168,7 +182,7 @@ def job_of(args: RaceArguments, data, made: dict[str, race.Features], tokenizer,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
         found=found,
-        inputs=protocol.inputs_fingerprint(args, own, tokenizer, rows),
+        inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
         test_rows=test_rows,
     )
 
@@ -181,9 +195,9 @@ def choice_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
 
 
 def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, float]:
-    """Accuracy of all, and of each level there is."""
-    right = scores.argmax(-1) == np.array([one.answer for one in questions])
-    levels = np.array([one.level for one in questions])
+    """Accuracy of all questions, and of each level among them."""
+    right = scores.argmax(-1) == np.array([question.answer for question in questions])
+    levels = np.array([question.level for question in questions])
     of_levels = {level: float(right[levels == level].mean()) for level in race.LEVELS if (levels == level).any()}
     return {"accuracy": float(right.mean()), **of_levels}
 
@@ -191,8 +205,8 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
 def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Question]) -> str:
     """The test set's accuracies, medians over all runs."""
     metrics = [measure(questions, scores["test"]) for scores in protocol.scores_of_tests(runs, job)]
-    medians = {name: statistics.median(one[name] for one in metrics) for name in metrics[0]}
-    shown = ", ".join(f"{name} {report.percent(value)}" for name, value in medians.items())
+    medians = {name: statistics.median(of_run[name] for of_run in metrics) for name in metrics[0]}
+    shown = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
     return f"test set, medians: {shown}"
 
 

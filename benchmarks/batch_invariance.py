@@ -3,9 +3,9 @@
     python benchmarks/batch_invariance.py [--steps 50] [--bound 1e-5]
 
 Trains a small model without dropout on generated text, always 16 sequences a step, through the command line of the
-recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each at three splits of the batch. Prints
-the largest relative difference of the logged losses from one process that takes the batch whole; exit code 1 where one
-is above the bound. Some five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
+recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each with three micro-batches. Prints the
+largest relative difference of the logged losses from those of one process that takes the batch whole; exit code 1 where
+it is above the bound. Some five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from transformers import RobertaConfig
 
-from roberta_recipe.tokenization import train_tokenizer
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 
 GLOBAL_BATCH_SIZE = 16
 LAUNCHES = [("one process", "one_gpu", 1), ("two processes", "two_cpus", 2)]
@@ -83,7 +83,7 @@ def losses(preset: Path, launch_file: str, processes: int, micro_batch: int, ste
     if done.returncode:
         sys.exit(f"{launch_file}, micro-batch {micro_batch}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     curves = json.loads((output_dir / "run_record.json").read_text())["loss_at_steps"]
-    return [loss for part in ("train", "validation") for _, loss in curves[part]]
+    return [loss for split in ("train", "validation") for _, loss in curves[split]]
 
 
 def main() -> None:
@@ -104,8 +104,8 @@ def main() -> None:
                 reference = reference or curve
                 difference = max(abs(a - b) / b for a, b in zip(curve, reference, strict=True))
                 largest = max(largest, difference)
-                split = f"{micro_batch} x {accumulation}"
-                print(f"{name:<24}{split:>26}{curve[args.steps - 1]:>12.6f}{difference:>30.1e}", flush=True)
+                layout = f"{micro_batch} x {accumulation}"
+                print(f"{name:<24}{layout:>26}{curve[args.steps - 1]:>12.6f}{difference:>30.1e}", flush=True)
     print(f"largest of all {largest:.1e}, bound {args.bound:g}")
     sys.exit(largest > args.bound)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/data_pipeline.py [--corpus presets/corpus/docstrings.yaml] [--tokenizer_name tokenizer/docstrings]
 
-Each stage alone, over the same documents, in tokens a second and as a ratio to tokenizing; then masking beside the
-stock collator. One run, so that the ratios are of one machine in one state.
+Each stage by itself, over the same documents, in tokens a second and as a ratio to tokenizing; then masking beside the
+stock collator. All in one process, so that the ratios are of one machine in one state.
 """
 
 import argparse
@@ -14,11 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
+import numpy as np
 from transformers import DataCollatorForLanguageModeling
 
-from roberta_recipe import corpus as corpora
-from roberta_recipe import masking, tokenization
-from roberta_recipe.packing import PackState, full_sentences
+from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import masking, tokenization, tokenizer_training
+from roberta_recipe.data.documents import check_sources, sample_documents
+from roberta_recipe.data.packing import PackState, full_sentences
 
 
 def timed(function):
@@ -31,21 +33,21 @@ def timed(function):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", default="presets/corpus/docstrings.yaml")
-    parser.add_argument("--tokenizer_name", help="default: one of 4,096 entries, trained here")
+    parser.add_argument("--tokenizer_name", help="default: 4,096 entries, trained here")
     parser.add_argument("--mb", type=float, default=8, help="text to measure on")
     parser.add_argument("--max_seq_length", type=int, default=512)
     args = parser.parse_args()
 
     corpus = corpora.read_corpus(args.corpus)
     max_bytes = int(args.mb * 1e6)
-    corpora.check_sources(corpus)  # the docstrings are collected before the clock starts
+    check_sources(corpus)  # the docstrings are collected before the clock starts
     reading_s, texts = timed(
-        lambda: [text for _, text in corpora.sample_documents(corpus, "train", max_bytes=max_bytes, seed=0)]
+        lambda: [text for _, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=0)]
     )
     tokenizer = (
         tokenization.load_tokenizer(args.tokenizer_name)
         if args.tokenizer_name
-        else tokenization.train_tokenizer(texts, 4096)
+        else tokenizer_training.train_tokenizer(texts, 4096)
     )
     encode = tokenization.corpus_encoder(tokenizer)
     splitting_s, split = timed(lambda: [tokenization.split_sentences(text, corpus.language) for text in texts])
@@ -59,7 +61,7 @@ def main() -> None:
         lambda: list(full_sentences(documents, PackState(), max_seq_length=args.max_seq_length, **special))
     )
     examples = [
-        {"input_ids": masking.np.asarray(block, dtype="uint16"), "epoch": 0, "block_id": number}
+        {"input_ids": np.asarray(block["input_ids"], dtype="uint16"), "epoch": 0, "block_id": number}
         for number, block in enumerate(blocks)
     ]
     batches = [examples[i : i + 32] for i in range(0, len(examples), 32)]

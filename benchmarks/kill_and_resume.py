@@ -1,11 +1,11 @@
-"""Runs killed with SIGKILL at random moments, twice each, against the run that was left alone.
+"""Runs killed with SIGKILL at random moments, twice each, against a run that was not killed.
 
     python benchmarks/kill_and_resume.py [--runs 20]
 
 Every run is a small model with dropout on text made here, through the command line, in one of four layouts: one or two
 processes, from text with two data workers each or from a token cache. Killed twice and started again with the same
 command, it must end with the losses, gradient norms and data digests of every step, and the weights, of the run that
-was left alone in the same layout, to the last bit. Exits with 1 where one does not.
+was not killed in the same layout, to the last bit. Exits with 1 where a run does not.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import psutil
 from conftest import make_documents, write_parquet
 
-from roberta_recipe import tokenization
+from roberta_recipe.data import tokenizer_training
 from roberta_recipe.durable import sha256
 
 PRESET = """
@@ -61,7 +61,9 @@ LAYOUTS = {
 
 
 def make_inputs(folder: Path, steps: int) -> None:
-    tokenization.train_tokenizer(make_documents(300, seed=0), vocab_size=400).save_pretrained(folder / "tokenizer")
+    tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400).save_pretrained(
+        folder / "tokenizer"
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for number in range(4):
         write_parquet(folder / f"train{number}.parquet", make_documents(100, seed=number + 1))
@@ -84,8 +86,8 @@ def start(folder: Path, layout: str, output_dir: Path) -> subprocess.Popen:
 
 
 def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> int:
-    """SIGKILL to the command and all that it started, `then_s` after it has logged so many steps; returns how many it
-    has logged in the end."""
+    """SIGKILL to the command and all that it started, `then_s` after its log has so many steps; returns how many steps
+    the log has in the end."""
     while log.read_text().count("'loss'") < steps and process.poll() is None:
         time.sleep(0.01)
     time.sleep(then_s)
@@ -94,7 +96,7 @@ def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> 
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
     process.wait()
-    time.sleep(0.2)  # until all are gone
+    time.sleep(0.2)  # until all processes are gone
     return log.read_text().count("'loss'")
 
 
@@ -121,12 +123,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, args.steps)
-        left_alone = {}
+        not_killed = {}
         for number, layout in enumerate(LAYOUTS):
-            output_dir = folder / f"alone{number}"
+            output_dir = folder / f"not_killed{number}"
             if start(folder, layout, output_dir).wait(timeout=300):
                 sys.exit(Path(f"{output_dir}.log").read_text())
-            left_alone[layout] = outcome(output_dir, args.steps)
+            not_killed[layout] = outcome(output_dir, args.steps)
         for number in range(args.runs):
             layout = list(LAYOUTS)[number % len(LAYOUTS)]
             output_dir, killed_at = folder / f"run{number}", []
@@ -135,7 +137,7 @@ def main() -> None:
                 process, log = start(folder, layout, output_dir), Path(f"{output_dir}.log")
                 killed_at.append(kill_at(process, log, target, rng.uniform(0, 0.2)))
             failed = start(folder, layout, output_dir).wait(timeout=300)
-            same = not failed and outcome(output_dir, args.steps) == left_alone[layout]
+            same = not failed and outcome(output_dir, args.steps) == not_killed[layout]
             identical += same
             log = Path(f"{output_dir}.log").read_text()
             first, both = killed_at[0], killed_at[1]

@@ -1,14 +1,14 @@
-"""`--dry_run` beside a measured run: peak memory of a process at several micro-batches.
+"""The estimate of memory beside a measured run: peak memory of a process at several micro-batches.
 
     python benchmarks/memory.py [--launch_file one_gpu] [--micro_batch 4 8 16] --config presets/mlm/roberta_base.yaml \\
         --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings
 
-Each micro-batch is trained for three steps of two micro-batches through the command line; flags that are not this
-script's are passed on. On a GPU what is measured is the allocator's peak, and the ratio says how good the formula is.
-On a CPU it is resident memory, in which Python and its libraries have their part, so there only what a larger
-micro-batch adds can be compared, and only with a --config_name without dropout: the CPU's fused attention has none, so
-that with it the attention matrix is kept, and its masks are fp32. MALLOC_MMAP_THRESHOLD_=131072 in the environment
-keeps glibc from holding on to what is freed.
+`tools/estimate.py` gives the formula's figure, and `train_mlm.py` trains three steps of two micro-batches; flags that
+this script does not know are passed on to both. On a GPU the measured figure is the allocator's peak, and the ratio
+says how good the formula is. On a CPU it is resident memory, which includes Python and its libraries, so only what a
+larger micro-batch adds can be compared, and only with a --config_name without dropout: the CPU's fused attention has no
+dropout, so a model with dropout keeps the attention matrix and fp32 masks. MALLOC_MMAP_THRESHOLD_=131072 in the
+environment keeps glibc from holding on to freed memory.
 """
 
 import argparse
@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
 
-def run(launch_file: str, processes: int, flags: list[str]) -> str:
-    """What `train_mlm.py` printed."""
+def launch(launch_file: str, processes: int, command: list[str]) -> str:
+    """What the command (a script, or `-m` and a module, and its flags) printed."""
     done = subprocess.run(
         [
             *[sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"],
             *["--config_file", f"ds_configs/accelerate/{launch_file}.yaml", "--num_processes", str(processes)],
-            *["train_mlm.py", *flags],
+            *command,
         ],
         cwd=ROOT,
         capture_output=True,
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launch_file", default="one_gpu", help="a file of ds_configs/accelerate, without .yaml")
     parser.add_argument("--num_processes", type=int, default=1)
-    parser.add_argument("--hardware", default="H100", help="for --dry_run, without the number; it changes no byte")
+    parser.add_argument("--hardware", default="H100", help="a GPU's name for the estimate; it changes no byte")
     parser.add_argument("--micro_batch", type=int, nargs="+", default=[4, 8, 16])
     args, flags = parser.parse_known_args()
 
@@ -54,13 +54,13 @@ def main() -> None:
     for micro_batch in args.micro_batch:
         batch = 2 * micro_batch * args.num_processes
         sizes = ["--per_device_train_batch_size", str(micro_batch), "--global_batch_size", str(batch)]
-        hardware = ["--dry_run", "--hardware", f"{args.num_processes}x{args.hardware}"]
-        report = run(args.launch_file, args.num_processes, [*flags, *sizes, *hardware])
-        formula = float(re.search(r"^ +total +([\d.]+) GiB", report, re.MULTILINE)[1])
+        estimate = ["-m", "roberta_recipe.tools.estimate", "--hardware", f"{args.num_processes}x{args.hardware}"]
+        table = launch(args.launch_file, args.num_processes, [*estimate, *flags, *sizes])
+        formula = float(re.search(r"^ +total +([\d.]+) GiB", table, re.MULTILINE)[1])
         with tempfile.TemporaryDirectory() as folder:
             others = ["--max_steps", "3", "--save_strategy", "no", "--eval_strategy", "no", "--max_eval_samples", "64"]
             others += ["--shuffle_window", "0", "--report_to", "none", "--output_dir", f"{folder}/run"]
-            run(args.launch_file, args.num_processes, [*flags, *sizes, *others])
+            launch(args.launch_file, args.num_processes, ["train_mlm.py", *flags, *sizes, *others])
             record = json.loads((Path(folder) / "run" / "run_record.json").read_text())
         measured = record["peak_memory_bytes"] / GIB
         added = f"{(formula - before[0]) / (measured - before[1]):.3f}" if before else ""

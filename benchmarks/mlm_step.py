@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 import torch
 import transformers
 
-from roberta_recipe.masking import IGNORED
-from roberta_recipe.modeling import RobertaForMaskedLM, flops_per_token, load_config
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token, load_config
 
 
 def step_s(model, batch: dict[str, torch.Tensor], dtype: torch.dtype | None) -> float:
@@ -59,7 +59,7 @@ def main() -> None:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             elapsed_s = step_s(model, {"input_ids": ids, "labels": labels}, dtype)
-            if step >= 2:  # two to warm up
+            if step >= 2:  # the first two warm up
                 times[name].append(elapsed_s)
             if device == "cuda":
                 peak[name] = torch.cuda.max_memory_allocated()

@@ -1,12 +1,12 @@
-"""How well blocks are mixed, and what it costs to go on in the middle.
+"""How well blocks are mixed, and what it costs to resume in the middle of a pass.
 
     python benchmarks/order.py --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings \\
         --token_cache DIR [--batch 256]
 
-Mixing, by shuffle window: of all pairs of blocks that are neighbours in a file, the share that meets in one batch
-(an order without memory has batch / blocks of the source), and the largest deviation of a source's share in a batch.
-Resuming, after 1, 10 and 50% of a pass: seconds to the first batch from the token cache, and from text with the states
-that a checkpoint there holds, beside those of a fresh start.
+Mixing, by shuffle window: of all pairs of blocks that are neighbours in a file, the share that meets in the same batch
+(an order without memory has batch / blocks of the source). Resuming, after 1, 10 and 50% of a pass: seconds to the
+first batch from the token cache, and from text with the states that a checkpoint at that step holds, beside the seconds
+of a fresh start.
 """
 
 import argparse
@@ -19,20 +19,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import numpy as np
 
-from roberta_recipe import corpus as corpora
-from roberta_recipe import token_cache, tokenization
-from roberta_recipe.order import batches_of, source_of
-from roberta_recipe.stream import TextReader
+from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import token_cache, tokenization
+from roberta_recipe.data.order import batches_of, source_of
+from roberta_recipe.data.stream import TextReader
 
 
 def mixing(cache: token_cache.TokenCache, batch: int, blocks: int) -> list[tuple[str, float, float]]:
-    """(source, share of neighbours in one batch, that of an order without memory) over the first `blocks`."""
+    """(source, share of neighbours in the same batch, the same share in an order without memory), over the first
+    `blocks`."""
     names = [block["block_id"] for block in itertools.islice(cache.blocks(batches_of(0, batch, 1, 0)), blocks)]
-    place = {name: number for number, name in enumerate(names)}
+    position = {name: number for number, name in enumerate(names)}
     rows = []
     for number, source in enumerate(cache.corpus.sources):
-        mine = [name for name in place if source_of(name) == number and name + 1 in place]
-        together = np.mean([place[name] // batch == place[name + 1] // batch for name in mine]) if mine else 0.0
+        pairs = [(name, name + 1) for name in position if source_of(name) == number and name + 1 in position]
+        same_batch = [position[left] // batch == position[right] // batch for left, right in pairs]
+        together = np.mean(same_batch) if pairs else 0.0
         share = cache.corpus.shares[number]
         rows.append((source.name, float(together), batch * share / cache.count_table()[source.name]["blocks"]))
     return rows

@@ -3,10 +3,10 @@ and on RACE beside padding every sequence to 512.
 
     python benchmarks/padding.py --model_name_or_path FacebookAI/roberta-base [--data_dir glue] [--race_dir RACE]
 
-Speed: forward and backward of the same number of batches, alternating between the two so that both see the same
+Speed: forward and backward of the same number of batches, alternating between the two ways so that both see the same
 machine; examples/s, and tokens that count / tokens computed.
-With --epochs, RTE is trained so long both ways, the stock one by Trainer with its defaults and the stock loss (rate and
-batch alike), and the validation scores are shown: one seed each, which says little.
+With --epochs, RTE is trained for so many epochs both ways, the stock way by Trainer with its defaults and the stock
+loss (rate and batch alike), and the validation scores are shown: of a single seed, which says little.
 """
 
 import argparse
@@ -28,15 +28,18 @@ from transformers import (
 )
 
 import finetune_glue
-from roberta_recipe import finetuning, glue, race, tokenization
+from roberta_recipe.data import tokenization
+from roberta_recipe.record import picked_setting
+from roberta_recipe.tasks import glue, race
+from roberta_recipe.training.finetune_trainer import LengthGroupedSampler, length_of
 
 STOCK_LENGTH = 128  # run_glue.py: max_seq_length, pad_to_max_length
 RACE_LENGTH = 512
 
 
 def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple[list[dict], list[dict], int]:
-    """Features in our way (cut to 512) and in the stock one, and how many the latter cuts."""
-    task = finetune_glue.TASKS[name]
+    """Our features (cut to 512), the stock way's (cut to 128), and how many the stock way cuts."""
+    task = glue.TASKS[name]
     examples = glue.read_split(task, name, split, data_dir)
     args = finetune_glue.GlueArguments(max_seq_length=512)
     ours, _ = finetune_glue.make_features(args, task, {split: examples}, tokenizer)
@@ -49,7 +52,7 @@ def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple
 
 
 def step_s(model, batch: dict[str, torch.Tensor]) -> float:
-    """Seconds of one forward and backward."""
+    """Seconds of a forward and backward."""
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -62,10 +65,10 @@ def step_s(model, batch: dict[str, torch.Tensor]) -> float:
 
 
 def speed(name: str, model, features: dict[str, list[dict]], collate, batch: int, batches: int, unit: str) -> None:
-    """Print a line for each way, "ours" and "stock"."""
-    lengths = [finetuning.length_of(feature) for feature in features["ours"]]
+    """Print a line for each of the two ways, "ours" and "stock"."""
+    lengths = [length_of(feature) for feature in features["ours"]]
     order = {
-        "ours": list(finetuning.LengthGroupedSampler(lengths, batch, seed=0)),
+        "ours": list(LengthGroupedSampler(lengths, batch, seed=0)),
         "stock": np.random.default_rng(0).permutation(len(lengths)).tolist(),
     }
     seconds, counted, computed = {}, {}, {}
@@ -85,7 +88,7 @@ def speed(name: str, model, features: dict[str, list[dict]], collate, batch: int
 
 
 def measure_glue(args, name: str, model, tokenizer) -> list[dict]:
-    """Speed of a task of one text or a pair, beside padding to 128; returns the stock features."""
+    """Speed on a GLUE task, beside padding to 128; returns the stock features."""
     ours, stock, cut = examples_of(name, "train", args.data_dir, tokenizer)
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     speed(name, model, {"ours": ours, "stock": stock}, collate, args.batch, args.batches, "examples")
@@ -126,7 +129,7 @@ def trained_stock(arguments, tokenizer, train: list[dict], validation: list[dict
 
 
 def trained_ours(arguments) -> float:
-    """Validation accuracy of RTE after finetune_glue.py, at its best epoch and of one seed."""
+    """Validation accuracy of RTE after finetune_glue.py, at the best epoch of a single seed."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             **{"model_name_or_path": arguments.model_name_or_path, "output_dir": folder, "seeds": 1, "keep": "none"},
@@ -135,19 +138,19 @@ def trained_ours(arguments) -> float:
             **{"per_device_train_batch_size": arguments.batch},
         }
         flags |= {"data_dir": arguments.data_dir} if arguments.data_dir else {}
-        argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+        argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         summary = finetune_glue.main(["--config", "presets/glue/rte.yaml", *argv])
-    return summary["settings"][0]["median"]
+    return picked_setting(summary)["median"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", default="FacebookAI/roberta-base")
     parser.add_argument("--data_dir", help="folder of GLUE's TSV files; without it, the Hub")
-    parser.add_argument("--race_dir", help="folder of RACE's files; without it, GLUE alone")
-    parser.add_argument("--batch", type=int, default=16, help="examples; of RACE a quarter as many questions")
+    parser.add_argument("--race_dir", help="folder of RACE's files; without it, GLUE only")
+    parser.add_argument("--batch", type=int, default=16, help="examples; for RACE, a quarter as many questions")
     parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--epochs", type=int, default=0, help="of RTE, both ways; 0 for speed alone")
+    parser.add_argument("--epochs", type=int, default=0, help="of RTE, both ways; 0 for speed only")
     parser.add_argument("--learning_rate", type=float, default=2e-5)
     args = parser.parse_args()
 

@@ -4,8 +4,8 @@
     python results/report.py --add runs/roberta_mini                # a pretraining run, as results/roberta_mini/
     python results/report.py --add runs/glue/rte --name roberta_mini    # what was fine-tuned from it
 
-It writes results/curves.png, results/index.html (one file, opens from disk) and the part of README.md between its two
-marks. Figures of the paper are those that the fine-tuning scripts print.
+It writes results/curves.png, results/scores.png, results/index.html (a single file, opens from disk) and the section of
+README.md between its two marks. Figures of the paper are those that the fine-tuning scripts print.
 """
 
 import base64
@@ -15,34 +15,45 @@ import re
 import shutil
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-import finetune_glue
-import finetune_race
-import finetune_squad
-from roberta_recipe import durable, report, run
-from roberta_recipe.args import ROOT, InputError, RecipeParser, exit_on_error
-from roberta_recipe.report import markdown_table, number, percent
+from roberta_recipe import durable
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.publishing import plots
+from roberta_recipe.publishing.card import markdown_table
+from roberta_recipe.publishing.plots import LedgerEntry
+from roberta_recipe.record import (
+    CURVE_NAME,
+    RECORD_NAME,
+    SUMMARY_NAME,
+    PretrainingRecord,
+    RunRecord,
+    decimal,
+    percent,
+    picked_setting,
+    read_record,
+)
+from roberta_recipe.tasks import glue, race, squad
 
 NOT_RUN = "not run"
 HEAD = ("task", "paper", "ours: median (spread, n)", "preset", "tokens", "hardware", "hours")
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _KEPT += ("parameters", "versions", "commit", "hardware")
-_SETTINGS = ("max_seq_length", "learning_rate", "global_batch_size", "num_train_epochs", "max_steps", "warmup_steps")
-_SETTINGS += ("max_query_length", "max_option_length", "head_dropout", "layer_decay", "spacy_model", "eval_steps")
-_SETTINGS += ("weight_decay", "max_train_samples", "random_weights", "without_article", "level", "doc_stride", "bf16")
 
 
 class Ledger(NamedTuple):
     """What the folder holds: pretraining records by model, and fine-tunings by (model, file's name)."""
 
-    pretrained: dict[str, dict[str, Any]]
-    tuned: dict[tuple[str, str], dict[str, Any]]
+    pretrained: dict[str, PretrainingRecord]
+    tuned: dict[tuple[str, str], LedgerEntry]
 
 
 class Row(NamedTuple):
@@ -56,64 +67,63 @@ class Row(NamedTuple):
 
 def read(folder: Path) -> Ledger:
     """All records of the ledger, by name."""
-    pretrained = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{run.RECORD_NAME}"))}
-    others = sorted(path for path in folder.glob("*/*.json") if path.name != run.RECORD_NAME)
+    pretrained = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{RECORD_NAME}"))}
+    others = sorted(path for path in folder.glob("*/*.json") if path.name != RECORD_NAME)
     return Ledger(pretrained, {(path.parent.name, path.stem): durable.read_json(path) for path in others})
 
 
 def add(folder: Path, source: Path, name: str | None) -> Path:
     """Copy a finished run's record into the ledger, or the summary and the shortened records of a fine-tuning; returns
-    what was written. Raises `InputError` where `source` is no finished run."""
-    if (source / run.SUMMARY_NAME).is_file():
+    the path that was written. Raises `InputError` where `source` is no finished run."""
+    if (source / SUMMARY_NAME).is_file():
         if not name:
             raise InputError(f"{source} is a fine-tuning: say with --name of which model")
         kept = shortened(source)
-        target = folder / name / f"{'_'.join([kept['task'].replace(' ', '_'), *_variants(kept['resolved_args'])])}.json"
+        stem = "_".join([kept["task"].replace(" ", "_"), *_variants(kept["resolved_args"])])
+        target = folder / name / f"{stem}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(target, kept)
         return target
-    if not (source / run.RECORD_NAME).is_file():
-        raise InputError(f"{source} has neither {run.RECORD_NAME} nor {run.SUMMARY_NAME}: name a finished run's folder")
-    if "task" in durable.read_json(source / run.RECORD_NAME):
-        raise InputError(f"{source} is one run of a fine-tuning: name the folder of all its seeds, {source.parent}")
+    if not (source / RECORD_NAME).is_file():
+        raise InputError(f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}: name a finished run's folder")
+    if "task" in read_record(source / RECORD_NAME):
+        raise InputError(
+            f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
+        )
     target = folder / (name or source.name)
     target.mkdir(parents=True, exist_ok=True)
-    for file in (run.RECORD_NAME, run.CURVE_NAME):
+    for file in (RECORD_NAME, CURVE_NAME):
         shutil.copyfile(source / file, target / file)
     return target
 
 
-def shortened(source: Path) -> dict[str, Any]:
-    """What the ledger keeps of a fine-tuning: the picked setting's runs, and nothing of the machine's folders."""
-    summary = durable.read_json(source / run.SUMMARY_NAME)
-    row = summary["settings"][summary["picked"]]
+def shortened(source: Path) -> LedgerEntry:
+    """What the ledger keeps of a fine-tuning: the picked setting, its runs and the flags that are shown; no folders of
+    the machine."""
+    summary = read_record(source / SUMMARY_NAME)
+    scores = picked_setting(summary)
     runs = []
-    for seed in row["seeds"]:
-        folder = f"lr{row['learning_rate']:g}-batch{row['global_batch_size']}-seed{seed}"
-        record = durable.read_json(source / folder / run.RECORD_NAME)
+    for seed in scores["seeds"]:
+        folder = f"lr{scores['learning_rate']:g}-batch{scores['global_batch_size']}-seed{seed}"
+        record = read_record(source / folder / RECORD_NAME)
         runs.append({"seed": int(seed), **{name: record.get(name) for name in _KEPT}})
-    args = {name: value for name, value in summary["resolved_args"].items() if name in _SETTINGS and value is not None}
-    args |= {name: row[name] for name in ("learning_rate", "global_batch_size")}
-    row |= {"best_run": Path(row["best_run"]).name}
-    return {"task": summary["task"], "metric": summary["metric"], "settings": [row], "picked": 0, "resolved_args": args,
-            "duplicates": summary.get("duplicates"), "runs": runs}  # fmt: skip
+    resolved = summary["resolved_args"]
+    args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None}
+    args |= {name: scores[name] for name in ("learning_rate", "global_batch_size")}
+    scores |= {"best_run": Path(scores["best_run"]).name}
+    kept = {name: summary.get(name) for name in ("task", "metric", "dataset", "shown_args", "duplicates")}
+    return {**kept, "settings": [scores], "picked": 0, "resolved_args": args, "runs": runs}
 
 
 def paper_rows() -> list[Row]:
     """Tables 5, 6 and 7, in the paper's order."""
-    large, base = finetune_glue.PAPER["large"], finetune_glue.PAPER["base"]
-    rows = [
-        Row(
-            name,
-            task.metric,
-            f"GLUE {name}, {task.metric}",
-            f"{large[name]} (base {base[name]})" if name in base else f"{large[name]}",
-        )
-        for name, task in finetune_glue.TASKS.items()
-    ]
-    for version, figures in finetune_squad.PAPER.items():
+    large, base, rows = glue.PAPER["large"], glue.PAPER["base"], []
+    for name, task in glue.TASKS.items():
+        figure = f"{large[name]} (base {base[name]})" if name in base else f"{large[name]}"
+        rows.append(Row(name, task.metric, f"GLUE {name}, {task.metric}", figure))
+    for version, figures in squad.PAPER.items():
         rows += [Row(f"squad {version}", m, f"SQuAD {version}, {m}", str(score)) for m, score in figures.items()]
-    rows += [Row("race", m, f"RACE, {m}", f"{score} (test set)") for m, score in finetune_race.PAPER.items()]
+    rows += [Row("race", m, f"RACE, {m}", f"{score} (test set)") for m, score in race.PAPER.items()]
     return rows
 
 
@@ -123,42 +133,42 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     lines = []
     for model, record in ledger.pretrained.items():
         args = record["resolved_args"]
-        perplexity = f"{model}: {number(record['metrics']['eval_perplexity'], 2)} (n 1)"
+        perplexity = f"{model}: {decimal(record['metrics']['eval_perplexity'], 2)} (n 1)"
         spent = _spent([record], record["tokens_seen"])
         lines.append(("held-out perplexity of its own text", "none for this text", perplexity, _preset(args), *spent))
     for row in paper_rows():
-        tuned = [(key, one) for key, one in ledger.tuned.items() if one["task"] == row.task]
-        tuned = [(key, one) for key, one in tuned if _has(one, row.metric)]
-        for (model, _), summary in tuned:
-            args, scores = summary["resolved_args"], [record["metrics"][row.metric] for record in summary["runs"]]
+        tuned = [(key, entry) for key, entry in ledger.tuned.items() if entry["task"] == row.task]
+        tuned = [(key, entry) for key, entry in tuned if _has(entry, row.metric)]
+        for (model, _), entry in tuned:
+            args, runs = entry["resolved_args"], entry["runs"]
+            scores = [record["metrics"][row.metric] for record in runs]
             scores = [-math.inf if score is None else score for score in scores]  # a correlation with a constant
             spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
-            flat = sum(record["degenerate"] for record in summary["runs"])  # one answer to everything
+            flat = sum(record["degenerate"] for record in runs)  # the same answer to everything
             counts = f"n {len(scores)}" + f", {flat} degenerate" * (flat > 0)
             ours = f"{_tuned_name(model, args)}: {percent(statistics.median(scores))} ({spread}{counts})"
-            tokens = sum(record["tokens_seen"] for record in summary["runs"])
-            lines.append((row.shown, row.paper, ours, _settings(args), *_spent(summary["runs"], tokens)))
+            tokens = sum(record["tokens_seen"] for record in runs)
+            lines.append((row.shown, row.paper, ours, _settings(args), *_spent(runs, tokens)))
         if not tuned:
             lines.append((row.shown, row.paper, *[NOT_RUN] * (len(HEAD) - 2)))
     return lines
 
 
-def _has(tuned: dict[str, Any], metric: str) -> bool:
-    """Whether it is a figure of the paper's: the accuracy of one level of RACE is that level's, not RACE's."""
-    of_one_level = metric == "accuracy" and tuned["resolved_args"].get("level", "all") != "all"
-    return not of_one_level and all(metric in record["metrics"] for record in tuned["runs"])
+def _has(entry: LedgerEntry, metric: str) -> bool:
+    """Whether the fine-tuning measured the paper's figure: the accuracy on a single level of RACE is not RACE's."""
+    single_level = metric == "accuracy" and entry["resolved_args"].get("level", "all") != "all"
+    return not single_level and all(metric in record["metrics"] for record in entry["runs"])
 
 
 def _variants(args: dict[str, Any]) -> list[str]:
-    """What makes another row of the same task."""
+    """What tells two rows of the same task and model apart."""
     found = [name for name in ("random_weights", "without_article") if args.get(name)]
-    return found + [
-        f"{name}_{args[name]}" for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")
-    ]
+    limits = [name for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")]
+    return found + [f"{name}_{args[name]}" for name in limits]
 
 
 def _tuned_name(model: str, args: dict[str, Any]) -> str:
-    """The model, and what its row has of its own; numbers of examples stand among the settings."""
+    """The model, and what tells its row apart; numbers of examples stand among the settings."""
     shown = [name.replace("_", " ") for name in _variants(args) if not name.startswith("max_train_samples")]
     return ", ".join([model, *shown])
 
@@ -169,20 +179,16 @@ def _preset(args: dict[str, Any]) -> str:
 
 
 def _settings(args: dict[str, Any]) -> str:
-    """What a reader needs to repeat it: the values people change."""
+    """What a reader needs to repeat the fine-tuning: the values that people change."""
     steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else f"{args['num_train_epochs']:g} epochs"
-    parts = [
-        f"{args['learning_rate']:g}",
-        f"batch {args['global_batch_size']}",
-        steps,
-        f"length {args['max_seq_length']}",
-    ]
+    shown = [f"{args['learning_rate']:g}", f"batch {args['global_batch_size']}", steps]
+    shown.append(f"length {args['max_seq_length']}")
     if args.get("max_train_samples"):
-        parts.append(f"{args['max_train_samples']:,} examples")
-    return ", ".join(parts)
+        shown.append(f"{args['max_train_samples']:,} examples")
+    return ", ".join(shown)
 
 
-def _spent(records: list[dict[str, Any]], tokens: int) -> tuple[str, str, str]:
+def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
     hardware = records[0]["hardware"]
     cores = hardware["cpu_cores"]
     where = ", ".join(hardware["gpus"]) or f"{cores} CPU core{'s' * (cores > 1)}"
@@ -192,9 +198,9 @@ def _spent(records: list[dict[str, Any]], tokens: int) -> tuple[str, str, str]:
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
     """(model, source, perplexity, loss, unigram entropy) of every pretraining run of several sources."""
     return [
-        (model, source, number(one["perplexity"], 2), number(one["loss"], 3), number(one["unigram_entropy"], 3))
+        (model, name, decimal(source["perplexity"], 2), decimal(source["loss"]), decimal(source["unigram_entropy"]))
         for model, record in ledger.pretrained.items()
-        for source, one in record.get("metrics_by_source", {}).items()
+        for name, source in record["metrics_by_source"].items()
     ]
 
 
@@ -212,24 +218,24 @@ SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram en
 SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
 
 
-def readme_part(ledger: Ledger) -> str:
+def readme_section(ledger: Ledger) -> str:
     """What stands in the README between the marks."""
     run_lines = [line for line in table(ledger) if line[2] != NOT_RUN]
     waiting = [line[0] for line in table(ledger) if line[2] == NOT_RUN]
-    parts = [markdown_table(HEAD, run_lines)]
+    paragraphs = [markdown_table(HEAD, run_lines)]
     if waiting:
-        parts.append("Not run: " + "; ".join(waiting) + ".")
+        paragraphs.append("Not run: " + "; ".join(waiting) + ".")
     if lines := by_source(ledger):
-        parts.append(markdown_table(SOURCE_HEAD, lines))
-    return "\n\n".join(parts)
+        paragraphs.append(markdown_table(SOURCE_HEAD, lines))
+    return "\n\n".join(paragraphs)
 
 
-def with_part(readme: str, part: str) -> str:
-    """The README with `part` between its marks. Raises `InputError` where they are not there."""
+def with_section(readme: str, section: str) -> str:
+    """The README with `section` between the marks. Raises `InputError` where the README has no marks."""
     pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.S)
     if not pattern.search(readme):
-        raise InputError(f"README.md has no part between {MARKS[0]} and {MARKS[1]}")
-    return pattern.sub(lambda _: f"{MARKS[0]}\n{part}\n{MARKS[1]}", readme)
+        raise InputError(f"README.md has no section between {MARKS[0]} and {MARKS[1]}")
+    return pattern.sub(lambda _: f"{MARKS[0]}\n{section}\n{MARKS[1]}", readme)
 
 
 def html_table(head: tuple[str, ...], lines: list[tuple[str, ...]], kind: str) -> str:
@@ -269,17 +275,17 @@ def main(argv: list[str] | None = None) -> None:
         print(f"added       {add(args.results, source, args.name)}")
     ledger = read(args.results)
     if not ledger.pretrained:
-        raise InputError(f"{args.results} holds no */{run.RECORD_NAME}: add a finished run with --add")
+        raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
     curves, scores = args.results / "curves.png", args.results / "scores.png"
-    report.plot_curves(ledger.pretrained, curves)
-    report.plot_scores([(_tuned_name(m, one["resolved_args"]), one) for (m, _), one in ledger.tuned.items()], scores)
-    (args.results / "index.html").write_text(page(ledger, curves, scores), encoding="utf-8")
+    plots.plot_curves(ledger.pretrained, curves)
+    named = [(_tuned_name(model, entry["resolved_args"]), entry) for (model, _), entry in ledger.tuned.items()]
+    plots.plot_scores(named, scores)
+    page_path = args.results / "index.html"
+    page_path.write_text(page(ledger, curves, scores), encoding="utf-8")
     readme = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(with_part(readme, readme_part(ledger)), encoding="utf-8")
+    args.readme.write_text(with_section(readme, readme_section(ledger)), encoding="utf-8")
     done = len([line for line in table(ledger) if line[2] != NOT_RUN])
-    print(
-        f"written     {args.results / 'index.html'}, {curves}, {args.readme}: {done} lines of {len(table(ledger))} run"
-    )
+    print(f"written     {page_path}, {curves}, {args.readme}: {done} lines of {len(table(ledger))} run")
 
 
 if __name__ == "__main__":

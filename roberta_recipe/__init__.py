@@ -1,1 +1,10 @@
-"""The mechanisms of the RoBERTa paper (arXiv 1907.11692), one module each."""
+"""The mechanisms of the RoBERTa paper (arXiv 1907.11692), in packages that name the architecture.
+
+data:        sources -> documents -> sentences -> token ids -> blocks -> order -> masks
+training:    model and losses, batch arithmetic, checkpoints, the two trainers
+tasks:       the fine-tuning protocol; GLUE, SQuAD, RACE and their metrics
+publishing:  the Hub, the model card, plots
+tools:       commands beside the four scripts, `python -m roberta_recipe.tools.X`
+
+Imports go one way, in this order; the modules beside the packages are used by all of them.
+"""

@@ -35,7 +35,7 @@ def sync(path: str | Path) -> None:
 
 
 def write_json(path: str | Path, values: Any) -> None:
-    """`values` as a JSON file, whole or not at all; another one of that name stays until it is replaced."""
+    """`values` as a JSON file, whole or not at all; an older file of that name stays until it is replaced."""
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
@@ -55,27 +55,27 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
 
 
-def publish(aside: Path, place: Path) -> None:
-    """Give the finished folder `aside` a manifest (sizes, SHA-256), make it durable and rename it to `place`.
+def move_into_place(aside: Path, target: Path) -> None:
+    """Give the finished folder `aside` a manifest (sizes, SHA-256), make it durable and rename it to `target`.
 
-    A folder that is there already goes only when the new one is on the disk.
+    An older folder of that name is deleted only when the new folder is on the disk.
     """
     sizes = {path.relative_to(aside).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(aside)}
     for path in aside.rglob("*"):
         sync(path)
     write_json(aside / MANIFEST, {"files": sizes})
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(aside, place)
-    sync(place.parent)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(aside, target)
+    sync(target.parent)
 
 
 def fault(folder: str | Path) -> str | None:
-    """What is wrong with a published folder: None where it is as it was written."""
+    """What is wrong with a folder that `move_into_place` made: None where it is as it was written."""
     folder = Path(folder)
     try:
         files = read_json(folder / MANIFEST)["files"]
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: writing it was not finished, or it is none of this recipe's"
+        return f"it has no {MANIFEST}: writing it was not finished, or it is not this recipe's"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     for name, (size, digest) in files.items():

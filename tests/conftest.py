@@ -20,9 +20,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig
 
-from roberta_recipe import tokenization
-from roberta_recipe.args import ROOT
-from roberta_recipe.modeling import build_model
+from roberta_recipe.data import tokenizer_training
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.training.modeling import build_model
 
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def write_text(path, texts):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return tokenization.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+    return tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
 
 
 @pytest.fixture(scope="session")

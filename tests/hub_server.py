@@ -1,5 +1,5 @@
 """A Hub on loopback: what huggingface_hub asks of huggingface.co to make repositories, commit to them (small files in
-the commit, large ones by the git-lfs protocol) and download from them.
+the commit, large files by the git-lfs protocol) and download from them.
 
     python tests/hub_server.py 8765
 
@@ -21,8 +21,8 @@ LARGE = 100_000  # bytes from which a file goes by git-lfs
 class HubServer(ThreadingHTTPServer):
     """`users` are names by token; `repositories` are {name: {branch: {file: content}}}.
 
-    `drops` are (method, pattern of the path) of requests whose connection is closed once without an answer, each used
-    up by the first that matches; `log` has a line a request.
+    `drops` are (method, pattern of the path): the first request that matches an entry has its connection closed without
+    an answer, and uses the entry up. `log` has a line for each request.
     """
 
     daemon_threads = True
@@ -32,7 +32,7 @@ class HubServer(ThreadingHTTPServer):
         self.users = users
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
         self.commits: list[tuple[str, str, str]] = []  # (repository, branch, message)
-        self.held: list[set[str]] = []  # names of the branch's files after each of them
+        self.held: list[set[str]] = []  # names of the branch's files after each commit
         self.private: set[str] = set()
         self.large: dict[str, bytes] = {}  # by SHA-256
         self.drops: list[tuple[str, str]] = []
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _user(self):
-        """The name behind the request's token; None, and answered with 401, where it is wrong."""
+        """The name that the request's token belongs to; None, with an answer of 401, where the token is wrong."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in self.server.users:
             self._answer(401, {"error": "Invalid username or password."})
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.users[token]
 
     def _files(self, repo, branch="main"):
-        """A branch's files; None, and answered, where there is none."""
+        """A branch's files; None, with an answer of 401 or 404, where the token is wrong or there is no branch."""
         if self._user() is None:
             return None
         if repo not in self.server.repositories:
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def subfolder(self, body, repo, branch, folder):
-        if self._files(repo, branch) is not None:  # no folder here is asked for but those that are not there
+        if self._files(repo, branch) is not None:  # the client asks only for folders that do not exist here
             self._answer(404, {"error": f"{folder} does not exist"}, X_Error_Code="EntryNotFound")
 
     def info(self, body, repo, branch="main"):
@@ -180,23 +180,23 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)["files"]
             modes = [
                 {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["size"] >= LARGE else "regular",
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
                     "shouldIgnore": False,
-                    "oid": _git_oid(files[one["path"]]) if one["path"] in files else None,
+                    "oid": _git_oid(files[file["path"]]) if file["path"] in files else None,
                 }
-                for one in asked
+                for file in asked
             ]
             self._answer(200, {"files": modes})
 
     def batch(self, body, repo):
         if self._may_write(repo):
             objects = []
-            for one in json.loads(body)["objects"]:
-                upload = {"href": f"{self.server.url}/large/{one['oid']}"}
+            for item in json.loads(body)["objects"]:
+                upload = {"href": f"{self.server.url}/large/{item['oid']}"}
                 verify = {"href": f"{self.server.url}/verify"}
-                known = one["oid"] in self.server.large
-                objects.append(one if known else {**one, "actions": {"upload": upload, "verify": verify}})
+                known = item["oid"] in self.server.large
+                objects.append(item if known else {**item, "actions": {"upload": upload, "verify": verify}})
             self._answer(200, {"transfer": "basic", "objects": objects})
 
     def put_large(self, body, oid):
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def resolve(self, body, repo, branch, file):
         branches = self.server.repositories.get(repo, {})
-        if branch not in branches:  # by the commit, which is the head of a branch here
+        if branch not in branches:  # the name of a commit, which is the head of a branch here
             branch = next((name for name, files in branches.items() if _head(files) == branch), branch)
         if (files := self._files(repo, branch)) is None:
             return

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 import train_mlm
-from roberta_recipe.args import InputError, read_preset
+from roberta_recipe.errors import InputError
+from roberta_recipe.presets import read_preset
 
 CLASSES = [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments]
 

@@ -6,7 +6,8 @@ import random
 from conftest import make_documents, run_python, write_parquet
 
 from roberta_recipe import durable
-from roberta_recipe.contamination import Index, Text, ngram_hashes, summarise, table, words_of
+from roberta_recipe.tools import contamination
+from roberta_recipe.tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
 
 
 def slow(texts, documents, length):
@@ -34,16 +35,14 @@ def test_it_finds_what_a_search_finds():
     index = Index(texts, 4)
     for number, document in enumerate(documents):
         index.look_up(document, ("even", "odd")[number % 2])
-    found = {(number, place) for number, text in enumerate(texts) for where in text.found.values() for place in where}
+    found = {(number, start) for number, text in enumerate(texts) for where in text.found.values() for start in where}
     assert found == slow(texts, documents, 4) and len(found) > 300
     assert {number for number, _ in found} > set(range(10)) | {60, 61}  # the same text twice is found twice
     assert texts[0].found["even"] == set(range(34)) and not texts[62].found
 
 
 def test_hashes_that_meet_are_no_hit(monkeypatch):
-    import roberta_recipe.contamination as module
-
-    monkeypatch.setattr(module, "hash", lambda word: 1, raising=False)
+    monkeypatch.setattr(contamination, "hash", lambda word: 1, raising=False)
     index = Index([Text("set", "0", ["a", "b", "c"])], 2)
     index.look_up("x y z a b", "source")
     assert index.texts[0].found == {"source": {0}}
@@ -63,7 +62,7 @@ def test_counts_by_source_and_examples():
 
 
 def test_as_a_user_starts_it(root, tmp_path):
-    """All three kinds of evaluation sets; the corpus holds one passage of RACE and one question of SQuAD."""
+    """All three kinds of evaluation sets; the corpus holds a passage of RACE and a question of SQuAD."""
     documents = make_documents(30, seed=2)
     article, question = (
         "Once upon a time " + documents[3],
@@ -87,15 +86,11 @@ def test_as_a_user_starts_it(root, tmp_path):
     (tmp_path / "dev.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "glue" / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta b\tc\tentailment\n")
-    command = [
-        root / "benchmarks" / "contamination.py",
-        "--corpus",
-        tmp_path / "corpus.yaml",
-        "--output",
-        tmp_path / "o.json",
-    ]
+    command = ["-m", "roberta_recipe.tools.contamination", "--corpus", tmp_path / "corpus.yaml"]
+    few = [*command]
+    command += ["--output", tmp_path / "o.json"]
     command += ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
-    done = run_python(*command, cwd=tmp_path)
+    done = run_python(*command, cwd=root)
     assert done.returncode == 0, done.stderr
     result = durable.read_json(tmp_path / "o.json")
     sets = result["sets"]
@@ -107,9 +102,9 @@ def test_as_a_user_starts_it(root, tmp_path):
     assert sets["rte validation"]["too_short"] == 2 and sum(result["documents"].values()) >= 30
     assert "race validation high, high/0.txt (100%, a): once upon a time" in done.stdout.replace(" articles", "")
 
-    nothing = run_python(*command[:3], cwd=tmp_path)
+    nothing = run_python(*few, cwd=root)
     assert nothing.returncode == 2 and "no evaluation set: name glue_dir" in nothing.stderr
-    bad = run_python(*command, "--ngram", 0, cwd=tmp_path)
+    bad = run_python(*command, "--ngram", 0, cwd=root)
     assert bad.returncode == 2 and "ngram=0 must be at least 1" in bad.stderr
 
 

@@ -9,16 +9,18 @@ import pyarrow as pa
 import pytest
 from conftest import make_documents, write_jsonl, write_parquet, write_text
 
-from roberta_recipe import corpus as corpora
-from roberta_recipe.args import InputError
-from roberta_recipe.corpus import Corpus, Source, interleave, read_corpus, sample_documents
+from roberta_recipe.data import documents as reading
+from roberta_recipe.data.corpus import Corpus, Source, read_corpus
+from roberta_recipe.data.documents import sample_documents
+from roberta_recipe.data.order import interleave
+from roberta_recipe.errors import InputError
 
 TEXTS = make_documents(60, seed=4)
 
 
 def texts_of(part="train", seed=0, epoch=0, share=0.01, **source):
     corpus = Corpus("c", [Source("s", **source)], validation_share=share)
-    return list(corpora.documents(corpus, corpus.sources[0], part, seed=seed, epoch=epoch))
+    return list(reading.documents(corpus, corpus.sources[0], part, seed=seed, epoch=epoch))
 
 
 # Sources
@@ -130,7 +132,7 @@ def test_validation_files_are_used_where_given(tmp_path):
 
 def test_docstrings_are_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    monkeypatch.setattr("roberta_recipe.docstrings.MAX_BYTES", 300_000)
+    monkeypatch.setattr("roberta_recipe.data.docstrings.MAX_BYTES", 300_000)
     texts = texts_of(builtin="docstrings", share=1e-9)
     assert 300_000 <= sum(len(text.encode()) for text in texts) < 400_000
     assert len(set(texts)) == len(texts) and all(text.strip() for text in texts)
@@ -214,7 +216,7 @@ def test_bad_corpus_presets(tmp_path, text, named):
 
 
 def check(files, tmp_path, **source):
-    corpora.check_sources(Corpus("c", [Source("s", files=str(files), **source)]))
+    reading.check_sources(Corpus("c", [Source("s", files=str(files), **source)]))
 
 
 def test_what_cannot_be_read_is_named(tmp_path):

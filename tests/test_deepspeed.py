@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
-from roberta_recipe.args import ROOT, InputError
-from roberta_recipe.modeling import build_model
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.training.modeling import build_model
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
@@ -163,7 +164,7 @@ def test_precision_is_that_of_the_preset(preset, monkeypatch):
 
 
 def test_a_deepspeed_configuration_comes_by_the_launch_file(preset):
-    with pytest.raises(InputError, match=r"zero2\.json: name a launch file in its place"):
+    with pytest.raises(InputError, match=r"zero2\.json: name a launch file instead"):
         train_mlm.check_arguments(*_with(preset, deepspeed="ds_configs/zero2.json"))
 
 

@@ -22,43 +22,62 @@ ELSEWHERE += (("--config presets/mlm/roberta_base.yaml", "--config presets/mlm/r
 ELSEWHERE += (("--global_batch_size 2048", "--global_batch_size 32"),)
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of the page's blocks of code."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
-def clone(root: Path, place: Path) -> Path:
-    """The tracked parts that a command of the page may need."""
+def clone(root: Path, folder: Path) -> Path:
+    """The tracked files that a command of the page may need."""
     for name in ("roberta_recipe", "presets", "ds_configs", "tokenizer"):
         others = shutil.ignore_patterns("__pycache__", *(p.name for p in (root / "tokenizer").iterdir() if p.is_dir()))
-        shutil.copytree(root / name, place / name, ignore=others)
+        shutil.copytree(root / name, folder / name, ignore=others)
     for script in root.glob("*.py"):
-        shutil.copy(script, place)
-    return place
+        shutil.copy(script, folder)
+    return folder
 
 
-def write_inputs(place: Path) -> None:
-    """my_text/ and my_task/, as the page says that they lie there; enough words for its 8,192 entries."""
+def write_inputs(folder: Path) -> None:
+    """my_text/ and my_task/, as the page describes them; enough words for its 8,192 entries."""
     rng = random.Random(0)
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(3000)]
     sentences = (" ".join(rng.choices(words, k=10)).capitalize() + "." for _ in range(1500 * 20))
     texts = ["\n".join(itertools.islice(sentences, 20)) for _ in range(1500)]
     for name in ("books", "mail"):
-        (place / "my_text" / name).mkdir(parents=True)
-    write_text(place / "my_text/books/a.txt", texts[::2])
-    write_jsonl(place / "my_text/mail/a.jsonl", texts[1::2], column="body")
-    (place / "my_task").mkdir()
+        (folder / "my_text" / name).mkdir(parents=True)
+    write_text(folder / "my_text/books/a.txt", texts[::2])
+    write_jsonl(folder / "my_text/mail/a.jsonl", texts[1::2], column="body")
+    (folder / "my_task").mkdir()
     for split, seed in (("train", 1), ("dev", 2)):
-        rows = [f"{text.splitlines()[1]}\t{('ham', 'spam')[n % 2]}" for n, text in enumerate(make_documents(24, seed))]
-        (place / "my_task" / f"{split}.tsv").write_text("text\tlabel\n" + "\n".join(rows) + "\n")
+        pairs = [text.splitlines()[1:3] for text in make_documents(24, seed)]
+        rows = ["\t".join([*pair, ("different", "same")[n % 2]]) for n, pair in enumerate(pairs)]
+        (folder / "my_task" / f"{split}.tsv").write_text("text1\ttext2\tlabel\n" + "\n".join(rows) + "\n")
+
+
+def apply(diff: str, folder: Path) -> list[str]:
+    """Apply a unified diff of one file, by its context and not by its line numbers; the lines that it adds."""
+    head, *hunks = re.split(r"^@@.*@@\n", diff, flags=re.M)
+    path = folder / re.search(r"^\+\+\+ (.*)$", head, re.M)[1]
+    text = path.read_text(encoding="utf-8")
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        assert text.count(old) == 1, f"{path.name} does not hold, or not once:\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return [line[1:].strip() for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
 
 
 def test_every_command_of_the_page_runs(root, tmp_path):
-    place = clone(root, tmp_path / "clone")
-    write_inputs(place)
-    commands = blocks(root / "docs" / "adapting.md")
-    assert len(commands) == 6
+    folder = clone(root, tmp_path / "clone")
+    write_inputs(folder)
+    of_page = blocks(root / "docs" / "adapting.md")
+    assert [language for language, _ in of_page] == ["bash"] * 6 + ["diff", "bash"]
     shown = []
-    for block in commands:
+    for language, block in of_page:
+        if language == "diff":
+            added = apply(block, folder)
+            continue
         for pattern, fewer in FEWER:
             block = re.sub(pattern, fewer, block)
         for wanted, there in ELSEWHERE:
@@ -72,7 +91,7 @@ def test_every_command_of_the_page_runs(root, tmp_path):
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-e", "-c", block],
-            cwd=place,
+            cwd=folder,
             env={**os.environ, "PATH": path},
             capture_output=True,
             text=True,
@@ -81,10 +100,15 @@ def test_every_command_of_the_page_runs(root, tmp_path):
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         shown.append(done.stdout + done.stderr)
     assert "8,192 entries in tokenizer/mine" in shown[1] and "days" in shown[2]
-    record = json.loads((place / "runs/mine/run_record.json").read_text())
+    record = json.loads((folder / "runs/mine/run_record.json").read_text())
     assert record["steps"] == 4 and set(record["metrics_by_source"]) == {"books", "mail"}
     measured = re.findall(r"validation loss ([\d.]+) nats", shown[4])
     assert len(measured) == 2 and float(measured[0]) == round(record["metrics"]["eval_loss"], 3) != float(measured[1])
-    summary = json.loads((place / "runs/my_task/summary.json").read_text())
+    summary = json.loads((folder / "runs/my_task/summary.json").read_text())
     assert summary["task"] == "mine" and set(summary["settings"][0]["medians"]) == {"accuracy", "f1"}
-    assert "mine, validation accuracy x 100" in shown[5] and (place / "runs/my_task/loss_curve.png").is_file()
+    assert "mine, validation accuracy x 100" in shown[6] and (folder / "runs/my_task/loss_curve.png").is_file()
+    # what a script copied for another task says of its data
+    card = summary["dataset"]
+    assert (card["name"], card["hub_id"], card["hub_config"]) == ("mine", None, None)
+    assert set(card["hub_metrics"]) == {"accuracy", "f1"} and "glue" not in json.dumps(card).lower()
+    assert len(added) == 1  # line of the script

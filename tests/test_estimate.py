@@ -11,10 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import RobertaConfig
 
-from roberta_recipe import estimate, run
-from roberta_recipe.args import ROOT, InputError
-from roberta_recipe.estimate import DEVICES, GIB, DryRun, Hardware, Zero, memory_per_gpu, parse_hardware
-from roberta_recipe.modeling import RobertaForMaskedLM, flops_per_token, load_config
+from roberta_recipe import hardware
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import DEVICES
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.tools import estimate
+from roberta_recipe.tools.estimate import GIB, Estimate, Hardware, Zero, memory_per_gpu, parse_hardware
+from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token, load_config
 
 # layers, hidden, heads, intermediate, vocabulary, batch, seq_len; batch x seq_len is no dimension of a weight
 SHAPES = [(1, 64, 4, 256, 1000, 4, 32), (3, 128, 2, 512, 3000, 4, 64), (2, 128, 4, 256, 8000, 3, 128)]
@@ -256,8 +259,8 @@ def test_hardware():
 def test_device_by_the_name_that_torch_has(torch_name, key, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: torch_name)
-    assert estimate.device_named(torch_name) is (DEVICES[key] if key else None)
-    assert run.model_flops_utilisation(1e12) == (1e12 / DEVICES[key].peak_flops if key else None)
+    assert hardware.device_named(torch_name) is (DEVICES[key] if key else None)
+    assert hardware.model_flops_utilisation(1e12) == (1e12 / DEVICES[key].peak_flops if key else None)
 
 
 def make_run(**changes):
@@ -271,7 +274,7 @@ def make_run(**changes):
         "max_steps": 100_000,
         "precision": "fp16",
     }
-    return DryRun(**{**values, **changes})
+    return Estimate(**{**values, **changes})
 
 
 def test_the_papers_day():
@@ -289,7 +292,7 @@ def test_report():
     config = preset_config("base", vocab_size=50304)
     shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}
     base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, gpu_hour_price=2.0, tokens_per_pass=30e9)
-    text = estimate.report(base)
+    text = estimate.table(base)
     days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
     for part in (
         "8xH200",
@@ -315,18 +318,18 @@ def test_report():
 
 def test_report_says_what_does_not_fit():
     small = make_run(hardware=Hardware(8, "V100-16GB"), micro_batch=32, accumulation=32, corpus_bytes=160e9)
-    text = estimate.report(small)
+    text = estimate.table(small)
     largest = small.largest_micro_batch
     assert not small.fits and f"lower per_device_train_batch_size=32 to {largest}\n" in text
     assert f"{small.tokens / (160e9 / 4.5):,.2f} epochs of 160.0 GB at 4.5 bytes a token (an assumption)" in text
     for size, fits in ((largest, True), (2 * largest, False)):
         assert dataclasses.replace(small, micro_batch=size).fits is fits
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
-    assert huge.largest_micro_batch == 0 and "not even 1 sequence does" in estimate.report(huge)
+    assert huge.largest_micro_batch == 0 and "not even 1 sequence does" in estimate.table(huge)
     # of 3 sequences a process, a power of two that divides them
     assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_micro_batch == 1
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
-    assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.report(offloaded)
+    assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from roberta_recipe import fairseq
-from roberta_recipe.args import InputError
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import fairseq
 
 HIDDEN, LAYERS, HEADS, INNER, POSITIONS = 16, 3, 4, 24, 34
 NORMS = ("self_attn_layer_norm", "final_layer_norm", "layernorm_embedding", "layer_norm")
@@ -30,7 +30,7 @@ def by_hand(vocab_size, classes=3):
     for kind in ("weight", "bias"):
         add(f"{body}layernorm_embedding.{kind}", HIDDEN)
     for layer in range(LAYERS):
-        sizes = {f"self_attn.{part}_proj": (HIDDEN, HIDDEN) for part in ("q", "k", "v", "out")}
+        sizes = {f"self_attn.{letter}_proj": (HIDDEN, HIDDEN) for letter in ("q", "k", "v", "out")}
         for name, (out, into) in {**sizes, "fc1": (INNER, HIDDEN), "fc2": (HIDDEN, INNER)}.items():
             add(f"{body}layers.{layer}.{name}.weight", out, into)
             add(f"{body}layers.{layer}.{name}.bias", out)
@@ -59,13 +59,13 @@ def forward(weights, ids, head=None):
         return functional.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 
     body = "encoder.sentence_encoder."
-    places = torch.arange(ids.shape[1]) + 2
-    x = weights[f"{body}embed_tokens.weight"][ids] + weights[f"{body}embed_positions.weight"][places]
+    positions = torch.arange(ids.shape[1]) + 2
+    x = weights[f"{body}embed_tokens.weight"][ids] + weights[f"{body}embed_positions.weight"][positions]
     x = norm(x, f"{body}layernorm_embedding")
     for number in range(LAYERS):
         layer = f"{body}layers.{number}."
         q, k, v = (
-            linear(x, f"{layer}self_attn.{part}_proj").unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in "qkv"
+            linear(x, f"{layer}self_attn.{letter}_proj").unflatten(-1, (HEADS, -1)).transpose(1, 2) for letter in "qkv"
         )
         share = torch.softmax(q @ k.transpose(-1, -2) / (HIDDEN / HEADS) ** 0.5, dim=-1)
         x = norm(x + linear((share @ v).transpose(1, 2).flatten(2), f"{layer}self_attn.out_proj"), f"{layer}{NORMS[0]}")
@@ -109,7 +109,7 @@ def test_there_and_back_the_logits_are_the_same(checkpoint, ids, tokenizer, toke
     expected = {n for n in weights if not n.startswith("encoder.lm_head." if head else "classification_heads.")}
     assert set(again) == expected and all(again[name].equal(weights[name]) for name in expected)
     assert (arguments["encoder_attention_heads"], arguments["max_positions"]) == (HEADS, POSITIONS - 2)
-    # the vocabulary too: fairseq's three files give back every id
+    # fairseq's three files give back every id of the vocabulary
     files = [str(tmp_path / "back" / name) for name in ("dict.txt", "encoder.json", "vocab.bpe")]
     vocabulary = ["--dict", files[0], "--encoder", files[1], "--bpe", files[2]]
     again = ["to_hf", "--checkpoint", str(tmp_path / "back" / "model.pt"), "--output_dir", str(tmp_path / "twice")]
@@ -134,8 +134,8 @@ def test_old_names_and_packed_projections(checkpoint, ids):
     for name, tensor in weights.items():
         name = name.replace("encoder.", "decoder.", 1).replace("layernorm_embedding", "emb_layer_norm")
         if ".q_proj." in name:
-            parts = [weights[name.replace("decoder.", "encoder.", 1).replace("q_proj", f"{p}_proj")] for p in "qkv"]
-            old[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+            chunks = [weights[name.replace("decoder.", "encoder.", 1).replace("q_proj", f"{p}_proj")] for p in "qkv"]
+            old[name.replace("q_proj.", "in_proj_")] = torch.cat(chunks)
         elif ".k_proj." not in name and ".v_proj." not in name:
             old[name] = tensor
     old["decoder.sentence_encoder.version"] = torch.tensor(1)
@@ -143,8 +143,8 @@ def test_old_names_and_packed_projections(checkpoint, ids):
     assert set(again) == set(weights) and all(again[name].equal(weights[name]) for name in weights)
 
 
-def test_what_fairseq_has_not_is_folded_in(config, tokenizer, ids):
-    """The vector of the one token type, and rows of the embedding that no token has."""
+def test_what_fairseq_lacks_is_folded_in(config, tokenizer, ids):
+    """The vector of the single token type, and rows of the embedding that no token has."""
     config.vocab_size, config.hidden_size, config.num_attention_heads = len(tokenizer) + 5, HIDDEN, HEADS
     config.num_hidden_layers = LAYERS
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_labels_of_mnli_are_put_in_fairseqs_order(config):
     config.id2label = {0: "yes", 1: "no", 2: "maybe"}
     with pytest.raises(InputError, match="head=mnli has the labels contradiction, neutral, entailment"):
         fairseq.to_fairseq(fairseq.RobertaForSequenceClassification(config), config.vocab_size, "mnli")
-    with pytest.raises(InputError, match=r"no place for classifier\S+; name a head"):
+    with pytest.raises(InputError, match=r"no module for classifier\S+; name a head"):
         fairseq.to_fairseq(model, config.vocab_size)
 
 

@@ -16,22 +16,26 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, DebertaV2Config
 
 import finetune_glue
-from finetune_glue import TASKS
-from roberta_recipe import durable, finetuning, glue, protocol, ranking, wsc
-from roberta_recipe.args import InputError, RunError
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.tasks import glue, protocol, qnli_ranking, wsc
+from roberta_recipe.tasks.glue import AX, TASKS
+from roberta_recipe.tools import glue_table
+from roberta_recipe.training import batch, finetune_trainer, heads
 
+PAIR = ("sentence1", "sentence2")
 ROWS = {"train": 24, "validation": 9, "test": 7}
 HEADERS = {
     "cola": ["source", "label", "original", "sentence"],
     "sst2": ["sentence", "label"],
     "mrpc": ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"],
-    "stsb": ["index", "genre", "filename", "year", "old_index", "source1", "source2", *finetune_glue.PAIR, "score"],
+    "stsb": ["index", "genre", "filename", "year", "old_index", "source1", "source2", *PAIR, "score"],
     "qqp": ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
-    "mnli": ["index", "promptID", "pairID", "genre", *finetune_glue.PAIR, "label1", "gold_label"],
+    "mnli": ["index", "promptID", "pairID", "genre", *PAIR, "label1", "gold_label"],
     "qnli": ["index", "question", "sentence", "label"],
-    "rte": ["index", *finetune_glue.PAIR, "label"],
-    "wnli": ["index", *finetune_glue.PAIR, "label"],
-    "ax": ["index", *finetune_glue.PAIR],
+    "rte": ["index", *PAIR, "label"],
+    "wnli": ["index", *PAIR, "label"],
+    "ax": ["index", *PAIR],
 }
 
 
@@ -49,10 +53,10 @@ def write_tsv(path, header, rows):
 def data_dir(tmp_path_factory):
     """All ten folders; the label says whether the first sentence is in the garden or at night."""
     folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
-    for name, task in {**TASKS, "ax": finetune_glue.AX}.items():
+    for name, task in {**TASKS, "ax": AX}.items():
         for split, (file, _) in task.splits.items():
-            part, rows = split.partition("_")[0], []
-            for number in range(ROWS[part]):
+            kind, rows = split.partition("_")[0], []
+            for number in range(ROWS[kind]):
                 row = dict.fromkeys(HEADERS[name], str(number))
                 texts = [sentence(rng) for _ in task.columns]
                 if name == "qnli":  # two sentences for each question
@@ -61,9 +65,9 @@ def data_dir(tmp_path_factory):
                 answer = number % len(task.labels) if task.labels else number % 6
                 row[task.label_column] = task.labels[answer] if task.labels else f"{answer}.000"
                 rows.append(row)
-            header = [c for c in HEADERS[name] if part != "test" or c not in (task.label_column, "label1")]
+            header = [c for c in HEADERS[name] if kind != "test" or c not in (task.label_column, "label1")]
             if name == "cola":
-                header = header if part != "test" else ["index", "sentence"]
+                header = header if kind != "test" else ["index", "sentence"]
             lines = [[row.get(column, str(n)) for column in header] for n, row in enumerate(rows)]
             write_tsv(folder / task.folder / file, None if split in task.headers else header, lines)
     return folder
@@ -80,7 +84,7 @@ def flags(root, data_dir, model_dir, tmp_path):
             **{"warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True},
             **{"disable_tqdm": True, "seeds": 1, "save_strategy": "no"},
         }
-        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
         return ["--config", str(root / "presets" / "glue" / f"{name}.yaml"), *argv, *map(str, others)]
 
     return of
@@ -112,14 +116,14 @@ def wsc_dir(tmp_path, data_dir, monkeypatch):
         for number in range(ROWS[split]):
             name = ("cat", "boat")[number % 2]
             text = f"The cat sees the boat and the dog number {number} {split} but it sleeps."
-            place = text.split(" ").index("it")
-            target = {"span1_index": 0, "span1_text": f"the {name}", "span2_index": place, "span2_text": "it"}
+            pronoun = text.split(" ").index("it")
+            target = {"span1_index": 0, "span1_text": f"the {name}", "span2_index": pronoun, "span2_text": "it"}
             row = {"idx": number, "text": text, "target": target}
             rows.append(row if split == "test" else {**row, "label": number % 2 == 0})
             if split == "test":
                 wnli.append([str(number), text, f"The {name} sleeps."])
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_tsv(data_dir / "WNLI" / "test.tsv", ["index", *finetune_glue.PAIR], wnli)
+    write_tsv(data_dir / "WNLI" / "test.tsv", ["index", *PAIR], wnli)
     return folder
 
 
@@ -140,14 +144,16 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         summary = finetune_glue.main(flags(name, "--do_predict", *special(name, wsc_dir)))
         record = record_of(tmp_path, name)
         assert record["steps"] == 6 and summary["settings"][0]["seeds"] == {1: record["metrics"][summary["metric"]]}
-        assert set(glue_metrics(name)) <= set(record["metrics"])
+        assert set(TASKS[name].metrics) <= set(record["metrics"])
+        assert record["dataset"] == summary["dataset"] and set(record["metrics"]) == set(
+            summary["dataset"]["hub_metrics"]
+        )
         best = tmp_path / "glue" / name / "lr0.001-batch8-seed1" / "best"
         assert (best / "model.safetensors").is_file() and not list(best.parent.glob("**/*.bin"))
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
 
-    assert finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict", "--other_rows"]).keys() == set(
-        TASKS
-    )
+    folder = ["--folder", str(tmp_path / "glue")]
+    assert glue_table.main([*folder, "--submission", "--other_rows"]).keys() == set(TASKS)
     shown = capsys.readouterr().out
     assert "not run" not in shown.partition("ours")[2] and "90.2" in shown
     with zipfile.ZipFile(tmp_path / "glue" / "submission.zip") as archive:
@@ -167,16 +173,10 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
             )
 
     with pytest.raises(InputError, match=r"CoLA.tsv: 7 rows, and the test set has 1063"):
-        finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict"])
+        glue_table.main([*folder, "--submission"])
     (tmp_path / "glue" / "rte" / "submission" / "RTE.tsv").write_text("index\tprediction\n0\tyes\n")
     with pytest.raises(InputError, match="row 0: 'yes' is no label of RTE"):
-        finetune_glue.main(["--collect", str(tmp_path / "glue"), "--do_predict", "--other_rows"])
-
-
-def glue_metrics(name):
-    from roberta_recipe.metrics import GLUE_METRICS
-
-    return GLUE_METRICS[name]
+        glue_table.main([*folder, "--submission", "--other_rows"])
 
 
 def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
@@ -231,7 +231,7 @@ def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
 
 
 def test_two_processes_give_the_curve_of_one_also_when_resumed(flags, root, tmp_path):
-    """Killed in the middle of an epoch, two processes go on with the batches that are left of it."""
+    """Killed in the middle of an epoch, two processes resume with the batches that are left of the epoch."""
     saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
     finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "one"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
@@ -239,14 +239,14 @@ def test_two_processes_give_the_curve_of_one_also_when_resumed(flags, root, tmp_
     batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
     command += flags("rte", *saving, *batches, "--do_predict")
     (tmp_path / "crash.py").write_text(CRASH.format(root=str(root)))
-    crashing = [tmp_path / "crash.py" if part == root / "finetune_glue.py" else part for part in command]
+    crashing = [tmp_path / "crash.py" if word == root / "finetune_glue.py" else word for word in command]
     killed = run_python(*crashing, cwd=tmp_path)
     assert killed.returncode != 0 and (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    two, one = record_of(tmp_path), durable.read_json(tmp_path / "one" / "lr0.001-batch8-seed1" / "run_record.json")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
-    assert two["metrics"] == pytest.approx(one["metrics"]) and two["tokens_seen"] == one["tokens_seen"]
+    two, single = record_of(tmp_path), durable.read_json(tmp_path / "one" / "lr0.001-batch8-seed1" / "run_record.json")
+    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
+    assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert done.stdout.count("rte, validation accuracy") == 1
 
 
@@ -254,7 +254,7 @@ CRASH = """
 import sys
 sys.path.insert(0, {root!r})
 import finetune_glue
-from roberta_recipe.finetuning import FinetuneTrainer
+from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 step = FinetuneTrainer.training_step
 def killed(self, *args, **kwargs):
     if self.state.global_step == 6:
@@ -269,21 +269,21 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     """With a checkpoint an epoch: the same losses, metrics and best weights as uninterrupted."""
     saving = ["--save_strategy", "epoch", "--max_steps", 9]
     finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
-    step = finetuning.FinetuneTrainer.training_step
+    step = finetune_trainer.FinetuneTrainer.training_step
 
     def killed(self, *args, **kwargs):
         if self.state.global_step == 7:
             raise RunError("killed")
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(finetuning.FinetuneTrainer, "training_step", killed)
+    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
     with pytest.raises(RunError):
         finetune_glue.main(flags("rte", *saving))
-    monkeypatch.setattr(finetuning.FinetuneTrainer, "training_step", step)
+    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", step)
     finetune_glue.main(flags("rte", *saving))
     whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
     again = record_of(tmp_path)
-    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # gigabytes, and nothing goes on from there any more
+    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # gigabytes that a finished run does not need
     assert again["restarts"] == 1 and whole["restarts"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
         assert again[key] == whole[key], key
@@ -295,16 +295,23 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
 
 
 def test_killed_behind_the_last_step(flags, tmp_path):
-    """What is missing is made; no step is taken again."""
+    """The scores and the record are made up for; no step is repeated."""
     saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed")))
+        patch.setattr(
+            finetune_trainer.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed"))
+        )
         with pytest.raises(RunError):
             finetune_glue.main(flags("rte", *saving))
     finetune_glue.main(flags("rte", *saving))
     record = record_of(tmp_path)
     assert record["steps"] == 7 and len(losses(record)) == 7 and record["restarts"] == 1
+
+
+def test_a_folder_without_a_finished_task():
+    with pytest.raises(InputError, match="folder=/nowhere holds no finished task"):
+        glue_table.main(["--folder", "/nowhere"])
 
 
 def test_a_score_that_is_no_number(flags, tmp_path, monkeypatch, capsys):
@@ -314,7 +321,7 @@ def test_a_score_that_is_no_number(flags, tmp_path, monkeypatch, capsys):
         finetune_glue.main(flags("stsb"))
         assert "1: nan" in capsys.readouterr().out
     assert record_of(tmp_path, "stsb")["metrics"]["pearson"] is None
-    assert finetune_glue.main(["--collect", str(tmp_path / "glue")]) == {"stsb": "nan"}
+    assert glue_table.main(["--folder", str(tmp_path / "glue")]) == {"stsb": "nan"}
 
 
 def test_a_checkpoint_that_lacks_a_layer_is_refused(flags, model_dir):
@@ -327,7 +334,7 @@ def test_a_checkpoint_that_lacks_a_layer_is_refused(flags, model_dir):
 def test_dropout_of_a_head_whose_config_does_not_name_it():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = AutoModelForSequenceClassification.from_config(DebertaV2Config(vocab_size=50, **sizes))
-    finetuning._with_head_dropout(model, 0.0)
+    heads._with_head_dropout(model, 0.0)
     shares = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
     body = {name: share for name, share in shares.items() if name.startswith("deberta.")}
     assert set(body.values()) == {0.1} and len(shares) > len(body) > 2
@@ -335,10 +342,10 @@ def test_dropout_of_a_head_whose_config_does_not_name_it():
 
 
 def test_micro_batches_fit_the_batch_and_the_processes():
-    fit = finetuning.fit_micro_batch
-    assert (fit(16, 32, 1), fit(16, 16, 2), fit(32, 12, 2), fit(24, 16, 3)) == (16, 8, 8, 8)
+    largest = batch.largest_micro_batch
+    assert (largest(16, 32, 1), largest(16, 16, 2), largest(32, 12, 2), largest(24, 16, 3)) == (16, 8, 8, 8)
     with pytest.raises(InputError, match="global_batch_size=16 is not divisible by 3 processes"):
-        fit(16, 16, 3)
+        largest(16, 16, 3)
 
 
 def test_the_papers_grid(flags, tmp_path, capsys):
@@ -372,7 +379,7 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
     finetune_glue.main(flags("mnli"))
     best = tmp_path / "glue" / "mnli" / "lr0.001-batch8-seed1" / "best"
     for name, said in (("rte", "fresh, as the checkpoint's has another size"), ("mnli", "kept")):
-        model = finetuning.load_with_head(
+        model = heads.load_with_head(
             AutoModelForSequenceClassification, str(best), 0.0, num_labels=len(TASKS[name].labels)
         )
         assert f"Head        {said}" in capsys.readouterr().err and model.config.classifier_dropout == 0.0
@@ -395,8 +402,8 @@ def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
     ]
     weights = [tensors["roberta.encoder.layer.0.output.dense.weight"] for tensors in found]
     assert abs(weights[0].std() - 0.02) < 0.002  # of the config's initializer_range
-    for one, other in ((weights[0], weights[1]), (weights[0], stored)):
-        assert (one - other).abs().mean() > 0.01
+    for first, second in ((weights[0], weights[1]), (weights[0], stored)):
+        assert (first - second).abs().mean() > 0.01
 
 
 def test_the_hubs_columns(monkeypatch):
@@ -407,7 +414,7 @@ def test_the_hubs_columns(monkeypatch):
     examples = glue.read_split(TASKS["mnli"], "mnli", "validation_mismatched", None)
     assert examples.texts == [("a", "b"), ("c", "d")] and examples.labels == [2, 0]
     assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_mismatched"})]
-    assert glue.read_split(finetune_glue.AX, "ax", "test", None).labels is None
+    assert glue.read_split(AX, "ax", "test", None).labels is None
 
 
 def test_without_the_hub_the_way_out_is_said():
@@ -418,7 +425,7 @@ def test_without_the_hub_the_way_out_is_said():
 def test_batches_are_of_like_length_and_depend_on_nothing_else():
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 200, 1003).tolist()
-    sampler = finetuning.LengthGroupedSampler(lengths, 8, seed=1)
+    sampler = finetune_trainer.LengthGroupedSampler(lengths, 8, seed=1)
     first = list(sampler)
     assert len(first) == len(sampler) == 1000 == len(set(first)) and first == list(sampler)
     sampler.set_epoch(1)
@@ -426,37 +433,37 @@ def test_batches_are_of_like_length_and_depend_on_nothing_else():
     batches = np.array(lengths)[np.array(first)].reshape(-1, 8)
     waste = 1 - batches.sum() / (8 * batches.max(1)).sum()
     assert waste < 0.05 < 0.3 < 1 - np.mean(lengths) / max(lengths)
-    assert np.corrcoef(batches.mean(1), np.arange(125))[0, 1] < 0.3  # long ones are not last
+    assert np.corrcoef(batches.mean(1), np.arange(125))[0, 1] < 0.3  # long batches are not last
     with pytest.raises(InputError, match="global_batch_size=8 is more than the 7 training examples"):
-        finetuning.LengthGroupedSampler(lengths[:7], 8, seed=1)
+        finetune_trainer.LengthGroupedSampler(lengths[:7], 8, seed=1)
 
 
 def test_scores_come_back_in_the_order_of_the_file(flags, tmp_path, data_dir, tokenizer):
-    """By the saved model, one example at a time."""
+    """By the saved model, each example by itself."""
     finetune_glue.main(flags("rte"))
     best = tmp_path / "glue" / "rte" / "lr0.001-batch8-seed1" / "best"
     model = AutoModelForSequenceClassification.from_pretrained(best).eval()
     examples = glue.read_split(TASKS["rte"], "rte", "validation", str(data_dir))
     with torch.no_grad():
         wanted = torch.cat([model(**tokenizer(*texts, return_tensors="pt")).logits for texts in examples.texts])
-    assert np.load(best / finetuning.SCORES) == pytest.approx(wanted.numpy(), abs=1e-5)
+    assert np.load(best / finetune_trainer.SCORES) == pytest.approx(wanted.numpy(), abs=1e-5)
 
 
 def test_qnli_is_ranked_within_its_questions():
     features = [{"input_ids": [0] * n, "labels": 0} for n in range(3, 9)]
     questions, labels = ["a", "a", "a", "b", "c", "c"], [1, 0, 1, 0, 1, 1]
-    groups, alone = ranking.group_features(features, questions, labels)
+    groups, alone = qnli_ranking.group_features(features, questions, labels)
     assert [[len(pair["input_ids"]) for pair in group["pairs"]] for group in groups] == [[4, 3, 5]]
     assert alone == {"without a negative": 1, "without a positive": 1}
     scores = np.array([0.1, 0.9, 0.5, -1.0, -3.0, -2.0])
-    assert ranking.rank(scores, questions, threshold=0.0).tolist() == [1, 0, 1, 1, 1, 0]
-    assert ranking.rank(scores, questions, threshold=-2.0).tolist() == [1, 0, 1, 0, 1, 0]
+    assert qnli_ranking.rank(scores, questions, threshold=0.0).tolist() == [1, 0, 1, 1, 1, 0]
+    assert qnli_ranking.rank(scores, questions, threshold=-2.0).tolist() == [1, 0, 1, 0, 1, 0]
     singles, truth = np.array([3.0, 2.0, 1.0, 0.0]), [0, 1, 0, 1]
-    assert ranking.threshold_for_singles(singles, list("wxyz"), truth) == 0.0
+    assert qnli_ranking.threshold_for_singles(singles, list("wxyz"), truth) == 0.0
     # loss by hand: two groups, of three and of two
     logits = torch.tensor([[1.0], [2.0], [0.0], [3.0], [1.0]], requires_grad=True)
     batch = {"labels": torch.tensor([0, 0]), "group_sizes": torch.tensor([3, 2])}
-    total, _ = ranking.ranking_loss(lambda **_: types.SimpleNamespace(logits=logits), batch)
+    total, _ = qnli_ranking.ranking_loss(lambda **_: types.SimpleNamespace(logits=logits), batch)
     wanted = -torch.log_softmax(logits[:3, 0], 0)[0] - torch.log_softmax(logits[3:, 0], 0)[0]
     assert total.item() == pytest.approx(wanted.item())
 
@@ -515,7 +522,7 @@ BAD = {
     "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
-    "nothing collected": (["--collect", "/nowhere"], "collect=/nowhere holds no finished task"),
+    "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size would shrink the global batch"),
 }
 
 
@@ -583,12 +590,36 @@ def test_presets_are_fairseqs(root):
         assert len(values) == len(sourced)
 
 
+def test_the_card_names_glues_data_only_for_glues_rows():
+    whole, others = glue.dataset_card("stsb", TASKS["stsb"], False), glue.dataset_card("stsb", TASKS["stsb"], True)
+    assert (whole["name"], whole["hub_id"], whole["hub_config"]) == ("GLUE stsb", "nyu-mll/glue", "stsb")
+    assert whole["hub_metrics"] == {"pearson": "pearsonr", "spearman": "spearmanr"}
+    assert (others["name"], others["hub_id"], others["hub_config"]) == ("stsb (other_rows)", None, None)
+    mnli = glue.dataset_card("mnli", TASKS["mnli"], False)
+    assert mnli["split"] == "validation_matched" and list(mnli["hub_metrics"]) == ["accuracy", "accuracy_mismatched"]
+    assert "SuperGLUE's WSC" in glue.dataset_card("wnli", TASKS["wnli"], False)["note"]
+    # a task of somebody's own, whatever its name
+    for name in ("mine", "rte"):
+        own = glue.dataset_card(name, glue.Task("my_task", PAIR, labels=("no", "yes")), False)
+        assert (own["name"], own["hub_id"], own["hub_config"], own["note"]) == (name, None, None, "")
+
+
+def test_a_new_task_is_checked_before_it_runs(flags, monkeypatch):
+    scored = glue.Task("my_task", PAIR, metrics=("pearson",))
+    assert finetune_glue.form_name(finetune_glue.GlueArguments(task_name="mine"), scored) == "regression"
+    with pytest.raises(InputError, match="mine is not on the Hub: name the folder that holds my_task/ with --data_dir"):
+        glue.read_split(scored, "mine", "train", None)
+    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": glue.Task("my_task", PAIR, metrics=("f2",))})
+    with pytest.raises(InputError, match="mine: f2 is no metric of accuracy, f1"):
+        finetune_glue.main(flags("rte", "--task_name", "mine"))
+
+
 def test_the_table_of_tasks():
     """Nine tasks, eleven files of the submission, none twice."""
     assert len(TASKS) == 9
     official = "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI diagnostic"
-    assert [task.folder for task in [*TASKS.values(), finetune_glue.AX]] == official.split()
-    files = [file for task in [*TASKS.values(), finetune_glue.AX] for file in task.submission.values()]
+    assert [task.folder for task in [*TASKS.values(), AX]] == official.split()
+    files = [file for task in [*TASKS.values(), AX] for file in task.submission.values()]
     assert len(files) == len(set(files)) == 11
     for task in TASKS.values():
         assert len(task.columns) == len(task.hub_columns) and Path(task.folder).name == task.folder

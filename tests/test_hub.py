@@ -16,15 +16,17 @@ from huggingface_hub import ModelCard
 
 import finetune_glue
 import train_mlm
-from roberta_recipe import hub
-from roberta_recipe.args import InputError, Preempted, RunError
+from roberta_recipe.errors import InputError, Preempted, RunError
+from roberta_recipe.publishing import card as cards
+from roberta_recipe.publishing import hub
+from roberta_recipe.tools import push as push_tool
 
 TOKEN = "hf_aVerySecretTokenOfNobody"
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """A Hub with two users, which this process and its children take for the only one."""
+    """A Hub with two users, which this process and its children take for the only Hub."""
     with HubServer({TOKEN: "me", "hf_another": "you"}) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -72,8 +74,8 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     files, out = server.repositories["me/small"]["main"], tmp_path / "run"
     messages = [message for _, _, message in server.commits]
     assert messages == ["In training", "Training in progress, step 2", "Trained for 4 steps"]
-    going_on = {"last-checkpoint/optimizer.pt", "last-checkpoint/recipe_state.json", "last-checkpoint/manifest.json"}
-    assert going_on <= server.held[1] and "preset.yaml" in server.held[1]
+    whole = {"last-checkpoint/optimizer.pt", "last-checkpoint/recipe_state.json", "last-checkpoint/manifest.json"}
+    assert whole <= server.held[1] and "preset.yaml" in server.held[1]
     wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
     wanted |= {"preset.yaml", "run_record.json", "loss_curve.png"}
     assert wanted <= set(files) and not [name for name in files if "training_args" in name or "checkpoint" in name]
@@ -125,29 +127,29 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
 def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_path, capsys):
     train(preset)
     push = ["--model", str(tmp_path / "run"), "--repo", "small", "--license", "mit", "--language", "en"]
-    hub.main([*push, "--dry_run"])
+    push_tool.main([*push, "--dry_run"])
     shown = capsys.readouterr().out
     assert "license: mit" in shown and "model.safetensors" in shown and not server.repositories
-    hub.main([*push, "--private"])
-    hub.main(push)  # the same run
-    hub.main([*push, "--revision", "second"])
+    push_tool.main([*push, "--private"])
+    push_tool.main(push)  # the same run
+    push_tool.main([*push, "--revision", "second"])
     assert server.private == {"me/small"} and set(server.repositories["me/small"]) == {"main", "second"}
     assert 'from_pretrained("me/small", revision="second")' in card_of(server.repositories["me/small"]["second"]).text
     server.private.clear()
     with pytest.raises(InputError, match="me/small is there already, and public"):
-        hub.main([*push, "--private"])
+        push_tool.main([*push, "--private"])
     with pytest.raises(InputError, match=r"the Hub refuses me/small: Invalid metadata .*license"):
-        hub.main(["--model", str(tmp_path / "run"), "--repo", "small", "--license", "bogus"])
+        push_tool.main(["--model", str(tmp_path / "run"), "--repo", "small", "--license", "bogus"])
     head = card_of(server.repositories["me/small"]["main"]).data.to_dict()
     assert (head["license"], head["language"]) == ("mit", ["en"])
 
 
 def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
-    """Of every kind of request that writes: asked, the large file, the commit."""
+    """Every kind of request that a push makes: those that ask, the large file, the commit."""
     train(preset)
     kinds = [("POST", "/preupload/"), ("POST", "objects/batch"), ("PUT", "/large/"), ("POST", "/commit/")]
     server.drops = [("GET", "/tree/"), ("POST", "repos/create"), *kinds]
-    hub.main(["--model", str(tmp_path / "run"), "--repo", "me/small"])
+    push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small"])
     assert server.drops == [] and sum(line.endswith("dropped") for line in server.log) == 6
     assert len(server.commits) == 1
     assert (
@@ -158,11 +160,11 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
 
     server.drops = [("POST", "/commit/")] * 4
     with pytest.raises(RunError, match=r"cannot be reached for me/small .*nothing here is lost"):
-        hub.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
+        push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
 def drop_then(server, push):
-    """`push`, all tries of which break."""
+    """`push`, with every try of its commit dropped by the server."""
 
     def dropping(*args):
         server.drops = [("POST", "/commit/")] * 4
@@ -175,7 +177,7 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", drop_then(server, hub.Publisher.push_checkpoint))
     saving = ["--save_strategy", "steps", "--save_steps", "2", "--hub_always_push", "true"]
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
-    assert record["steps"] == 4 and "a push while training failed, and training goes on" in capsys.readouterr().err
+    assert record["steps"] == 4 and "a push while training failed, and training continues" in capsys.readouterr().err
     assert server.commits[-1][2] == "Trained for 4 steps"
 
 
@@ -246,8 +248,8 @@ def test_errors_of_the_xet_client(error, wanted):
         assert hub._refused_or_broken(error, "me/small")
 
 
-def test_a_name_is_ones_own_again_after_a_restart(server, preset, tmp_path):
-    """The mark in folder and card tells the run; another run is refused, unless it is told to replace it."""
+def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
+    """The mark in folder and card tells the run; another run is refused, unless it is told to replace the first."""
     push = ("--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2")
     push += ("--hub_revision", "exp")
     train(preset, *push)
@@ -258,7 +260,7 @@ def test_a_name_is_ones_own_again_after_a_restart(server, preset, tmp_path):
     record = train(preset, *push, "--per_device_train_batch_size", "4", "--logging_steps", "2")
     assert record["restarts"] == 1 and server.commits[-1] == ("me/small", "exp", "Trained for 4 steps")
     (tmp_path / "run").rename(tmp_path / "moved")
-    hub.main(["--model", str(tmp_path / "moved"), "--repo", "me/small", "--revision", "exp"])
+    push_tool.main(["--model", str(tmp_path / "moved"), "--repo", "me/small", "--revision", "exp"])
     with pytest.raises(InputError, match="the name me/small is taken"):
         train(preset, *push)
     shutil.rmtree(tmp_path / "run")
@@ -266,8 +268,8 @@ def test_a_name_is_ones_own_again_after_a_restart(server, preset, tmp_path):
     train(preset, "--learning_rate", "1e-2")
     model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
     with pytest.raises(InputError, match="taken"):
-        hub.main(model)
-    hub.main([*model, "--replace"])
+        push_tool.main(model)
+    push_tool.main([*model, "--replace"])
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
     assert preset_there["learning_rate"] == 1e-2 and not [name for name in preset_there if "hub" in name]
     assert "vocab.txt" not in server.repositories["me/small"]["main"]
@@ -291,16 +293,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
         model_dir,
     ]
     argv += ["--max_steps", "-1", "--num_train_epochs", "1", "--warmup_steps", "0", "--use_cpu", "--seeds", "1", "2"]
-    argv += [
-        "--max_seq_length",
-        "32",
-        "--output_dir",
-        str(tmp_path / "rte"),
-        "--push_to_hub",
-        "true",
-        "--disable_tqdm",
-        "true",
-    ]
+    argv += ["--max_seq_length", "32", "--output_dir", str(tmp_path / "rte"), "--push_to_hub", "true"]
+    argv += ["--disable_tqdm", "true"]
     summary = finetune_glue.main([*argv, "--hub_model_id", "me/rte"])
     messages = ["In training", "Best of 1 runs of 2", "Best of 2 runs"]
     assert [message for _, _, message in server.commits] == messages
@@ -328,19 +322,68 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
         finetune_glue.main([*argv, "--hub_strategy", "checkpoint"])
 
 
-def test_results_of_fine_tuning_stand_on_the_card_of_what_it_came_from(server, preset, tmp_path):
+def made_up_summary(**dataset):
+    """The summary of a fine-tuning of two seeds on a task that this repository does not know."""
+    scores = {"learning_rate": 1e-5, "global_batch_size": 16, "median": 0.5, "mean": 0.5, "lowest": 0.4, "highest": 0.6}
+    scores |= {"seeds": {"1": 0.4, "2": 0.6}, "degenerate_seeds": [], "best_run": "lr1e-05-batch16-seed2"}
+    medians = {"kappa": 0.5, "total": 100}
+    described = {"name": "Same sense?", "hub_id": None, "hub_config": None, "split": "validation"}
+    described |= {"task_type": "text-classification", "hub_metrics": {"kappa": "cohen_kappa"}, "note": "", **dataset}
+    return {
+        **{"task": "same sense", "metric": "kappa", "picked": 0, "settings": [{**scores, "medians": medians}]},
+        **{"dataset": described, "resolved_args": {"level": "all"}, "shown_args": ["level"]},
+    }
+
+
+def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server, preset, tmp_path):
     train(preset)
-    row = {"median": 0.5, "lowest": 0.4, "highest": 0.6, "seeds": {"1": 0.4, "2": 0.6}, "medians": {"accuracy": 0.5}}
-    (tmp_path / "race").mkdir()
-    summary = {"task": "race", "metric": "accuracy", "picked": 0, "settings": [row], "resolved_args": {"level": "all"}}
-    (tmp_path / "race" / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "sense").mkdir()
+    (tmp_path / "sense" / "summary.json").write_text(json.dumps(made_up_summary(hub_id="me/sense", hub_config="all")))
     push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
-    hub.main([*push, str(tmp_path / "race")])
+    push_tool.main([*push, str(tmp_path / "sense")])
     card = card_of(server.repositories["me/small"]["main"])
-    assert "| RACE | accuracy | 50.0 | 40.0 to 60.0 | 2 | accuracy 50.0 |" in card.text
-    assert [one.dataset_type for one in card.data.eval_results].count("ehovy/race") == 1
-    for wrong, message in ((tmp_path / "none", "has no summary.json"),):
-        with pytest.raises(InputError, match=message):
-            hub.main([*push, str(wrong)])
+    assert "| Same sense? | kappa | 50.0 | 40.0 to 60.0 | 2 | kappa 50.0 |" in card.text
+    assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
+    with pytest.raises(InputError, match=r"has no summary\.json"):
+        push_tool.main([*push, str(tmp_path / "none")])
+    (tmp_path / "sense" / "summary.json").write_text('{"task": "rte", "resolved_args": {}}')
+    with pytest.raises(InputError, match="has no 'shown_args': it was written by another version"):
+        push_tool.main([*push, str(tmp_path / "sense")])
     with pytest.raises(InputError, match="holds no finished run"):
-        hub.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
+        push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
+
+
+CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "roberta", "num_hidden_layers": 2}
+
+
+def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
+    """Name, data, task type and metrics are the task's, and settings are shown as the flags declare; the card itself
+    knows no task."""
+    summary = made_up_summary(note="with labels of our own")
+    settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
+    settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "max_steps": -1}
+    record = {
+        **{"task": "same sense", "metric": "kappa", "metrics": {"kappa": 0.6, "total": 100}, "degenerate": False},
+        **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
+        **{"resolved_args": {**settings, "global_batch_size": 16}, "tokens_seen": 1000, "tokens_per_second": 10},
+        **{"shown_args": [name for name in settings if name not in ("hidden", "model_name_or_path")]},
+        **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc"},
+        **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
+    }
+    shown = cards.fine_tuned("me/sense", CONFIG, record, summary, has_classifier=False)
+    (result,) = shown.data.to_dict()["model-index"][0]["results"]
+    assert result["task"] == {"type": "text-classification"}
+    assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
+    assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
+    assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
+    assert "nyu-mll" not in str(shown) and "huggingface.co/datasets" not in str(shown) and "total" not in str(shown)
+    table = shown.text.split("## Training")[1].split("10 steps")[0]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+    assert names == ["", "---", "max_seq_length", "seed", "learning_rate", "temperature"]
+
+    of_hub = {**record, "dataset": {**record["dataset"], "hub_id": "me/sense", "hub_config": "all", "note": ""}}
+    alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None, has_classifier=False)  # a run without a summary
+    assert "on Same sense? ([me/sense](https://huggingface.co/datasets/me/sense)) by the protocol" in alone.text
+    (result,) = alone.data.to_dict()["model-index"][0]["results"]
+    assert (result["dataset"]["type"], result["dataset"]["config"]) == ("me/sense", "all")
+    assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.6, "name": "kappa, median of 1 seed"}]

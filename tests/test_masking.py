@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DataCollatorForLanguageModeling
 
-from roberta_recipe.masking import IGNORED, MlmCollator, fixed_masks, unigram_entropy
+from roberta_recipe.data.masking import IGNORED, MlmCollator, fixed_masks, unigram_entropy
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_same_law_as_the_stock_collator(tokenizer, blocks):
     stock = DataCollatorForLanguageModeling(tokenizer, seed=3)
     theirs = stock([{"input_ids": block["input_ids"].tolist()} for block in blocks])["labels"] != IGNORED
     ours = MlmCollator(tokenizer, seed=3)(blocks)["labels"] != IGNORED
-    assert torch.equal(ours.any(dim=0), theirs.any(dim=0))  # the same places can be predicted
+    assert torch.equal(ours.any(dim=0), theirs.any(dim=0))  # the same positions can be predicted
     assert abs(ours.float().mean() - theirs.float().mean()) < 0.01
 
 

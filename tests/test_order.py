@@ -5,13 +5,21 @@ import itertools
 import numpy as np
 import pytest
 
-from roberta_recipe.order import batches_of, block_id, mixture, random_order, source_of, taken_of_source
+from roberta_recipe.data.order import (
+    batches_of,
+    block_id,
+    interleave,
+    mixture,
+    random_order,
+    source_of,
+    taken_of_source,
+)
 
 MIXTURES = [[5, 3, 2], [1], [50] + [5] * 10, [1, 1000], [7, 13, 100], [3.9, 12.1, 10.1, 30.4, 30.4, 5.1, 38, 31]]
 
 
 @pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_the_mixture_keeps_shares_at_every_place(sizes):
+def test_the_mixture_keeps_shares_at_every_position(sizes):
     shares = [size / sum(sizes) for size in sizes]
     sources, indices = mixture(shares, 0, 3000)
     for number, share in enumerate(shares):
@@ -22,7 +30,7 @@ def test_the_mixture_keeps_shares_at_every_place(sizes):
 
 
 @pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_any_place_is_found_without_those_before_it(sizes):
+def test_any_position_is_found_without_those_before_it(sizes):
     shares = [size / sum(sizes) for size in sizes]
     sources, indices = mixture(shares, 0, 3000)
     for start in [*range(200), 999, 2900]:
@@ -37,6 +45,14 @@ def test_any_place_is_found_without_those_before_it(sizes):
     assert all((a == b).all() for a, b in zip(joined, mixture(shares, far, 100), strict=True))
 
 
+@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
+def test_streams_and_positions_are_mixed_by_one_rule(sizes):
+    shares = [size / sum(sizes) for size in sizes]
+    streams = [zip(itertools.repeat(number), itertools.count()) for number in range(len(sizes))]
+    mixed = list(itertools.islice(interleave(streams, shares), 3000))
+    assert mixed == [(int(s), int(i)) for s, i in zip(*mixture(shares, 0, 3000), strict=True)]
+
+
 def test_sources_of_their_sizes_end_together():
     sizes = [7, 13, 100]
     sources, _ = mixture([size / sum(sizes) for size in sizes], 0, 240)
@@ -47,8 +63,8 @@ def test_sources_of_their_sizes_end_together():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_step_k_takes_the_same_places_in_every_layout(processes, workers, batch_size):
-    """Places [k x B, (k + 1) x B), each once, whatever the processes, data workers and accumulation."""
+def test_step_k_takes_the_same_positions_in_every_layout(processes, workers, batch_size):
+    """Positions [k x B, (k + 1) x B), each once, whatever the processes, data workers and accumulation."""
     batch, start = 24, 48
     steps = [[] for _ in range(4)]
     for process in range(processes):
@@ -57,8 +73,8 @@ def test_step_k_takes_the_same_places_in_every_layout(processes, workers, batch_
         for step in steps:
             for micro in itertools.islice(in_turn, batch // (batch_size * processes)):
                 step.extend(micro)
-    for k, places in enumerate(steps):
-        assert sorted(places) == list(range(start + k * batch, start + (k + 1) * batch))
+    for k, positions in enumerate(steps):
+        assert sorted(positions) == list(range(start + k * batch, start + (k + 1) * batch))
 
 
 def test_random_orders_differ_by_all_that_they_are_drawn_from():

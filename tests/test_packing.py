@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roberta_recipe.packing import PACKERS, PackState, contiguous, full_sentences
+from roberta_recipe.data.packing import PACKERS, PackState, contiguous, full_sentences
 
 BOS, EOS = 0, 2
 IDS = {"bos_id": BOS, "eos_id": EOS}
@@ -17,7 +17,8 @@ some_documents = st.lists(st.lists(sentences, max_size=6), max_size=8)
 
 def pack(packer, documents, length):
     state = PackState()
-    return list(packer(documents, state, max_seq_length=length, **IDS)), state
+    packed = packer(documents, state, max_seq_length=length, **IDS)
+    return [columns["input_ids"] for columns in packed], state
 
 
 def test_layout_of_full_sentences():
@@ -93,7 +94,7 @@ def test_contiguous_loses_nothing_and_fills_every_block_but_the_last(documents, 
 
 @pytest.mark.parametrize("name", sorted(PACKERS))
 @given(documents=some_documents, length=st.integers(4, 40))
-def test_a_packer_restored_from_any_block_goes_on_as_if_nothing_had_happened(name, documents, length):
+def test_a_packer_restored_from_any_block_resumes_as_if_it_had_not_been_interrupted(name, documents, length):
     whole, end = pack(PACKERS[name], documents, length)
     state = PackState()
     saved = [copy.deepcopy(state)]
@@ -102,5 +103,5 @@ def test_a_packer_restored_from_any_block_goes_on_as_if_nothing_had_happened(nam
     assert len(saved) == len(whole) + 1
     for done, state in enumerate(saved):
         rest = PACKERS[name](documents[state.documents :], state, max_seq_length=length, **IDS)
-        assert list(rest) == whole[done:]
+        assert [columns["input_ids"] for columns in rest] == whole[done:]
         assert state == end

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
 import finetune_race
-from roberta_recipe import durable, race
-from roberta_recipe.args import InputError
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.tasks import race
 
 RUN = "lr0.001-batch4-seed1"
 COUNTS = {"train": 8, "dev": 4, "test": 3}
@@ -64,7 +65,7 @@ def flags(root, data_dir, model_dir, tmp_path):
             **{"per_device_train_batch_size": 4, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
             **{"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
         }
-        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
         return ["--config", str(root / "presets" / "race" / "paper.yaml"), *argv, *map(str, others)]
 
     return of
@@ -86,6 +87,7 @@ def test_from_the_command_line(flags, tmp_path, capsys):
     assert "Rows        train 48, validation 24, test 18 questions" in shown.err and "Duplicates  0 of 24" in shown.err
     metrics = record["metrics"]
     assert set(metrics) == {"accuracy", "middle", "high"} and record["steps"] == 6
+    assert record["dataset"] == summary["dataset"] and set(summary["dataset"]["hub_metrics"]) == set(metrics)
     assert metrics["accuracy"] == pytest.approx((metrics["middle"] + metrics["high"]) / 2)
     assert summary["settings"][0]["medians"] == metrics
     assert record["features"]["validation_high"]["questions"] == 12
@@ -123,9 +125,9 @@ def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
     command += ["--main_process_port", "0", root / "finetune_race.py", *flags("--per_device_train_batch_size", 1)]
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    one, two = record_of(tmp_path / "one"), record_of(tmp_path / "race")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
-    assert two["metrics"] == one["metrics"] and two["tokens_seen"] == one["tokens_seen"]
+    single, two = record_of(tmp_path / "one"), record_of(tmp_path / "race")
+    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 6
+    assert two["metrics"] == single["metrics"] and two["tokens_seen"] == single["tokens_seen"]
 
 
 def test_any_accumulation_and_activation_checkpointing_give_one_curve(flags, tmp_path):
@@ -154,7 +156,7 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
 
 
 def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, capsys):
-    """Other questions in the test folder: scored anew from the weights that are kept, or that is said."""
+    """Other questions in the test folder are scored anew from the weights, or refused where the weights are gone."""
     shutil.copytree(data_dir, tmp_path / "data")
     argv = flags("--do_predict", "--data_dir", tmp_path / "data")
     finetune_race.main(argv)
@@ -193,8 +195,8 @@ def test_scores_are_those_of_the_stored_model(flags, tmp_path, data_dir, tokeniz
     best = tmp_path / "race" / RUN / "best"
     model = AutoModelForMultipleChoice.from_pretrained(best).eval()
     wanted = []
-    for one in race.read_folder(data_dir, "validation", race.LEVELS):
-        texts = [one.with_option(option) for option in one.options], [one.article] * 4
+    for question in race.read_folder(data_dir, "validation", race.LEVELS):
+        texts = [question.with_option(option) for option in question.options], [question.article] * 4
         batch = tokenizer(*texts, truncation="only_second", max_length=64, padding=True, return_tensors="pt")
         with torch.no_grad():
             wanted.append(model(**{name: tensor[None] for name, tensor in batch.items()}).logits)
@@ -217,18 +219,18 @@ def test_a_blank_takes_the_option():
 
 def test_files_are_read_in_order_and_folded(data_dir):
     questions = race.read_folder(data_dir, "train", race.LEVELS)
-    assert len(questions) == 48 and [one.level for one in questions] == ["middle"] * 24 + ["high"] * 24
-    files = [one.id.split(",")[0] for one in questions[:24:3]]
+    assert len(questions) == 48 and [question.level for question in questions] == ["middle"] * 24 + ["high"] * 24
+    files = [question.id.split(",")[0] for question in questions[:24:3]]
     assert files == [f"middle/{number}.txt" for number in range(8, 16)]  # by number: 10 is behind 9
     assert "  " not in questions[0].article and "\n" not in questions[0].article
-    assert [one.question for one in questions[:3]] == passage(0, "trainmiddle")["questions"]
+    assert [question.question for question in questions[:3]] == passage(0, "trainmiddle")["questions"]
     assert "ABCD"[questions[0].answer] == passage(0, "trainmiddle")["answers"][0]
 
 
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
-    """Cut or not, for both kinds of special tokens; the last one is always there."""
+    """Cut or not, for both kinds of special tokens; the last special token is never cut."""
     of = request.getfixturevalue(kind)
     texts = make_documents(5, seed=4, sentences=(1, 6))
     options = ("a boat", "the red cat", "it", "my old dog")
@@ -237,10 +239,10 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
     batch = race.RaceCollator(of, max_seq_length)(made.rows)
     assert batch["labels"].tolist() == [0, 1, 2, 3, 0] and batch["input_ids"].shape[:2] == (5, 4)
     assert ("token_type_ids" in batch) == (kind == "wordpiece")
-    for number, one in enumerate(questions):
+    for number, question in enumerate(questions):
         cut = []
         for choice, option in enumerate(options):
-            texts = one.with_option(option), one.article
+            texts = question.with_option(option), question.article
             pair = of(*texts, truncation="only_second", max_length=max_seq_length)
             there = batch["attention_mask"][number, choice] == 1
             for name in pair:
@@ -259,8 +261,8 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
 def test_long_options_are_cut_and_counted(tokenizer):
     """A passage shorter than its question."""
     long = " ".join(make_documents(1, seed=3))
-    one = race.Question("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
-    made = race.features([one], tokenizer, 64, 24)
+    question = race.Question("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
+    made = race.features([question], tokenizer, 64, 24)
     assert made.options_cut.tolist() == [2]
     assert [len(option) for option in made.rows[0]["options"]][:2] == [24, 24]
     article, length = made.rows[0]["article"].tolist(), made.rows[0]["length"]
@@ -275,10 +277,20 @@ def test_articles_are_stored_once(tokenizer, data_dir):
     assert len(bases) == COUNTS["train"] and len(made.rows) == 3 * COUNTS["train"]
 
 
+def test_the_card_says_what_the_model_was_shown():
+    whole, no_article = race.dataset_card("all", False), race.dataset_card("middle", True)
+    assert (whole["name"], whole["hub_id"], whole["hub_config"]) == ("RACE", "ehovy/race", "all")
+    assert (no_article["name"], no_article["hub_id"]) == ("race (without_article, level middle)", None)
+    assert set(no_article["hub_metrics"]) == {"accuracy", "middle"}
+
+
 def test_a_slice_is_taken_evenly(data_dir, flags):
     args = finetune_race.RaceArguments(data_dir=str(data_dir), max_train_samples=12)
     some = finetune_race.read_split(args, "train")
-    assert len(some) == 12 == len({one.id for one in some}) and sum(one.level == "high" for one in some) == 6
+    assert (
+        len(some) == 12 == len({question.id for question in some})
+        and sum(question.level == "high" for question in some) == 6
+    )
     assert len(finetune_race.read_split(args, "validation")) == 24
 
 
@@ -289,7 +301,7 @@ def test_the_hubs_columns(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
     questions = race.read_hub("validation", race.LEVELS)
     assert asked == [(("ehovy/race", level), {"split": "validation"}) for level in race.LEVELS]
-    assert [one.answer for one in questions] == [2] * 4 and questions[0].article == "a b"
+    assert [question.answer for question in questions] == [2] * 4 and questions[0].article == "a b"
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"cannot load ehovy/race .*--data_dir"):
         race.read_hub("train", race.LEVELS)

@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 import pytest
 from conftest import run_python
 
-from roberta_recipe import durable, run
-from roberta_recipe import report as recipe_report
-from roberta_recipe.args import InputError
-from roberta_recipe.protocol import Run, summarise
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import plots
+from roberta_recipe.record import finite
+from roberta_recipe.tasks.protocol import Run, summarise
 
 EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
 
@@ -46,12 +47,15 @@ def write_pretraining(folder, perplexity=50.25):
         "tokens_at_steps": [[50, 500_000]],
         "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16},
         "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
+        "shown_args": ["global_batch_size"],
     }
     (folder / "run_record.json").write_text(json.dumps(record))
     (folder / "loss_curve.png").write_bytes(b"png")
 
 
 def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False, **args):
+    args = {"learning_rate": 1e-4, "global_batch_size": 16, "num_train_epochs": 3.0, "max_seq_length": 64, **args}
+    settings = {"resolved_args": {**args, "data_dir": "/home/somebody/data"}, "shown_args": [*args, "doc_stride"]}
     runs = [Run(1e-4, 16, seed, folder / f"lr0.0001-batch16-seed{seed}") for seed in range(1, len(scores) + 1)]
     records = [
         {
@@ -66,16 +70,17 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
             "versions": {},
             "commit": "abc",
             "hardware": {"gpus": [], "cpu_cores": 2},
+            **settings,
         }
         for score in scores
     ]
-    for one, record in zip(runs, records, strict=True):
-        one.output_dir.mkdir(parents=True)
-        (one.output_dir / "run_record.json").write_text(json.dumps(record))
-    args = {"learning_rate": 1e-4, "global_batch_size": 16, "num_train_epochs": 3.0, "max_seq_length": 64, **args}
-    summary = summarise(runs, records, metric) | {"task": task, "duplicates": {}, "resolved_args": args}
-    summary["resolved_args"]["data_dir"] = "/home/somebody/data"
-    (folder / "summary.json").write_text(json.dumps(run.finite(summary)))
+    for run, record in zip(runs, records, strict=True):
+        run.output_dir.mkdir(parents=True)
+        (run.output_dir / "run_record.json").write_text(json.dumps(record))
+    dataset = {"name": f"GLUE {task}", "hub_id": None, "hub_config": None, "split": "validation", "note": ""}
+    dataset |= {"task_type": "text-classification", "hub_metrics": {metric: metric}}
+    summary = summarise(runs, records, metric) | {"task": task, "dataset": dataset, "duplicates": {}, **settings}
+    (folder / "summary.json").write_text(json.dumps(finite(summary)))
 
 
 def report(ledger, tmp_path, *argv):
@@ -119,16 +124,17 @@ def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     assert names == ["rte.json", "rte_random_weights_max_train_samples_2000.json"]
     stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
+    assert set(stored["resolved_args"]) == {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length"}
     assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
 
 
 def test_curves_stand_over_the_tokens_that_were_seen(tmp_path, monkeypatch):
     write_pretraining(tmp_path / "mini")
-    monkeypatch.setattr(recipe_report.plt, "close", lambda figure: None)
-    recipe_report.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
-    loss, perplexity = recipe_report.plt.gcf().axes
+    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
+    plots.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
+    loss, perplexity = plots.plt.gcf().axes
     monkeypatch.undo()
-    recipe_report.plt.close("all")
+    plots.plt.close("all")
     train, validation, entropy = loss.lines
     assert train.get_xdata() == pytest.approx([0.5, 2.0]) and list(train.get_ydata()) == [5.0, 4.0]
     assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]
@@ -165,15 +171,18 @@ def test_bad_input(ledger, tmp_path, root):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
-    one = tmp_path / "rte" / "lr0.0001-batch16-seed1"
-    record = json.loads((one / "run_record.json").read_text())
-    (one / "run_record.json").write_text(json.dumps({**record, "task": "rte"}))
-    with pytest.raises(InputError, match="is one run of a fine-tuning"):
-        report(ledger, tmp_path, "--add", one)
+    run = tmp_path / "rte" / "lr0.0001-batch16-seed1"
+    record = json.loads((run / "run_record.json").read_text())
+    (run / "run_record.json").write_text(json.dumps({**record, "task": "rte"}))
+    with pytest.raises(InputError, match="is a single run of a fine-tuning"):
+        report(ledger, tmp_path, "--add", run)
+    (run / "run_record.json").write_text(json.dumps({name: record[name] for name in record if name != "shown_args"}))
+    with pytest.raises(InputError, match="has no 'shown_args': it was written by another version of this recipe"):
+        report(ledger, tmp_path, "--add", tmp_path / "rte", "--name", "mini")
     with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
         report(ledger, tmp_path, "--add", tmp_path / "empty")
     (tmp_path / "README.md").write_text("no marks")
-    with pytest.raises(InputError, match="has no part between"):
+    with pytest.raises(InputError, match="has no section between"):
         report(ledger, tmp_path)
     done = run_python(root / "results" / "report.py", "--ad", "x", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: unknown argument '--ad'; did you mean '--add'?")
@@ -183,7 +192,7 @@ def test_what_is_committed_is_what_the_records_give(ledger, root):
     """README, page and ledger belong together: `make report` after every change of a record."""
     found = ledger.read(root / "results")
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert ledger.with_part(readme, ledger.readme_part(found)) == readme
+    assert ledger.with_section(readme, ledger.readme_section(found)) == readme
     shown = (root / "results" / "index.html").read_text(encoding="utf-8")
     tables = re.findall(r"<table.*?</table>", shown, re.S)
     wanted = ledger.page(found, root / "results" / "curves.png", root / "results" / "scores.png")

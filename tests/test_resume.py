@@ -1,4 +1,4 @@
-"""Runs that are killed, preempted, short of room or of memory, with real faults: what is left, and how they go on."""
+"""Runs that are killed, preempted, short of room or of memory, with real faults: what is left, and how they resume."""
 
 import json
 import os
@@ -15,9 +15,11 @@ from conftest import make_documents, run_python, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 
 import train_mlm
-from roberta_recipe import checkpoint, corpus, durable
-from roberta_recipe.args import InputError
-from roberta_recipe.corpus import Corpus, Source
+from roberta_recipe import durable
+from roberta_recipe.data import documents as reading
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import checkpoint
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 KEYS = ("step", "loss", "grad_norm", "tokens_seen", "digest")
@@ -69,7 +71,7 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path,
         process.wait()
         assert not (tmp_path / "killed" / "run_record.json").exists()
     assert start(root, dropout, *flags, tmp_path / "killed", cwd=tmp_path, processes=2).wait(timeout=200) == 0
-    assert "Going on" in (tmp_path / "log.txt").read_text()
+    assert "Resuming" in (tmp_path / "log.txt").read_text()
     assert history(tmp_path / "killed") == history(tmp_path / "alone") and len(history(tmp_path / "alone")) == 12
     weights = [durable.sha256(tmp_path / name / "model.safetensors") for name in ("killed", "alone")]
     assert weights[0] == weights[1]
@@ -113,7 +115,7 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
         aside.mkdir()
         for file in ("optimizer.pt", "model.safetensors", "recipe_state.json"):
             (aside / file).write_bytes(os.urandom(1000))
-        durable.publish(aside, tmp_path / f"checkpoint-{step}")
+        durable.move_into_place(aside, tmp_path / f"checkpoint-{step}")
     assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-6")
     damage(tmp_path / "checkpoint-6" / name, fault)
     assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-3")
@@ -167,14 +169,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
 import resource, sys
 sys.path.insert(0, {str(root)!r})
 import train_mlm
-from roberta_recipe import trainer
-from roberta_recipe.args import exit_on_error
-save = trainer.RecipeTrainer._save_checkpoint
+from roberta_recipe.training import mlm_trainer
+from roberta_recipe.errors import exit_on_error
+save = mlm_trainer.MlmTrainer._save_checkpoint
 def with_quota(self, *args):
     if self.state.global_step == 6:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     save(self, *args)
-trainer.RecipeTrainer._save_checkpoint = with_quota
+mlm_trainer.MlmTrainer._save_checkpoint = with_quota
 exit_on_error(train_mlm.main)
 """
     (tmp_path / "quota.py").write_text(script)
@@ -194,14 +196,14 @@ def test_a_disk_that_is_full_at_the_end_loses_no_step(preset, tmp_path, root, be
 import resource, sys
 sys.path.insert(0, {str(root)!r})
 import train_mlm
-from roberta_recipe.args import exit_on_error
-from roberta_recipe.trainer import RecipeTrainer
-method = RecipeTrainer.{behind}
+from roberta_recipe.errors import exit_on_error
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+method = MlmTrainer.{behind}
 def then_quota(self, *args, **kwargs):
     value = method(self, *args, **kwargs)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     return value
-RecipeTrainer.{behind} = then_quota
+MlmTrainer.{behind} = then_quota
 exit_on_error(train_mlm.main)
 """
     (tmp_path / "quota.py").write_text(script)
@@ -218,8 +220,8 @@ def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, root):
 import resource, sys
 sys.path.insert(0, {str(root)!r})
 import train_mlm
-from roberta_recipe import run, trainer
-from roberta_recipe.args import exit_on_error
+from roberta_recipe.training import batch, mlm_trainer
+from roberta_recipe.errors import exit_on_error
 def limited(function):
     def within(*args, **kwargs):
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -229,8 +231,8 @@ def limited(function):
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return within
-run.fit_micro_batch = limited(run.fit_micro_batch)
-trainer.RecipeTrainer.training_step = limited(trainer.RecipeTrainer.training_step)
+batch.lower_to_memory = limited(batch.lower_to_memory)
+mlm_trainer.MlmTrainer.training_step = limited(mlm_trainer.MlmTrainer.training_step)
 exit_on_error(train_mlm.main)
 """
     (tmp_path / "limit.py").write_text(script)
@@ -238,7 +240,7 @@ exit_on_error(train_mlm.main)
     done = run_python(tmp_path / "limit.py", "--config", preset, *big, cwd=tmp_path)
     assert done.returncode == 1 and "lower per_device_train_batch_size=4096" in done.stderr, done.stderr
     shutil.rmtree(tmp_path / "run")
-    done = run_python(tmp_path / "limit.py", "--config", preset, *big, "--auto_micro_batch", cwd=tmp_path)
+    done = run_python(tmp_path / "limit.py", "--config", preset, *big, "--auto_find_batch_size", cwd=tmp_path)
     assert done.returncode == 0 and "trying per_device_train_batch_size=2048" in done.stderr, done.stderr
     assert "Batch       4096 sequences = 1 processes x " in done.stderr
 
@@ -268,14 +270,14 @@ class FailsAtFirst(LocalFileSystem):
 def texts_of(files, on_bad_shard="stop"):
     source = Source("s", files=files)
     whole = Corpus("c", [source], validation_share=1e-9, on_bad_shard=on_bad_shard)
-    return list(corpus.documents(whole, source, "train", seed=0))
+    return list(reading.documents(whole, source, "train", seed=0))
 
 
 def test_reads_that_fail_at_first_are_tried_again(tmp_path, monkeypatch, caplog):
     import fsspec
 
     fsspec.register_implementation("shaky", FailsAtFirst, clobber=True)
-    monkeypatch.setattr(corpus, "RETRY_DELAYS_S", (0.01,) * 5)
+    monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01,) * 5)
     texts = make_documents(30, seed=1)
     path = write_parquet(tmp_path / "a.parquet", texts)
     FailsAtFirst.failures = 3
@@ -293,18 +295,22 @@ def test_a_shard_that_breaks_off_is_named_or_skipped_and_counted(preset, tmp_pat
     for number in range(3):
         write_parquet(folder / f"{number}.parquet", make_documents(30, seed=number))
     (folder / "1.parquet").write_bytes((folder / "1.parquet").read_bytes()[:-2000])
-    with pytest.raises(InputError, match=r"cannot read .*1.parquet.*--on_bad_shard skip"):
+    with pytest.raises(InputError, match=r"cannot read .*1.parquet.*`on_bad_shard: skip` in a corpus preset"):
         texts_of(str(folder))
     assert texts_of(str(folder), "skip") and len(texts_of(str(folder), "skip")) == 60
-    record = train(preset, "--train_file", folder, "--on_bad_shard", "skip", "--max_steps", 60)
-    counts = record["counts"]["train"]["train_file"]
+    sources = f"sources:\n  - {{name: shards, files: {folder}}}\n"
+    (tmp_path / "corpus.yaml").write_text(f"on_bad_shard: skip\nvalidation_share: 0.2\n{sources}")
+    record = train(preset, "--corpus", tmp_path / "corpus.yaml", "--max_steps", 60)
+    counts = record["counts"]["train"]["shards"]
     assert counts["bad_files"] >= 1 and json.loads(json.dumps(counts)) == counts
 
 
-def test_dry_run_prints_and_trains_nothing(root, tmp_path):
+def test_the_estimate_prints_and_trains_nothing(root, tmp_path):
     done = run_python(
-        *[root / "train_mlm.py", "--config", "presets/mlm/roberta_base.yaml", "--dry_run", "--hardware", "8xA100-40GB"],
+        *["-m", "roberta_recipe.tools.estimate", "--config", "presets/mlm/roberta_base.yaml"],
+        *["--hardware", "8xA100-40GB"],
         cwd=tmp_path,
+        env={"PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr
     assert "124,727,424 parameters" in done.stdout and "8 processes x 32 x 32 accumulated" in done.stdout

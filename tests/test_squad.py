@@ -9,34 +9,38 @@ import torch
 import yaml
 from conftest import PLACES, SUBJECTS, VERBS, copied, run_python
 from safetensors.torch import load_file
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForQuestionAnswering, BertConfig, CLIPTextConfig, RobertaConfig
 
 import finetune_squad
-from roberta_recipe import answerability, durable, finetuning, squad
-from roberta_recipe.args import InputError, RunError
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.tasks import answerability, squad
+from roberta_recipe.tools import squad_score
+from roberta_recipe.training import heads
+from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
 
 RUN = "lr0.001-batch8-seed1"
 
 
 def entry(name, question, context, *answers):
-    """A question of the official format; answers that the context does not have make it unanswerable."""
+    """A question in the official format; a question without answers is unanswerable."""
     found = [{"text": answer, "answer_start": context.index(answer)} for answer in answers]
     return {"id": name, "question": question, "answers": found, "is_impossible": not found}
 
 
 def official(paragraphs, version_2):
-    entries = [{"context": context, "qas": [dict(one) for one in entries]} for context, entries in paragraphs]
+    entries = [{"context": context, "qas": [dict(row) for row in entries]} for context, entries in paragraphs]
     if not version_2:
         for paragraph in entries:
-            paragraph["qas"] = [one for one in paragraph["qas"] if not one.pop("is_impossible")]
+            paragraph["qas"] = [row for row in paragraph["qas"] if not row.pop("is_impossible")]
     return {"version": "v2.0" if version_2 else "1.1", "data": [{"title": "made here", "paragraphs": entries}]}
 
 
 def paragraphs(count, seed):
-    """Where who does what: the answer is a place; every third question is of somebody who is not there."""
+    """Contexts that say where who does what; every third question is about somebody who is not in the context."""
     rng, made = random.Random(seed), []
     for number in range(count):
-        # the last is long: several windows of 64 tokens
+        # the first context has several windows of 64 tokens
         facts = [(rng.choice(SUBJECTS), rng.choice(VERBS), rng.choice(PLACES)) for _ in range(9 if number == 0 else 2)]
         context = " ".join(f"{who.capitalize()} {verb} {place}." for who, verb, place in facts)
         absent = next(who for who in SUBJECTS if who not in {fact[0] for fact in facts})
@@ -77,7 +81,7 @@ def flags(root, data_dir, model_dir, tmp_path):
             },
             **{"learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
         }
-        argv = [str(part) for key, value in values.items() for part in (f"--{key}", value)]
+        argv = [str(item) for key, value in values.items() for item in (f"--{key}", value)]
         return ["--config", str(root / "presets" / "squad" / f"v{version}.yaml"), *argv, *map(str, others)]
 
     return of
@@ -101,29 +105,28 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
     record, folder = record_of(tmp_path, version), tmp_path / "squad" / version / RUN
     assert record["steps"] == 6 and record["features"]["train_answers"]["in_no_window"] == 0
     assert summary["settings"][0]["medians"]["f1"] == record["metrics"]["f1"]
+    assert set(record["dataset"]["hub_metrics"]) == {
+        name for name in record["metrics"] if "total" not in name and "thresh" not in name
+    }
 
     questions = squad.read_file(data_dir / f"dev-v{version}.json", version == "2.0")
     predictions, n_best = (durable.read_json(folder / f"{name}predictions.json") for name in ("", "nbest_"))
-    assert list(predictions) == [one.id for one in questions] == list(n_best)
-    for one in questions:
-        entries = n_best[one.id]
+    assert list(predictions) == [question.id for question in questions] == list(n_best)
+    for question in questions:
+        entries = n_best[question.id]
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
-        assert all(entry["text"] in one.context for entry in entries) and len(entries) > 1
+        assert all(entry["text"] in question.context for entry in entries) and len(entries) > 1
         assert [e["probability"] for e in entries] == sorted((e["probability"] for e in entries), reverse=True)
 
-    flag = ["--version_2_with_negative", "true"] if version == "2.0" else []
-    odds = ["--null_odds", str(folder / "null_odds.json")] if version == "2.0" else []
-    scored = finetune_squad.main(
-        ["--score", str(folder / "predictions.json"), "--validation_file", str(data_dir / f"dev-v{version}.json")]
-        + flag
-        + odds
-    )
+    dev = ["--validation_file", str(data_dir / f"dev-v{version}.json")]
+    if version == "2.0":
+        dev += ["--version_2_with_negative", "--null_odds", str(folder / "null_odds.json")]
+    scored = squad_score.main(["--predictions", str(folder / "predictions.json"), *dev])
     for name in finetune_squad.SHOWN[version][:-1]:
         assert scored[name] == pytest.approx(100 * record["metrics"][name])
     assert json.loads(capsys.readouterr().out) == scored
-    if version == "2.0":  # every question's span, and the probabilities: what the thresholds were tried on
-        spans = ["--score", str(folder / "span_predictions.json"), *odds]
-        best = finetune_squad.main([*spans, "--validation_file", str(data_dir / "dev-v2.0.json"), *flag])
+    if version == "2.0":  # the thresholds were tried on every question's span and the probabilities
+        best = squad_score.main(["--predictions", str(folder / "span_predictions.json"), *dev])
         for name in ("best_f1", "best_exact"):
             assert best[name] == pytest.approx(100 * record["metrics"][name])
         given = durable.read_json(folder / "null_odds.json")
@@ -131,7 +134,7 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
         threshold = record["metrics"]["threshold"]
         assert {name for name, text in predictions.items() if not text} == {n for n in given if given[n] > threshold}
         assert threshold == 0.5 or no_answer == "null_score"
-    # and what it leaves is a plain checkpoint, the classifier beside it
+    # the run leaves a plain checkpoint, and the classifier beside it
     best = folder / "best"
     _, info = AutoModelForQuestionAnswering.from_pretrained(best, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -156,7 +159,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     ("version", "no_answer"), [("1.1", "classifier"), ("2.0", "classifier"), ("2.0", "null_score")]
 )
 def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
-    """Also where micro-batches are padded to other lengths: padding has no share in the softmax."""
+    """Padding, whose length differs between micro-batches, has no share in the softmax."""
     curves = []
     for micro_batch in (8, 4, 1):
         out = tmp_path / str(micro_batch)
@@ -169,15 +172,15 @@ def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
 
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
 def test_two_processes_give_the_curve_of_one(flags, root, tmp_path, version):
-    """Also with the classifier, whose output data parallelism takes apart."""
-    finetune_squad.main(flags(version, "--output_dir", tmp_path / "one"))
+    """Data parallelism takes outputs apart, the classifier's among them."""
+    finetune_squad.main(flags(version, "--output_dir", tmp_path / "single"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
     command += ["--main_process_port", "0", root / "finetune_squad.py"]
     done = run_python(*command, *flags(version, "--per_device_train_batch_size", 2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    one, two = durable.read_json(tmp_path / "one" / RUN / "run_record.json"), record_of(tmp_path, version)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(two)) == 6
-    assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-4)
+    alone, both = durable.read_json(tmp_path / "single" / RUN / "run_record.json"), record_of(tmp_path, version)
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-4) and len(losses(both)) == 6
+    assert both["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
 
 
 def test_a_run_that_breaks_is_named_and_does_not_stop_the_others(flags, tmp_path, capsys):
@@ -200,16 +203,16 @@ def test_padding_is_on_the_right_whatever_the_tokenizer_says(flags, tmp_path, mo
     assert after["loss_at_steps"] == before["loss_at_steps"] and after["metrics"] == before["metrics"]
 
 
-def test_what_is_missing_of_a_finished_run_is_said(flags, tmp_path):
+def test_a_finished_run_names_what_it_lacks(flags, tmp_path):
     finetune_squad.main(flags("1.1"))
     folder = tmp_path / "squad" / "1.1" / RUN
     with pytest.raises(InputError, match=r"optim was 'adamw_\S+', is 'adafactor'"):
         finetune_squad.main(flags("1.1", "--optim", "adafactor"))
-    (folder / "best" / finetuning.SCORES).unlink()
+    (folder / "best" / SCORES).unlink()
     with pytest.raises(InputError, match=r"validation_scores.npy is missing: move"):
         finetune_squad.main(flags("1.1"))
     (folder / "run_record.json").write_text("{")
-    with pytest.raises(InputError, match=r"run_record.json is no JSON"):
+    with pytest.raises(InputError, match=r"run_record.json is not JSON"):
         finetune_squad.main(flags("1.1"))
 
 
@@ -217,7 +220,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     """The same losses, scores and weights, the classifier's among them, as uninterrupted."""
     saving = ["--save_strategy", "steps", "--save_steps", 4, "--max_steps", 7]
     finetune_squad.main(flags("2.0", *saving, "--output_dir", tmp_path / "whole"))
-    step = finetuning.FinetuneTrainer.training_step
+    step = FinetuneTrainer.training_step
 
     def killed(self, *args, **kwargs):
         if self.state.global_step == 5:
@@ -225,7 +228,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
         return step(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning.FinetuneTrainer, "training_step", killed)
+        patch.setattr(FinetuneTrainer, "training_step", killed)
         with pytest.raises(RunError):
             finetune_squad.main(flags("2.0", *saving))
     finetune_squad.main(flags("2.0", *saving))
@@ -234,14 +237,14 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     for key in ("loss_at_steps", "metrics", "tokens_seen"):
         assert again[key] == whole[key], key
     for file in ("model.safetensors", answerability.FILE):
-        one, other = (
+        wanted, found = (
             load_file(folder / RUN / "best" / file) for folder in (tmp_path / "whole", tmp_path / "squad/2.0")
         )
-        assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+        assert wanted.keys() == found.keys() and all(wanted[name].equal(found[name]) for name in wanted)
 
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
-    """Both heads: the training set by heart."""
+    """Both heads learn the training set by heart."""
     train = tmp_path / "train.json"
     train.write_text(json.dumps(official(paragraphs(3, seed=3), True)))
     files = [
@@ -265,6 +268,9 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
     assert medians["exact"] > 0.85 and medians["NoAns_exact"] > 0.6 < medians["HasAns_exact"], medians
 
 
+# The classifier
+
+
 def test_from_a_joint_checkpoint_the_classifier_is_kept(flags, tmp_path):
     finetune_squad.main(flags("2.0"))
     best = str(tmp_path / "squad" / "2.0" / RUN / "best")
@@ -273,6 +279,64 @@ def test_from_a_joint_checkpoint_the_classifier_is_kept(flags, tmp_path):
     assert finetune_squad.build_model(args).answerability.dense.weight.equal(stored)
     args.random_weights = True
     assert not finetune_squad.build_model(args).answerability.dense.weight.equal(stored)
+
+
+def test_a_finished_run_does_not_take_a_fresh_classifier_for_its_own(flags, tmp_path, model_dir):
+    finetune_squad.main(flags("2.0"))
+    best = tmp_path / "squad" / "2.0" / RUN / "best"
+    args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
+    cls = type(finetune_squad.build_model(args))
+    (best / answerability.FILE).write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"no classifier for this model in \S+/answerability.safetensors"):
+        cls.from_pretrained(best)
+    args.model_name_or_path = str(best)
+    with pytest.raises(InputError, match=r"^no classifier for this model"):
+        finetune_squad.build_model(args)
+    (best / answerability.FILE).unlink()
+    with pytest.raises(InputError, match=r"no classifier for this model in \S+/answerability.safetensors"):
+        cls.from_pretrained(best)
+    assert finetune_squad.build_model(args).answerability.training is False
+
+
+@pytest.mark.parametrize("config_class", [RobertaConfig, BertConfig])
+def test_the_joint_model_saves_a_stock_checkpoint_and_loads_itself(config_class, config, tmp_path):
+    small = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    sizes = {"num_attention_heads": 2, "intermediate_size": 64, "hidden_dropout_prob": 0.25}
+    model = answerability.AutoModelWithAnswerability.from_config(config_class(**small, **sizes)).eval()
+    assert model.answerability.dropout.p == 0.25 and model.answerability.dense.bias.eq(0).all()
+    assert model.answerability.dense.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    stock, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.architectures == [type(stock).__name__]
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not again.training
+    batch = {"input_ids": torch.randint(4, config.vocab_size, (3, 9)), "attention_mask": torch.ones(3, 9).long()}
+    with torch.no_grad():
+        wanted, found, plain = model(**batch), again(**batch), stock(**batch)
+    assert found.answerable.equal(wanted.answerable) and found.answerable.shape == (3,)
+    for name in ("start_logits", "end_logits"):
+        assert found[name].equal(wanted[name]) and plain[name].equal(wanted[name])
+
+
+def test_head_dropout_is_the_classifiers_too(model_dir):
+    args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True, head_dropout=0.5)
+    for args.random_weights in (False, True):
+        assert finetune_squad.build_model(args).answerability.dropout.p == 0.5
+
+
+def test_a_family_without_a_span_head_is_named(tmp_path):
+    CLIPTextConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    args = finetune_squad.SquadArguments(model_name_or_path=str(tmp_path), version_2_with_negative=True)
+    with pytest.raises(InputError, match=r"no question-answering head for a 'clip_text_model' model"):
+        finetune_squad.build_model(args)
+
+
+def test_the_card_names_the_data_and_publishes_scores_only():
+    hub, own = squad.dataset_card("2.0", own_files=False), squad.dataset_card("1.1", own_files=True)
+    assert (hub["name"], hub["hub_id"], hub["task_type"]) == ("SQuAD 2.0", "rajpurkar/squad_v2", "question-answering")
+    assert own["hub_id"] is None and list(own["hub_metrics"]) == ["exact_match", "f1"]
+    assert not [name for name in hub["hub_metrics"] if "total" in name or "thresh" in name]
 
 
 def test_losses_by_hand():
@@ -383,8 +447,8 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     assert "Left out    1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
     assert record_of(tmp_path, "2.0")["features"]["left_out_misplaced"] == 1
     for _, entries in made:
-        for one in entries:
-            one["answers"] = [{**answer, "answer_start": 10**6} for answer in one["answers"]]
+        for row in entries:
+            row["answers"] = [{**answer, "answer_start": 10**6} for answer in row["answers"]]
     write(tmp_path / "train-v1.1.json", made, version_2=False)
     write(tmp_path / "train-v2.0.json", made)
     write(tmp_path / "dev-v1.1.json", paragraphs(4, seed=2), version_2=False)
@@ -396,39 +460,39 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
 def test_what_cannot_be_scored_is_named(data_dir, tmp_path, capsys):
     path = tmp_path / "predictions.json"
     dev = data_dir / "dev-v1.1.json"
-    names = [one.id for one in squad.read_file(dev, version_2=False)]
+    names = [question.id for question in squad.read_file(dev, version_2=False)]
     path.write_text(json.dumps(dict.fromkeys(names[2:], "x")))
-    argv = ["--score", str(path), "--validation_file", str(dev)]
+    argv = ["--predictions", str(path), "--validation_file", str(dev)]
     with pytest.raises(InputError, match=rf"no prediction for 2 of 8 questions \({names[0]}, {names[1]}\)"):
-        finetune_squad.main(argv)
+        squad_score.main(argv)
     path.write_text(json.dumps(dict.fromkeys([*names, "other"], "x")))
-    assert finetune_squad.main(argv) == {"exact_match": 0.0, "f1": 0.0}
+    assert squad_score.main(argv) == {"exact_match": 0.0, "f1": 0.0}
     assert "1 ids are not asked for: other" in capsys.readouterr().err
     path.write_text("[]")
-    with pytest.raises(InputError, match="must hold one JSON object"):
-        finetune_squad.main(argv)
-    with pytest.raises(InputError, match="name the file with the right answers"):
-        finetune_squad.main(argv[:2])
+    with pytest.raises(InputError, match="must hold a JSON object"):
+        squad_score.main(argv)
+    with pytest.raises(InputError, match="required: --validation_file"):
+        squad_score.main(argv[:2])
     path.write_text(json.dumps(dict.fromkeys(names, 1)))
     with pytest.raises(InputError, match=rf"the prediction of question {names[0]} is 1"):
-        finetune_squad.main(argv)
+        squad_score.main(argv)
     with pytest.raises(InputError, match=r"none.json is missing"):
-        finetune_squad.main(["--score", str(tmp_path / "none.json"), *argv[2:]])
-    with pytest.raises(InputError, match=r"exclude each other"):
-        finetune_squad.main([*argv, "--data_dir", str(data_dir)])
-    with pytest.raises(InputError, match=r"null_odds=x goes with score, and with version 2.0"):
-        finetune_squad.main([*argv, "--null_odds", "x"])
+        squad_score.main(["--predictions", str(tmp_path / "none.json"), *argv[2:]])
+    with pytest.raises(InputError, match=r"unknown argument '--data_dir'"):
+        squad_score.main([*argv, "--data_dir", str(data_dir)])
+    with pytest.raises(InputError, match=r"null_odds=x goes with version 2.0: add --version_2_with_negative"):
+        squad_score.main([*argv, "--null_odds", "x"])
 
 
 BAD = {
     "stride": (["--doc_stride", 60], "doc_stride=60 must be from 0 to below the 40 tokens"),
     "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),
-    "two places": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
-    "odds": (["--null_odds", "x.json"], "null_odds=x.json goes with score"),
+    "two sources": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
+    "the tool's flag": (["--null_odds", "x.json"], "unknown argument '--null_odds'"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/train-v1.1.json is missing"),
     "order of evaluation": (["--train_sampling_strategy", "group_by_length"], "train_sampling_strategy must stay"),
     "no evaluation at first": (["--eval_delay", 10], "eval_delay must stay 0"),
-    "part of evaluation": (["--dataloader_drop_last", "true"], "dataloader_drop_last must stay false"),
+    "incomplete evaluation": (["--dataloader_drop_last", "true"], "dataloader_drop_last must stay false"),
     "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
     "samples": (["--max_train_samples", 0], "max_train_samples=0"),
 }
@@ -466,20 +530,20 @@ def test_presets_are_the_papers(root):
 
 def test_rates_fall_from_the_head_to_the_embeddings(flags, tmp_path, model_dir, monkeypatch):
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
-    rates = finetuning.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
+    rates = heads.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
     assert rates["qa_outputs.weight"] == rates["answerability.dense.bias"] == 1.0
     assert rates["roberta.encoder.layer.1.output.dense.weight"] == 0.5
     assert rates["roberta.encoder.layer.0.attention.self.query.bias"] == 0.25
     assert rates["roberta.embeddings.word_embeddings.weight"] == 0.125
     groups = []
-    make = finetuning.FinetuneTrainer.create_optimizer
+    make = FinetuneTrainer.create_optimizer
 
     def seen(self, model=None):
         optimizer = make(self, model)
         groups.append([dict(group) for group in optimizer.param_groups])
         return optimizer
 
-    monkeypatch.setattr(finetuning.FinetuneTrainer, "create_optimizer", seen)
+    monkeypatch.setattr(FinetuneTrainer, "create_optimizer", seen)
     finetune_squad.main(flags("1.1", "--layer_decay", 0.5, "--weight_decay", 0.25))
     (groups,) = groups
     found = [(group["lr"], group["weight_decay"]) for group in groups]
@@ -490,4 +554,4 @@ def test_rates_fall_from_the_head_to_the_embeddings(flags, tmp_path, model_dir, 
 
 def test_a_model_without_numbered_layers_has_no_layer_rates():
     with pytest.raises(InputError, match=r"layer_decay=0.5: Linear has no numbered layers"):
-        finetuning.layer_rates(torch.nn.Linear(2, 2), 1.0, 0.5)
+        heads.layer_rates(torch.nn.Linear(2, 2), 1.0, 0.5)

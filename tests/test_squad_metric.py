@@ -3,7 +3,7 @@
 import evaluate
 import pytest
 
-from roberta_recipe.squad_metric import Squad, f1, normalise
+from roberta_recipe.tasks.squad_metric import Squad, f1, normalise
 
 
 def test_official_definitions_on_awkward_cases():
@@ -46,14 +46,14 @@ def test_version_2_by_hand():
     assert (found["exact"], found["total"]) == (60.0, 5)
     assert (found["HasAns_exact"], found["HasAns_total"]) == (pytest.approx(200 / 3), 3)
     assert (found["NoAns_exact"], found["NoAns_total"]) == (50.0, 2)
-    # up from two unanswerable ones: +1 (0.1), +1 (0.2), -1 (0.3), 0, 0
+    # up from two unanswerable questions: +1 (0.1), +1 (0.2), -1 (0.3), 0, 0
     assert (found["best_exact"], found["best_exact_thresh"]) == (80.0, 0.2)
-    without = [{**one, "no_answer_probability": None} for one in predictions]
+    without = [{**row, "no_answer_probability": None} for row in predictions]
     assert "best_f1" not in Squad("2.0").compute(predictions=without, references=references)
 
 
 def test_the_metric_loads_from_its_path(root):
-    metric = evaluate.load(str(root / "roberta_recipe" / "squad_metric.py"), "1.1")
+    metric = evaluate.load(str(root / "roberta_recipe" / "tasks" / "squad_metric.py"), "1.1")
     found = metric.compute(
         predictions=[{"id": "x", "prediction_text": "a boat"}], references=[{"id": "x", "answers": ["the boat", "sea"]}]
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import make_documents
 
-from roberta_recipe import squad
+from roberta_recipe.tasks import squad
 
 AWKWARD = [
     ("emoji before", "A 👩‍🔬🇫🇷 in Zürich sees the river.", "the river"),
@@ -23,13 +23,13 @@ AWKWARD = [
 @pytest.mark.parametrize("passage_first", [False, True])
 @pytest.mark.parametrize(("case", "context", "answer"), AWKWARD)
 def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_first):
-    one = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
-    for of in (tokenizer, wordpiece):
-        made = squad.windows([one], of, 128, 16, 16, passage_first)
+    question = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
+    for either in (tokenizer, wordpiece):
+        made = squad.windows([question], either, 128, 16, 16, passage_first)
         (feature,), (offsets,) = made.features, made.offsets
         start, end = feature["start_positions"], feature["end_positions"]
         assert feature["labels"] == 1 and context[offsets[start, 0] : offsets[end, 1]] == answer
-        assert squad.recovery([one], made)["verbatim"] == 1
+        assert squad.recovery([question], made)["verbatim"] == 1
         inside = np.flatnonzero(offsets[:, 0] >= 0)
         assert (inside[0] == 1) == passage_first and context[offsets[inside[-1], 1] :].strip() == ""
 
@@ -37,16 +37,16 @@ def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_
 def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
     sentences = make_documents(1, seed=5, sentences=(30, 30))[0].split("\n")
     context, answer = " ".join(sentences), sentences[14]
-    one = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
-    made = squad.windows([one, one], wordpiece, 64, 12, 16)
+    question = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
+    made = squad.windows([question, question], wordpiece, 64, 12, 16)
     windows = [offsets[offsets[:, 0] >= 0] for offsets in made.offsets]
     count = len(windows) // 2
     assert count > 5 and made.question.tolist() == [0] * count + [1] * count
     assert all(len(feature["input_ids"]) <= 64 for feature in made.features)
     for before, behind in itertools.pairwise(windows[:count]):
         assert (before[-12:] == behind[:12]).all()
-    covered = {place for window in windows[:count] for a, b in window for place in range(a, b)}
-    assert covered == {place for place, character in enumerate(context) if not character.isspace()}
+    covered = {position for window in windows[:count] for a, b in window for position in range(a, b)}
+    assert covered == {position for position, character in enumerate(context) if not character.isspace()}
     with_it = [n for n in range(count) if made.features[n]["labels"]]
     for number in range(count):
         text = context[windows[number][0, 0] : windows[number][-1, 1]]
@@ -57,7 +57,7 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
 
 
 def test_answers_at_the_edges_of_a_window(tokenizer):
-    """The first and the last token of a window are in it; one token further is not."""
+    """The first and the last token of a window are in it; a token further is not."""
     context = " ".join(make_documents(1, seed=6, sentences=(30, 30)))
     made = squad.windows([squad.Question("x", "Where?", context, ())], tokenizer, 64, 0, 16)
     first, second = (offsets[offsets[:, 0] >= 0] for offsets in made.offsets[:2])
@@ -68,42 +68,44 @@ def test_answers_at_the_edges_of_a_window(tokenizer):
         (np.concatenate([first[-1:], second[:1]]), [0, 0]),
     ):
         start, end = int(tokens[0, 0]), int(tokens[-1, 1])
-        one = squad.Question("x", "Where?", context, ((context[start:end], start),))
-        again = squad.windows([one], tokenizer, 64, 0, 16)
+        question = squad.Question("x", "Where?", context, ((context[start:end], start),))
+        again = squad.windows([question], tokenizer, 64, 0, 16)
         assert [feature["labels"] for feature in again.features[:2]] == wanted
-        assert squad.recovery([one], again)["in_no_window"] == (wanted == [0, 0])
+        assert squad.recovery([question], again)["in_no_window"] == (wanted == [0, 0])
 
 
 def test_an_answer_inside_a_token_is_covered_and_counted(tokenizer):
     context = "The teacher sees the river."
     token = next(t for t in tokenizer.tokenize(context) if len(t) > 5)
-    part = token.lstrip("Ġ")[:3]
-    one = squad.Question("x", "Who?", context, ((part, context.index(part)),))
-    made = squad.windows([one], tokenizer, 64, 8, 16)
-    found = squad.recovery([one], made)
+    piece = token.lstrip("Ġ")[:3]
+    question = squad.Question("x", "Who?", context, ((piece, context.index(piece)),))
+    made = squad.windows([question], tokenizer, 64, 8, 16)
+    found = squad.recovery([question], made)
     assert found["verbatim"] == 0 and found["in_no_window"] == 0
-    assert found["others"] == [("x", part, token.lstrip("Ġ"))]
+    assert found["others"] == [("x", piece, token.lstrip("Ġ"))]
 
 
 def test_a_window_of_nothing_but_spaces(tokenizer):
     context = "A table" + "\n" * 200 + "the end."
-    one = squad.Question("x", "Where?", context, (("the end", context.index("the end")),))
-    made = squad.windows([one], tokenizer, 64, 8, 16)
-    assert not all((offsets >= 0).any() for offsets in made.offsets) and squad.recovery([one], made)["verbatim"] == 1
+    question = squad.Question("x", "Where?", context, (("the end", context.index("the end")),))
+    made = squad.windows([question], tokenizer, 64, 8, 16)
+    assert not all((offsets >= 0).any() for offsets in made.offsets)
+    assert squad.recovery([question], made)["verbatim"] == 1
     scores = np.zeros((len(made.features), 64, 2), dtype=np.float32)
-    assert squad.best_spans([one], made, scores, 3, 5)[0].texts
+    assert squad.best_spans([question], made, scores, 3, 5)[0].texts
 
 
 def test_special_tokens_in_a_text_are_text(tokenizer):
-    one = squad.Question("x", "What is </s>?", "It is <mask> or </s>.", (("</s>", 16),))
-    made = squad.windows([one], tokenizer, 64, 8, 16)
+    question = squad.Question("x", "What is </s>?", "It is <mask> or </s>.", (("</s>", 16),))
+    made = squad.windows([question], tokenizer, 64, 8, 16)
     ids = list(made.features[0]["input_ids"])
-    assert ids.count(2) == 3 and tokenizer.mask_token_id not in ids and squad.recovery([one], made)["verbatim"] == 1
+    assert ids.count(2) == 3 and tokenizer.mask_token_id not in ids
+    assert squad.recovery([question], made)["verbatim"] == 1
 
 
 def test_a_question_that_ends_in_a_character_of_several_tokens_is_short_enough(tokenizer):
-    one = squad.Question("x", "a " * 13 + "🎉🎉🎉", "The river.", ())
-    made = squad.windows([one], tokenizer, 64, 39, 20)
+    question = squad.Question("x", "a " * 13 + "🎉🎉🎉", "The river.", ())
+    made = squad.windows([question], tokenizer, 64, 39, 20)
     asked = tokenizer.decode(made.features[0]["input_ids"]).split("</s>")[0]
     assert made.questions_cut == 1 and "a a" in asked and "\ufffd" not in asked
     assert len(tokenizer(asked.removeprefix("<s>"), add_special_tokens=False).input_ids) <= 20
@@ -146,9 +148,9 @@ def test_best_spans_are_those_of_a_search_through_all(tokenizer):
     scores = rng.normal(size=(len(made.features), 48, 2)).astype(np.float32)
     found = squad.best_spans(questions, made, scores, n_best_size=5, max_answer_length=7)
     for number, spans in enumerate(found):
-        mine = np.flatnonzero(made.question == number)
-        offsets = [made.offsets[n] for n in mine]
-        wanted = by_brute_force(texts[number], offsets, [scores[n] for n in mine], 5, 7)
+        own = np.flatnonzero(made.question == number)
+        offsets = [made.offsets[n] for n in own]
+        wanted = by_brute_force(texts[number], offsets, [scores[n] for n in own], 5, 7)
         assert spans.texts == [texts[number][a:b] for _, a, b in wanted] and len(wanted) == 5
         assert spans.score == pytest.approx([total for total, _, _ in wanted])
         assert spans.score == pytest.approx(spans.start_logit + spans.end_logit) and spans.no_answer is None
@@ -172,6 +174,6 @@ def test_the_probability_of_no_answer_over_windows(tokenizer):
 
 
 def test_the_tokenizer_of_the_fixtures_is_bytes(tokenizer):
-    """Else the awkward cases would ask nothing of it: an emoji is several tokens of one character."""
+    """An emoji is several tokens of a single character; without that, the awkward cases would test nothing."""
     offsets = tokenizer("🎉", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > 1 and set(offsets) == {(0, 1)}

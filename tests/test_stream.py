@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import make_documents, write_parquet
 
-from roberta_recipe import corpus as corpora
-from roberta_recipe.args import InputError
-from roberta_recipe.corpus import Corpus, Source
-from roberta_recipe.order import batches_of, source_of
-from roberta_recipe.stream import TextReader, TrainBlocks
-from roberta_recipe.tokenization import split_sentences
+from roberta_recipe.data import documents as reading
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.order import batches_of, source_of
+from roberta_recipe.data.stream import TextReader, TrainBlocks
+from roberta_recipe.data.tokenization import split_sentences
+from roberta_recipe.errors import InputError
 
 
 def reader_of(corpus, tokenizer, **changes):
@@ -64,7 +64,7 @@ def test_a_pass_loses_nothing(one_source, tokenizer, input_format):
     blocks = first_pass(one_source, tokenizer, input_format=input_format)
     special = torch.tensor(tokenizer.all_special_ids)
     tokens = sum(int((~torch.isin(torch.from_numpy(b["input_ids"].astype(int)), special)).sum()) for b in blocks)
-    texts = list(corpora.documents(one_source, one_source.sources[0], "train", seed=0))
+    texts = list(reading.documents(one_source, one_source.sources[0], "train", seed=0))
     units = [s for t in texts for s in ([t] if input_format == "contiguous" else split_sentences(t))]
     assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
     assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
@@ -136,15 +136,15 @@ def test_going_on_at_any_place(three_sources, tokenizer):
     assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB, whatever came before
 
 
-def test_what_is_read_to_go_on_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
+def test_what_is_read_to_resume_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
     whole = list(itertools.islice(blocks_of(one_source, tokenizer, shuffle_window=10), 200))
     read = []
     monkeypatch.setattr(
-        "roberta_recipe.stream.file_rows",
-        lambda *a, **k: (read.append(row) or row for row in corpora.file_rows(*a, **k)),
+        "roberta_recipe.data.stream.file_rows",
+        lambda *a, **k: (read.append(row) or row for row in reading.file_rows(*a, **k)),
     )
     reader = reader_of(one_source, tokenizer, shuffle_window=10)
-    monkeypatch.setattr("roberta_recipe.stream._TEXT_PER_CALL", 1)
+    monkeypatch.setattr("roberta_recipe.data.stream._TEXT_PER_CALL", 1)
     block = next(reader.blocks(batches_of(180, 4, 1, 0), 180, whole[179]["states"]))
     assert facts([block]) == facts(whole[180:181]) and 0 < len(read) < 30
 
@@ -172,7 +172,8 @@ def test_a_data_worker_counts_what_it_reads(one_source, tokenizer):
         TrainBlocks(reader, batch_size=4), batch_size=4, num_workers=2, collate_fn=facts
     )
     assert len(list(itertools.islice(loader, 10))) == 10
-    assert reader.count_table()["s"]["blocks"] >= 40
+    # the worker that counts has made batches 0, 2, ..., 8, for which it read 36 blocks; what it prefetches is a race
+    assert reader.count_table()["s"]["blocks"] >= 36
 
 
 def test_empty_documents_are_skipped_and_counted(three_sources, tokenizer):
@@ -180,8 +181,8 @@ def test_empty_documents_are_skipped_and_counted(three_sources, tokenizer):
     size = sum(1 for block in itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 400) if block["epoch"] == 0)
     for source in three_sources.sources:
         counts, passes = reader.count_table()[source.name], reader.count_table()[source.name]["passes"]
-        documents = len(list(corpora.documents(three_sources, source, "train", seed=0)))
-        held_out = len(list(corpora.documents(three_sources, source, "validation", seed=0)))
+        documents = len(list(reading.documents(three_sources, source, "train", seed=0)))
+        held_out = len(list(reading.documents(three_sources, source, "validation", seed=0)))
         assert passes * 8 <= counts["empty_documents"] <= (passes + 1) * 8
         assert passes * held_out <= counts["held_out_documents"] <= (passes + 1) * held_out
         assert passes * documents <= counts["documents"] <= (passes + 1) * documents

@@ -5,12 +5,13 @@ import itertools
 import pytest
 from conftest import make_documents, write_parquet
 
-from roberta_recipe import durable, token_cache
-from roberta_recipe.args import InputError
-from roberta_recipe.corpus import Corpus, Source
-from roberta_recipe.order import batches_of
-from roberta_recipe.stream import TextReader
-from roberta_recipe.token_cache import TokenCache
+from roberta_recipe import durable
+from roberta_recipe.data import token_cache
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.order import batches_of
+from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.token_cache import TokenCache
+from roberta_recipe.errors import InputError
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_cache_and_text_give_the_same_blocks_in_the_same_order(corpus, tokenizer
 
 def test_machines_pack_their_parts_and_make_the_same_bytes(corpus, tokenizer, tmp_path):
     reader = reader_of(corpus, tokenizer)
-    done = [token_cache.build(tmp_path / "parts", reader, num_proc=1, part=part, parts=3) for part in range(3)]
+    done = [token_cache.build(tmp_path / "parts", reader, num_proc=1, machine=n, machines=3) for n in range(3)]
     assert done == [False, False, True]
     token_cache.build(tmp_path / "whole", reader, num_proc=1)
     manifests = [durable.read_json(tmp_path / name / "manifest.json") for name in ("parts", "whole")]
@@ -72,7 +73,7 @@ def test_a_bad_shard_is_refused_or_made_again(corpus, tokenizer, tmp_path, fault
     bad[len(bad) // 2] ^= 4
     shard.unlink() if fault == "missing" else shard.write_bytes(bad if fault == "bit" else good[:-100])
     if fault != "bit":  # which only reading all of it would find
-        with pytest.raises(InputError, match=r"a/train-00001.arrow is missing or not of \d+ bytes; --pack_only"):
+        with pytest.raises(InputError, match=r"a/train-00001.arrow is missing or not of \d+ bytes; pack it again"):
             TokenCache(folder, corpus, seed=5)
     assert token_cache.build(folder, reader, num_proc=1)
     assert shard.read_bytes() == good and (folder / "a" / "train-00000.arrow").stat().st_mtime_ns == others

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from roberta_recipe import tokenization
-from roberta_recipe.args import InputError
+from roberta_recipe.data import tokenization, tokenizer_training
+from roberta_recipe.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tokenizer
 def test_held_out_statistics(tokenizer):
     text = "the cat"
     tokens = len(tokenizer.encode(text, add_special_tokens=False))
-    figures = tokenization.held_out_statistics(tokenizer, [text, text])
+    figures = tokenizer_training.held_out_statistics(tokenizer, [text, text])
     assert figures == {"bytes": 14, "words": 4, "bytes_per_token": 7 / tokens, "tokens_per_word": tokens / 2}
 
 

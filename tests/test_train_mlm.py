@@ -11,8 +11,12 @@ from conftest import copied, make_documents, run_python, write_text
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
-from roberta_recipe import checkpoint, run, trainer
-from roberta_recipe.args import InputError, RunError
+from roberta_recipe import record as records
+from roberta_recipe.data import masking
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.tools import evaluate, pack
+from roberta_recipe.training import batch, checkpoint, pretraining
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def train(preset, *argv):
@@ -72,14 +76,19 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
-@pytest.mark.parametrize("asked", [["--pack_only"], ["--pack_only=true"], ["--pack_only", "yes"]])
-def test_a_machine_without_a_gpu_packs_for_those_with_one(preset, tmp_path, asked):
+def test_a_machine_without_a_gpu_packs_for_those_with_one(preset, tmp_path):
     """Although the preset asks for bf16, which `TrainingArguments` refuses there."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
-    assert train(preset, "--token_cache", tmp_path / "cache", *asked, "--num_proc", 1) is None
+    flags = ["--config", preset, "--token_cache", str(tmp_path / "cache"), "--num_proc", "1"]
+    assert pack.main([*flags, "--machine", "1/2"]) is False
+    assert pack.main([*flags, "--machine", "2/2"]) is True
     assert list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
+        pack.main([*flags, "--machine", "3/2"])
+    with pytest.raises(InputError, match="token_cache is not set"):
+        pack.main(["--config", preset])
 
 
 def test_a_saved_preset_repeats_the_run(preset, tmp_path):
@@ -130,12 +139,10 @@ def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_pat
 
 def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
     """By the stock class on the saved checkpoint, one block at a time."""
-    from roberta_recipe import masking
-
     record = train(preset, "--output_dir", tmp_path / "a")
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
-    _, reader = train_mlm.build_readers(args, training_args, train_mlm.read_corpus(args), tokenizer, seed=0)
-    blocks = train_mlm.validation_blocks(args, training_args, reader)
+    _, reader = pretraining.build_readers(args, training_args, pretraining.read_corpus(args), tokenizer)
+    blocks = pretraining.validation_blocks(args, training_args, reader)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
     total = predicted = 0
     for example in masking.fixed_masks(blocks, masking.MlmCollator(tokenizer)):
@@ -150,7 +157,8 @@ def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
 
 
 def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tokenizer, capsys):
-    """A run's record has the loss of each source; `eval_only` on its checkpoint finds the same and writes nothing."""
+    """A run's record has the loss of each source; `tools.evaluate` finds the same of its checkpoint, and writes
+    nothing."""
     sources = []
     for name, documents, seed in (("animals", 160, 1), ("others", 80, 2)):
         write_text(tmp_path / f"{name}.txt", make_documents(documents, seed=seed))
@@ -167,14 +175,16 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     assert min(losses) < record["metrics"]["eval_loss"] < max(losses)
 
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    again = ["--eval_only", "true", "--model_name_or_path", tmp_path / "run", "--output_dir", tmp_path / "run"]
-    assert train(preset, *corpus, *again) is None
+    flags = ["--config", preset, *map(str, corpus), "--output_dir", str(tmp_path / "run")]
+    metrics, again = evaluate.main([*flags, "--model_name_or_path", str(tmp_path / "run")])
+    assert again == by_source
+    assert metrics["eval_loss"] == record["metrics"]["eval_loss"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     shown = capsys.readouterr().out.splitlines()
     wanted = [line for line in capsys_out.splitlines() if line.startswith(("validation loss", "    "))]
     assert len(wanted) == 3 and [line for line in shown if line.startswith(("validation loss", "    "))] == wanted
-    with pytest.raises(InputError, match="eval_only measures a checkpoint"):
-        train(preset, *corpus, "--eval_only", "true", "--output_dir", tmp_path / "none")
+    with pytest.raises(InputError, match="model_name_or_path is not set"):
+        evaluate.main(flags)
 
 
 def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path, capsys):
@@ -249,7 +259,7 @@ def test_a_bare_command_is_the_demonstration(root, tmp_path):
 import sys
 sys.path.insert(0, {str(root)!r})
 if __name__ == "__main__":
-    from roberta_recipe import docstrings
+    from roberta_recipe.data import docstrings
     docstrings.MAX_BYTES = 2_000_000
     import train_mlm
     train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
@@ -277,7 +287,7 @@ def test_help_reads_well(root):
     assert done.stdout.startswith("usage: train_mlm.py [--config PRESET] [--flag value ...]\n\nPretrain RoBERTa")
     assert done.stdout.index("--global_batch_size") < done.stdout.index("--learning_rate")
     assert "--global-batch-size" not in done.stdout and "%%" not in done.stdout
-    assert "Table 9; Trainer has 0.999. (default: 0.98)" in " ".join(done.stdout.split())
+    assert "Trainer has 0.999. (default: 0.98)" in " ".join(done.stdout.split())
     assert "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml" in done.stdout
 
 
@@ -318,7 +328,6 @@ BAD = {
     "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
     "two counts": (["--include_num_input_tokens_seen", "all"], ["include_num_input_tokens_seen"]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
-    "shrinking batch": (["--auto_find_batch_size"], ["auto_find_batch_size"]),
 }
 
 
@@ -336,7 +345,7 @@ def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatc
         places[name] = tmp_path / f"{name}.yaml"
         places[name].write_text(Path(preset).read_text() + line + "\n" if name == "bad_key" else line)
     argv, named = BAD[case]
-    monkeypatch.setattr(trainer.RecipeTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
+    monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
     with pytest.raises(InputError) as error:
         train_mlm.main(["--config", preset, *(arg.format(**places) for arg in argv)])
     for word in named:
@@ -364,7 +373,8 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
         f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (byte 0xe9); convert it, e.g. with "
-        "iconv -t UTF-8 (row 3500); mend or remove it, or pass over what cannot be read with --on_bad_shard skip"
+        "iconv -t UTF-8 (row 3500); fix or remove it, or pass over what cannot be read with `on_bad_shard: skip` in a "
+        "corpus preset"
     )
 
 
@@ -385,21 +395,23 @@ def test_a_finished_run_is_not_written_over(preset, tmp_path):
 
 
 def test_batch_arithmetic():
-    assert run.accumulation_steps(8192, 32, 8) == 32
+    assert batch.accumulation_steps(8192, 32, 8) == 32
     with pytest.raises(
         InputError, match=r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; .*8160 or 8256"
     ):
-        run.accumulation_steps(8192, 32, 3)
+        batch.accumulation_steps(8192, 32, 3)
     with pytest.raises(InputError, match=r"the nearest that is: 64,"):
-        run.accumulation_steps(8, 64, 1)
+        batch.accumulation_steps(8, 64, 1)
 
 
 def test_loss_at_steps_is_thinned_and_keeps_the_last():
     history = [{"step": step, "loss": float(step)} for step in range(1, 1004)] + [{"step": 1003, "eval_loss": 2.0}]
-    points = run.loss_at_steps(history, "loss", at_most=200)
+    points = records.loss_at_steps(history, "loss", at_most=200)
     assert len(points) <= 201 and points[-1] == [1003, 1003.0] and points[0] == [6, 6.0]
-    assert run.loss_at_steps(history, "eval_loss") == [[1003, 2.0]] and run.loss_at_steps(history, "absent") == []
-    assert run.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]
+    assert (
+        records.loss_at_steps(history, "eval_loss") == [[1003, 2.0]] and records.loss_at_steps(history, "absent") == []
+    )
+    assert records.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]
 
 
 def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):

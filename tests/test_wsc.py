@@ -11,10 +11,10 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, RobertaForSequenceClassification, Trainer, TrainingArguments
 
-from roberta_recipe import wsc
-from roberta_recipe.args import InputError
-from roberta_recipe.masking import IGNORED
-from roberta_recipe.modeling import RobertaForMaskedLM
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.errors import InputError
+from roberta_recipe.tasks import wsc
+from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 TEXT = "The cat follows a small dog near the sea , but it leaves at night."
 
@@ -31,12 +31,12 @@ def read(tmp_path, *rows):
 
 
 def schema(text, query, pronoun, label=True):
-    """A schema whose pronoun is the last one written so, between spaces."""
+    """A schema whose pronoun is its last occurrence between spaces."""
     start = text.rindex(f" {pronoun} ") + 1
     return wsc.Schema(0, text, start, start + len(pronoun), query, label, "rows.jsonl:1")
 
 
-# four of them, with two candidates, one, three and one
+# with two candidates, one, three, one
 SCHEMAS = [
     (schema("The cat sees a small dog near the sea, and it leaves at night.", "The cat", "it"), ["a small dog", "sea"]),
     (schema("My old friend likes the teacher, but she forgets.", "the teacher", "she"), ["My old friend"]),
@@ -47,7 +47,7 @@ SCHEMAS = [
 
 @pytest.fixture
 def features(tokenizer):
-    return [wsc.build_features(one, candidates, tokenizer) for one, candidates in SCHEMAS]
+    return [wsc.build_features(positive, candidates, tokenizer) for positive, candidates in SCHEMAS]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_bad_rows_name_file_and_line(tmp_path, bad, message):
 def test_bad_files(tmp_path):
     with pytest.raises(InputError, match="has no rows"):
         read(tmp_path, "")
-    with pytest.raises(InputError, match=r"cannot read .*none\.jsonl"):
+    with pytest.raises(InputError, match=r"none\.jsonl is missing; name a \.jsonl file of SuperGLUE's WSC"):
         wsc.read_wsc(tmp_path / "none.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(InputError, match=r"not UTF-8 text .* at byte 13"):
@@ -167,14 +167,14 @@ def test_twice_in_the_text_is_twice_a_candidate():
 
 
 def test_features_of_byte_level_bpe(tokenizer):
-    one, candidates = SCHEMAS[0]
-    made = wsc.build_features(one, candidates, tokenizer)
+    positive, candidates = SCHEMAS[0]
+    made = wsc.build_features(positive, candidates, tokenizer)
     assert made["label"] == 1 and len(made["input_ids"]) == 3
-    for phrase, ids, targets in zip([one.query, *candidates], made["input_ids"], made["targets"], strict=True):
+    for phrase, ids, targets in zip([positive.query, *candidates], made["input_ids"], made["targets"], strict=True):
         masked = [token == tokenizer.mask_token_id for token in ids]
         assert masked == [target != IGNORED for target in targets]
         hidden = [target for target in targets if target != IGNORED]
-        # with the space before it, and the case it has
+        # with the space before the phrase, and the phrase's case
         assert tokenizer.decode(hidden) == f" {phrase}"
         whole = [target if hit else token for token, target, hit in zip(ids, targets, masked, strict=True)]
         text = f"The cat sees a small dog near the sea, and {phrase} leaves at night."
@@ -185,7 +185,7 @@ def test_features_of_byte_level_bpe(tokenizer):
     assert tokenizer.decode([t for t in made["targets"][0] if t != IGNORED]) == "The cat"  # no space where none is
     assert made["label"] == IGNORED
     # three bytes of one character are three masks, and so is a space that no token of the vocabulary begins with
-    made = [wsc.build_features(one, ["…"], tokenizer)["targets"][1] for one in (first, SCHEMAS[0][0])]
+    made = [wsc.build_features(with_dots, ["…"], tokenizer)["targets"][1] for with_dots in (first, positive)]
     assert [sum(target != IGNORED for target in targets) for targets in made] == [3, 4]
 
 
@@ -199,35 +199,35 @@ def wordpiece():
 
 
 def test_features_of_wordpiece(wordpiece):
-    one = wsc.Schema(0, "At night, they leave.", 10, 14, "The cats", False, "rows.jsonl:1")
-    made = wsc.build_features(one, ["night"], wordpiece)
+    night_schema = wsc.Schema(0, "At night, they leave.", 10, 14, "The cats", False, "rows.jsonl:1")
+    made = wsc.build_features(night_schema, ["night"], wordpiece)
     assert wordpiece.convert_ids_to_tokens([t for t in made["targets"][0] if t != IGNORED]) == ["the", "cat", "##s"]
     shown = wordpiece.convert_ids_to_tokens(made["input_ids"][1])
     assert shown == ["at", "night", ",", "[MASK]", "leave", "[UNK]"]
     assert made["label"] == 0
     with pytest.raises(InputError, match="no tokens for the phrase"):
-        wsc.build_features(one, ["\x00"], wordpiece)  # its normalizer drops control characters
+        wsc.build_features(night_schema, ["\x00"], wordpiece)  # its normalizer drops control characters
 
 
 def test_features_that_cannot_be_made(tokenizer, wordpiece):
-    one = SCHEMAS[0][0]
-    shorter, longest = map(len, wsc.build_features(one, ["the sea near the river"], tokenizer)["input_ids"])
+    night_schema = SCHEMAS[0][0]
+    shorter, longest = map(len, wsc.build_features(night_schema, ["the sea near the river"], tokenizer)["input_ids"])
     assert shorter < longest
-    wsc.build_features(one, ["the sea near the river"], tokenizer, max_length=longest)
+    wsc.build_features(night_schema, ["the sea near the river"], tokenizer, max_length=longest)
     message = (
-        f"rows.jsonl:1: {longest} tokens with 'the sea near the river' in it, more than the {longest - 1} that fit"
+        f"rows.jsonl:1: {longest} tokens with the phrase 'the sea near the river', more than the {longest - 1} that fit"
     )
     with pytest.raises(InputError, match=message):
-        wsc.build_features(one, ["the sea near the river"], tokenizer, max_length=longest - 1)
+        wsc.build_features(night_schema, ["the sea near the river"], tokenizer, max_length=longest - 1)
     long = schema("The cat sees it. " * 200 + "And it leaves.", "The cat", "it")
     with pytest.raises(InputError, match="more than the 512 that fit"):
         wsc.build_features(long, [], tokenizer)
     maskless = PreTrainedTokenizerFast(tokenizer_object=wordpiece.backend_tokenizer, pad_token="[PAD]")
     with pytest.raises(InputError, match="has no mask token"):
-        wsc.build_features(one, [], maskless)
-    slow = SimpleNamespace(mask_token_id=3, is_fast=False, name_or_path="slow/one")
-    with pytest.raises(InputError, match="'slow/one' has no character offsets"):
-        wsc.build_features(one, [], slow)
+        wsc.build_features(night_schema, [], maskless)
+    slow = SimpleNamespace(mask_token_id=3, is_fast=False, name_or_path="slow/tokenizer")
+    with pytest.raises(InputError, match="'slow/tokenizer' has no character offsets"):
+        wsc.build_features(night_schema, [], slow)
 
 
 def test_training_uses_positives_with_another_candidate(tokenizer, features):
@@ -260,8 +260,8 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
     for example in features:
         for ids, targets in zip(example["input_ids"], example["targets"], strict=True):
             logits = stock(torch.tensor([ids])).logits[0].double()  # alone, so nothing is padded
-            places = [place for place, target in enumerate(targets) if target != IGNORED]
-            chosen = [(logits[p, targets[p]] - logits[p].exp().sum().log()).item() for p in places]
+            positions = [position for position, target in enumerate(targets) if target != IGNORED]
+            chosen = [(logits[p, targets[p]] - logits[p].exp().sum().log()).item() for p in positions]
             by_hand.append(sum(chosen) / len(chosen))
     assert len({len([t for t in row if t != IGNORED]) for row in features[0]["targets"]}) > 1  # a mean is no sum
     assert ours.tolist() == pytest.approx(by_hand, abs=1e-5)
@@ -298,11 +298,11 @@ def test_gradient_does_not_depend_on_accumulation(tokenizer, features, model, fo
         return total, [parameter.grad.clone() for parameter in model.parameters()]
 
     whole, once = gradient([features])
-    parts, twice = gradient([features[:2], features[2:]])
-    assert whole == pytest.approx(parts, rel=1e-6) and whole > 1
+    halves, twice = gradient([features[:2], features[2:]])
+    assert whole == pytest.approx(halves, rel=1e-6) and whole > 1
     assert max(float(grad.abs().max()) for grad in once) > 1e-2
-    for one, two in zip(once, twice, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    for at_once, in_halves in zip(once, twice, strict=True):
+        torch.testing.assert_close(at_once, in_halves, rtol=1e-4, atol=1e-6)
 
 
 def test_schemas_that_are_not_positive_have_no_loss(tokenizer, features, model):
@@ -312,7 +312,7 @@ def test_schemas_that_are_not_positive_have_no_loss(tokenizer, features, model):
 
     everything, predictions = run([1, 1, 1, 1])
     some, same = run([1, 0, IGNORED, 1])
-    of_two = sum(run([int(at == place) for at in range(4)])[0].item() for place in (0, 3))
+    of_two = sum(run([int(number == positive) for number in range(4)])[0].item() for positive in (0, 3))
     assert some.item() == pytest.approx(of_two, rel=1e-6) and 0 < some.item() < everything.item()
     assert predictions.equal(same) and len(predictions) == 4
     none, _ = run([0, 0, 0, IGNORED])
@@ -353,7 +353,7 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form, tmp_p
         after, predictions = wsc.run_batch(model, collator(features), form=form)
     assert (predictions >= 0).all() and len(predictions) == 4
     assert after < 0.5 * before
-    # the same texts asked for another of their phrases
+    # the same texts, where the query is another candidate
     asked = [
         wsc.build_features(wsc.Schema(0, s.text, s.start, s.end, others[0], False, ""), [s.query], tokenizer)
         for s, others in SCHEMAS
@@ -391,7 +391,7 @@ def test_predictions_in_the_order_of_wnli(tmp_path):
         (8, "Ann said ``no''.", "Ann said Ann."),
     ]
     rows = [(sentence1, sentence2) for _, sentence1, sentence2 in asked]
-    for chosen in range(len(schemas)):  # each schema's prediction comes out at its row, and there alone
+    for chosen in range(len(schemas)):  # each schema's prediction is at its row only
         predictions = [number == chosen for number in range(len(schemas))]
         assert wsc.to_wnli_rows(predictions, schemas, rows) == [int(number == chosen) for number, _, _ in asked]
 

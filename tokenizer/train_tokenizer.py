@@ -18,15 +18,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 from tqdm.auto import tqdm
 
-from roberta_recipe import corpus as corpora
-from roberta_recipe import run, tokenization
-from roberta_recipe.args import InputError, RecipeParser, exit_on_error
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import tokenization, tokenizer_training
+from roberta_recipe.data.documents import sample_documents
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.hardware import peak_memory_bytes
+from roberta_recipe.log import set_up_logging
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", help="corpus preset, as for train_mlm.py")
-    parser.add_argument("--train_file", nargs="+", help="text, JSONL or Parquet in its place: files, folders or globs")
+    parser.add_argument(
+        "--train_file", nargs="+", help="text, JSONL or Parquet in place of the corpus: files, folders or globs"
+    )
     parser.add_argument(
         "--validation_file", nargs="+", help="held-out text for train_file (default: 1%% of its documents)"
     )
@@ -41,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42, help="order of the corpus files")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.train_file):
-        raise InputError("give one of --corpus and --train_file")
+        raise InputError("give either --corpus or --train_file")
     for name in ("sample_mb", "validation_mb"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"{name}={getattr(args, name)} must be a number above 0")
@@ -53,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    run.set_up_logging()
+    set_up_logging()
     args = parse(argv)
     started_s = time.monotonic()
     if args.train_file:
@@ -63,11 +69,11 @@ def main(argv: list[str] | None = None) -> None:
 
     others = {args.compare_with: tokenization.load_tokenizer(args.compare_with)} if args.compare_with else {}
     sizes: Counter[str] = Counter()
-    tokenizer = tokenization.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
+    tokenizer = tokenizer_training.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(
         f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
-        f"peak memory {run.peak_memory_bytes() / 1e9:.2f} GB"
+        f"peak memory {peak_memory_bytes() / 1e9:.2f} GB"
     )
     print_sample(corpus, sizes)
     print_statistics(corpus, {args.output_dir: tokenizer, **others}, args.validation_mb)
@@ -77,7 +83,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
     """The training sample, with a progress bar; bytes by source are added to `sizes`."""
     max_bytes = int(args.sample_mb * 1e6)
     with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
-        for name, text in corpora.sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
+        for name, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
             sizes[name] += len(text.encode())
             bar.update(len(text.encode()))
             yield text
@@ -97,10 +103,10 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
     print(f"\n{'held-out text':<16}{'MB':>6}  {'tokenizer':<32}{'bytes/token':>12}{'tokens/word':>12}")
     for source in corpus.sources:
         alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
-        held_out = corpora.sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
+        held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
         texts = [text for _, text in tqdm(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
         for name, tokenizer in tokenizers.items():
-            figures = tokenization.held_out_statistics(tokenizer, texts)
+            figures = tokenizer_training.held_out_statistics(tokenizer, texts)
             print(
                 f"{source.name:<16}{figures['bytes'] / 1e6:>6.2f}  {name:<32}"
                 f"{figures['bytes_per_token']:>12.3f}{figures['tokens_per_word']:>12.3f}"

@@ -1,0 +1,206 @@
+"""The sources of a corpus (paper, section 3.2), their shares of the mixture, and their files."""
+
+import glob
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import fsspec
+
+from roberta_recipe.data.docstrings import docstring_file
+from roberta_recipe.durable import fingerprint
+from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.input_files import resolve_path
+from roberta_recipe.presets import check_mapping, load_yaml
+
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_SAMPLED_BYTES = 1 << 16  # of either end of a file, for its fingerprint
+
+
+@dataclass
+class Source:
+    """One entry of a corpus preset. Exactly one of `dataset`, `files`, `builtin` says where it is."""
+
+    name: str
+    dataset: str | None = None  # Hub id, or a local dataset folder
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    files: str | list[str] | None = None  # file, folder or glob
+    builtin: Literal["docstrings"] | None = None
+    text_column: str = "text"
+    filters: list[list[Any]] | None = None  # [column, operator, value] triples, all of which hold; Parquet only
+    size_gb: float | None = None  # the share of the mixture: sizes of text,
+    weight: float | None = None  # or plain weights; one kind for all sources
+    validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
+
+    def __post_init__(self):
+        given = [key for key in ("dataset", "files", "builtin") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"source {self.name!r} must have exactly one of dataset, files, builtin, and has {given or 'none'}"
+            )
+        if self.dataset and not self.revision and not Path(self.dataset).exists():
+            raise InputError(
+                f"source {self.name!r}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)"
+            )
+        for key in ("size_gb", "weight"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                raise InputError(f"source {self.name!r}: {key} is {getattr(self, key)}, and must be above 0")
+
+
+@dataclass
+class Corpus:
+    """A checked corpus preset: its sources, and how much is held out of sources without validation files."""
+
+    name: str
+    sources: list[Source]
+    validation_share: float = 0.01  # of the documents, chosen by a hash of their text
+    language: str = "en"  # for the sentence splitter
+    on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
+    _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def shares(self) -> list[float]:
+        """What each source gets of the mixture; they sum to 1."""
+        sizes = [source.size_gb or source.weight or 1.0 for source in self.sources]
+        return [size / sum(sizes) for size in sizes]
+
+    def files(self, source: Source, split: str) -> tuple[str, list[str]]:
+        """Format and files of a source's split ("train" or "validation"), looked up once."""
+        separate = split == "validation" and source.validation_files is not None
+        key = (source.name, "validation" if separate else "train")
+        if key not in self._files:
+            self._files[key] = _locate(source, separate)
+        return self._files[key]
+
+
+def read_corpus(path: str | Path) -> Corpus:
+    """The corpus that a preset describes. Opens no source. Raises `InputError`."""
+    values = load_yaml(path)
+    sources = values.pop("sources", None)
+    if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
+        raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and where it is")
+    where = [f"{path}, source {entry.get('name', number)}" for number, entry in enumerate(sources, 1)]
+    checked = [check_mapping(entry, [Source], name) for entry, name in zip(sources, where, strict=True)]
+    if unnamed := [name for entry, name in zip(checked, where, strict=True) if "name" not in entry]:
+        raise InputError(f"{unnamed[0]} has no name; give it one with `name:`")
+    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files"))
+    return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
+
+
+def check_corpus(corpus: Corpus) -> Corpus:
+    """`corpus`, or an `InputError` for names given twice, shares of two kinds, or a validation share out of range."""
+    names = [source.name for source in corpus.sources]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"corpus {corpus.name!r}: two sources are named {twice[0]!r}; names must differ")
+    kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in corpus.sources}
+    if len(corpus.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
+        raise InputError(f"corpus {corpus.name!r}: every source needs a share, all by size_gb or all by weight")
+    if not 0 < corpus.validation_share < 1:
+        raise InputError(
+            f"corpus {corpus.name!r}: validation_share is {corpus.validation_share}, and must be between 0 and 1"
+        )
+    return corpus
+
+
+def corpus_of_files(train_file: list[str], validation_file: list[str] | None, text_column: str) -> Corpus:
+    """The corpus of `--train_file` and `--validation_file`: one source."""
+    source = Source(name="train_file", files=train_file, validation_files=validation_file, text_column=text_column)
+    return Corpus(name="train_file", sources=[source])
+
+
+def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
+    """Format (a builder of `datasets`) and the sorted files of a source. Raises `InputError`."""
+    if separate_validation:
+        return _list_files(source.name, source.validation_files)
+    if source.builtin:
+        return "parquet", [str(docstring_file())]
+    if source.files:
+        return _list_files(source.name, source.files)
+    try:
+        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
+    except Exception as error:  # the Hub client raises a dozen kinds
+        raise InputError(
+            f"source {source.name!r}: cannot open dataset {source.dataset!r} (config {source.config!r}, revision "
+            f"{source.revision!r}): {first_line(error)}"
+        ) from None
+    splits = builder.config.data_files or {}
+    if source.split not in splits:
+        raise InputError(
+            f"source {source.name!r}: {source.dataset!r} has no split {source.split!r}; it has {sorted(splits)}"
+        )
+    return builder.name, sorted(splits[source.split])
+
+
+def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
+    """Format and sorted paths of files, folders (searched to the bottom) and globs, local or of any `fsspec` URL."""
+    found: dict[str, str] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        readable = {p: f for p in paths if (f := _format_of(p))}
+        if not readable:
+            seen = sorted({Path(p).suffix or "no suffix" for p in paths})
+            what = (
+                f"holds no file that can be read (found {', '.join(seen)})" if paths else "does not exist, or is empty"
+            )
+            raise InputError(f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, also compressed")
+        found.update(readable)
+    if len(set(found.values())) > 1:
+        kinds = ", ".join(sorted(set(found.values())))
+        raise InputError(f"source {name!r}: {patterns!r} mixes formats ({kinds}); name files of one format with a glob")
+    return next(iter(found.values())), sorted(found)
+
+
+def _local_paths(path: Path) -> list[str]:
+    """The files below a folder, a file itself, or the files that a glob finds."""
+    if path.is_dir():
+        return [str(p) for p in path.rglob("*") if p.is_file()]
+    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+
+
+def _remote_paths(name: str, pattern: str) -> list[str]:
+    """The same of a URL (s3://, gs://, https://, ...). Raises `InputError`."""
+    try:
+        system, path = fsspec.core.url_to_fs(pattern)
+        paths = system.find(path) if system.isdir(path) else system.glob(path) if "*" in path else [path]
+        return [system.unstrip_protocol(p) for p in paths if system.exists(p)]
+    except Exception as error:  # each file system has its own
+        raise InputError(f"source {name!r}: cannot list {pattern!r}: {type(error).__name__}: {error}") from None
+
+
+def _format_of(path: str) -> str | None:
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
+    """What two corpora must agree in to give the same blocks: the sources' settings, and their files by name and
+    content (a local file's size and both its ends; a Hub file's name holds its revision)."""
+    contents = {}
+    for source in corpus.sources:
+        files = [corpus.files(source, split)[1] for split in ("train", "validation")]
+        content = [source.text_column, source.filters, [[file_identity(path) for path in paths] for paths in files]]
+        contents[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
+    return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
+
+
+def file_identity(path: str) -> list[Any]:
+    """A file's name, size and a hash of its ends."""
+    if "://" in path:
+        return [path]
+    try:
+        with open(path, "rb") as stream:
+            size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=8)
+            digest.update(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(size - _SAMPLED_BYTES, 0))
+            digest.update(stream.read(_SAMPLED_BYTES))
+        return [os.path.basename(path), size, digest.hexdigest()]
+    except OSError as error:
+        return [os.path.basename(path), error.strerror]

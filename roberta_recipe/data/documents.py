@@ -1,0 +1,231 @@
+"""The documents of a corpus (paper, section 3.2), read file by file, with what is held out and what cannot be read."""
+
+import errno
+import glob
+import hashlib
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import fsspec
+import pyarrow.parquet as pq
+
+from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source
+from roberta_recipe.data.order import file_order, interleave
+from roberta_recipe.errors import InputError, first_line
+
+logger = logging.getLogger("recipe")
+
+RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
+_CHECKED_BYTES = 4 << 20  # of each file
+
+
+class BadShard(InputError):
+    """A file that cannot be read to its end."""
+
+
+def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[str | None]:
+    """The text of each document of one file, from row `start` on, streamed by `datasets`.
+
+    A read that fails for a reason that may pass (an I/O error; anything, of a remote file) is tried again, from the
+    row that it had come to, after each of `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and
+    `InputError` for a file that is not as the preset says; both name it.
+    """
+    if source.filters is not None and format != "parquet":
+        raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
+    if "://" not in path and "::" in path:
+        raise InputError(
+            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
+        )
+    row, delays = start, iter(RETRY_DELAYS_S)
+    while True:
+        try:
+            for text in _read_rows(source, format, path, row):
+                yield text
+                row, delays = row + 1, iter(RETRY_DELAYS_S)
+            return
+        except InputError:
+            raise
+        except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own
+            passing = "://" in path or (isinstance(error, OSError) and error.errno not in (None, errno.ENOENT))
+            delay_s = next(delays, None) if passing else None
+            if delay_s is None:
+                if format == "parquet" and (columns := _parquet_columns(path)) and source.text_column not in columns:
+                    raise _no_column(source, path, source.text_column, columns) from None
+                raise _bad_shard(source, path, row, _reason(format, path, error)) from error
+            logger.warning(
+                f"source {source.name!r}: reading {path} failed at row {row} ({error}); again in {delay_s} s"
+            )
+            time.sleep(delay_s)
+
+
+def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[str | None]:
+    """One attempt at `read_file`."""
+    options: dict[str, Any] = {}
+    if format == "text":
+        options = {"sample_by": "paragraph", "encoding": "utf-8-sig"}  # an empty line separates documents
+    elif format == "parquet":
+        # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
+        options = {"columns": [source.text_column], "batch_size": 256}
+    if source.filters is not None:
+        options["filters"] = [tuple(condition) for condition in source.filters]
+    local = "://" not in path
+    if local and os.path.getsize(path) == 0:
+        return
+    pattern = glob.escape(path) if local else path  # or brackets in a name would be read as a pattern
+    column = "text" if format == "text" else source.text_column
+    rows = datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options)
+    # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
+    for row in (rows.skip(start) if start else rows).iter(batch_size=1):
+        if column not in row:
+            raise _no_column(source, path, column, sorted(row))
+        (text,) = row[column]
+        if not isinstance(text, str | None):
+            raise InputError(
+                f"source {source.name!r}: column {column!r} of {path} holds {type(text).__name__}, not text"
+            )
+        yield text
+
+
+def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
+    return BadShard(
+        f"source {source.name!r}: cannot read {path}: {reason} (row {row}); fix or remove it, or pass over what "
+        "cannot be read with `on_bad_shard: skip` in a corpus preset"
+    )
+
+
+def _no_column(source: Source, path: str, column: str, columns: list[str]) -> InputError:
+    return InputError(f"source {source.name!r}: {path} has no column {column!r}; it has {columns} (set text_column)")
+
+
+def _parquet_columns(path: str) -> list[str]:
+    """The columns of a Parquet file; none where not even its schema can be read."""
+    try:
+        with fsspec.open(path) as stream:
+            return pq.read_schema(stream).names
+    except Exception:
+        return []
+
+
+def _parquet_rows(path: str) -> int | None:
+    """The number of rows of a Parquet file, as its footer has it; None where it cannot be read."""
+    try:
+        with fsspec.open(path) as stream:
+            return pq.read_metadata(stream).num_rows
+    except Exception:
+        return None
+
+
+def _reason(format: str, path: str, error: Exception) -> str:
+    """Why a file could not be read: for text and JSON lines, the first line that is no UTF-8 or no JSON."""
+    return _bad_line(format, path) or f"{type(error).__name__}: {first_line(error)}"
+
+
+def _bad_line(format: str, path: str, max_bytes: float = float("inf")) -> str | None:
+    """The first line of a local text or JSON lines file that cannot be read, looked for in its first `max_bytes`."""
+    if format not in ("text", "json") or not Path(path).is_file() or Path(path).suffix.lower() in COMPRESSED:
+        return None
+    with open(path, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if format == "json" and decoded.strip():
+                    json.loads(decoded)
+            except UnicodeDecodeError as bad:
+                return f"line {number} is not UTF-8 (byte {line[bad.start]:#04x}); convert it, e.g. with iconv -t UTF-8"
+            except json.JSONDecodeError as bad:
+                return f"line {number} is not JSON ({bad.msg})"
+            max_bytes -= len(line)
+            if max_bytes < 0:
+                return None
+    return None
+
+
+def held_out(text: str, share: float) -> bool:
+    """Whether a document belongs to validation: by a hash, so that copies of a text are on the same side."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+class Row(NamedTuple):
+    """A row of a file that holds a document, and what was passed over between the last such row and this row."""
+
+    number: int
+    text: str | None  # None behind the last row of the file
+    empty: int = 0  # documents without text
+    held_out: int = 0  # documents of validation, passed over in training
+    bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
+    lost_rows: int = 0  # rows behind the break, as far as the file still tells
+
+
+def file_rows(
+    corpus: Corpus, source: Source, split: str, path: str, start: int = 0, others: list[Row] | None = None
+) -> Iterator[Row]:
+    """The documents of one split ("train", "validation") of a file, from row `start` on; then a `Row` without text.
+
+    The documents of the other split are put into `others`.
+    """
+    format, _ = corpus.files(source, split)
+    share = None if source.validation_files else corpus.validation_share
+    number, empty, other_split = start, 0, 0
+    try:
+        for text in read_file(source, format, path, start):
+            if text is None or not text.strip():
+                empty += 1
+            elif share is not None and held_out(text, share) != (split == "validation"):
+                other_split += split == "train"
+                if others is not None:
+                    others.append(Row(number, text))
+            else:
+                yield Row(number, text, empty, other_split)
+                empty = other_split = 0
+            number += 1
+    except BadShard as bad:
+        if corpus.on_bad_shard != "skip":
+            raise
+        lost = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
+        logger.warning(f"{bad}; skipped, with what follows row {number} ({lost or 'an unknown number of'} rows)")
+        yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost)
+        return
+    yield Row(number, None, empty, other_split)
+
+
+def documents(corpus: Corpus, source: Source, split: str, *, seed: int, epoch: int = 0) -> Iterator[str]:
+    """One pass over the documents of a source: files in the order of the pass, rows in file order."""
+    _, files = corpus.files(source, split)
+    for number in file_order(corpus.sources.index(source), len(files), seed=seed, epoch=epoch):
+        yield from (row.text for row in file_rows(corpus, source, split, files[number]) if row.text is not None)
+
+
+def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(source name, text) in the proportions of the mixture, one pass at most, until `max_bytes` of UTF-8 are given."""
+    streams = [zip(itertools.repeat(s.name), documents(corpus, s, split, seed=seed)) for s in corpus.sources]
+    total = 0
+    for name, text in interleave(streams, corpus.shares, cost=lambda item: len(item[1].encode())):
+        yield name, text
+        total += len(text.encode())
+        if total >= max_bytes:
+            return
+
+
+def check_sources(corpus: Corpus) -> None:
+    """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
+    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines. Files that cannot be read are left
+    for `on_bad_shard: skip` to pass over."""
+    for source in corpus.sources:
+        format, files = corpus.files(source, "train")
+        for path in files:
+            lines = corpus.on_bad_shard == "stop" and (format == "text" or Path(path).suffix == ".jsonl")
+            if lines and (bad := _bad_line(format, path, _CHECKED_BYTES)):
+                raise _bad_shard(source, path, 0, bad)
+            columns = _parquet_columns(path) if format == "parquet" and "://" not in path else []
+            if columns and source.text_column not in columns:
+                raise _no_column(source, path, source.text_column, columns)
+        if next(documents(corpus, source, "train", seed=0), None) is None:
+            raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")

@@ -1,0 +1,128 @@
+"""Dynamic masking (paper, section 4.1): which positions are predicted, and what stands there instead.
+
+A block's mask is a function of (seed, epoch, block id) alone, drawn from a counter-based generator: it is the same
+for any number of workers, micro-batch and restart, and another mask in every epoch.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import DataCollatorForLanguageModeling
+
+from roberta_recipe.arithmetic import round_up
+
+IGNORED = -100  # the label of a position that is not predicted
+EVAL_SEED = 0  # validation masks: the same for every run, whatever its seed
+_NO_COLUMNS = ("epoch", "block_id", "states")  # of a block: what the model does not see
+
+
+@dataclass
+class MlmCollator(DataCollatorForLanguageModeling):
+    """`DataCollatorForLanguageModeling` over blocks `{"input_ids", "epoch", "block_id", ...}`, seeded by block.
+
+    `mask_count="bernoulli"` (Hugging Face): every position that is no special token is predicted with probability
+    `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u), u uniform in
+    [0, 1), positions without replacement, `<s>` and `</s>` among them. Of the predicted positions 80% show `<mask>`,
+    10% a random token (no special token, no padding row of the embedding), 10% themselves.
+
+    Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
+    `num_tokens`, the number of positions that are not padding, `digest`, a sum over blocks of a checksum of what the
+    model sees of each, and the last block's `states` where it has some. A block's other columns become int64 tensors:
+    (batch,) where a block has a whole number, else (batch, longest block), padded with -100 where the name ends in
+    "labels", with 0 elsewhere. Blocks that carry `labels` are masked already.
+    """
+
+    seed: int = 0
+    mask_count: Literal["bernoulli", "exact"] = "bernoulli"
+
+    def __post_init__(self):
+        super().__post_init__()
+        special = np.unique(np.asarray(self.tokenizer.all_special_ids))
+        self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
+        self._is_special[special] = True
+        self._replacements = np.flatnonzero(~self._is_special)
+
+    def mask_block(self, input_ids: np.ndarray, epoch: int, block_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """The block as the model sees it, and its labels; both (length,) int64."""
+        ids = input_ids.astype(np.int64)
+        # key and counter name the block: three draws a position
+        rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, block_id, epoch, 0]))
+        pick, action, token = rng.random((3, len(ids)))
+        if self.mask_count == "exact":
+            count = int(self.mlm_probability * len(ids) + rng.random())
+            predicted = np.zeros(len(ids), dtype=bool)
+            predicted[np.argsort(pick)[:count]] = True
+        else:
+            predicted = (pick < self.mlm_probability) & ~self._is_special[ids]
+        labels = np.where(predicted, ids, IGNORED)
+        random_from = 1.0 - self.random_replace_prob
+        ids[predicted & (action < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        replaced = predicted & (action >= random_from)
+        ids[replaced] = self._replacements[(token[replaced] * len(self._replacements)).astype(np.int64)]
+        return ids, labels
+
+    def maskable(self, input_ids: np.ndarray) -> np.ndarray:
+        """The ids at the positions that may be predicted: all, or all that are no special token."""
+        return input_ids if self.mask_count == "exact" else input_ids[~self._is_special[input_ids]]
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        seen = [self.seen_by_model(example) for example in examples]
+        lengths = np.array([len(columns["input_ids"]) for columns in seen])
+        width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
+        batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
+        digest = sum(map(_checksum, examples, seen))
+        if lengths.min() < width:
+            batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
+        states = {"states": examples[-1]["states"]} if "states" in examples[-1] else {}
+        return {**batch, **states, "num_tokens": int(lengths.sum()), "digest": digest}
+
+    def seen_by_model(self, example: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a block as the model sees them, `input_ids` masked and `labels` beside them."""
+        columns = {name: value for name, value in example.items() if name not in _NO_COLUMNS}
+        if "labels" not in columns:
+            masked = self.mask_block(example["input_ids"], example["epoch"], example["block_id"])
+            columns["input_ids"], columns["labels"] = masked
+        return columns
+
+    def _stacked(self, name: str, values: list[Any], width: int) -> torch.Tensor:
+        """One column of a batch: (batch,), or (batch, width) with padding."""
+        if not isinstance(values[0], np.ndarray):
+            return torch.tensor(values, dtype=torch.int64)
+        padding = self.tokenizer.pad_token_id if name == "input_ids" else IGNORED if name.endswith("labels") else 0
+        rows = np.full((len(values), width), padding, dtype=np.int64)
+        for row, value in zip(rows, values, strict=True):
+            row[: len(value)] = value
+        return torch.from_numpy(rows)
+
+
+def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
+    """A checksum of what the model sees of a block, and of its number."""
+    checksum = zlib.crc32(columns["labels"].tobytes(), example.get("block_id", 0) & 0xFFFFFFFF)
+    checksum = zlib.crc32(columns["input_ids"].tobytes(), checksum)
+    for name in sorted(columns.keys() - {"input_ids", "labels"}):
+        checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
+    return checksum
+
+
+def fixed_masks(blocks: list[dict[str, Any]], collator: MlmCollator) -> list[dict[str, Any]]:
+    """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions."""
+    fixed = MlmCollator(
+        collator.tokenizer, mlm_probability=collator.mlm_probability, seed=EVAL_SEED, mask_count=collator.mask_count
+    )
+    return [fixed.seen_by_model(block) for block in blocks]
+
+
+def unigram_entropy(blocks: list[dict[str, Any]], collator: MlmCollator) -> float:
+    """Entropy in nats of the distribution of the tokens that may be predicted in `blocks`.
+
+    It is the cross-entropy of the best model that ignores context, which knows these frequencies exactly. From few
+    tokens of a large vocabulary that is more than a model can know, and the entropy is too low a bar.
+    """
+    counts = np.zeros(len(collator.tokenizer), dtype=np.int64)
+    for block in blocks:
+        counts += np.bincount(collator.maskable(block["input_ids"]), minlength=len(counts))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

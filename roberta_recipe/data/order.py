@@ -1,0 +1,104 @@
+"""The order of blocks: a function of corpus, seed and position alone, so that nothing of it has to be saved.
+
+A run takes positions 0, 1, 2, ... of one endless sequence; optimizer step k takes positions [k x B, (k + 1) x B) of it,
+whatever the number of processes, micro-batches and data workers. `mixture` says which source stands at a position and
+which of its blocks; the blocks of a source come pass after pass, in each pass its files in another order and its blocks
+shuffled within windows.
+
+One rule mixes sources by share: an item of a source is due when the cost of the source's earlier items, divided by its
+share, is reached; items come in the order of these times (ties: the first source). `interleave` applies it to streams
+of any length, `mixture` at any position of endless ones.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+_FILE_SHIFT, _SOURCE_SHIFT = 28, 52
+FILES, WINDOWS, REPEATS = range(3)  # what a random order is for
+_ENDED = object()
+
+
+def block_id(source: int, file: int, index: int) -> int:
+    """A block's number, the same in every pass and run: its source, the number of its file (in sorted order), and its
+    number in that file; below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
+    return source << _SOURCE_SHIFT | file << _FILE_SHIFT | index
+
+
+def source_of(block: int) -> int:
+    """The source's number in a `block_id`."""
+    return block >> _SOURCE_SHIFT
+
+
+def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(source, index): both (count,) int64, for the positions from `start` on; index counts the source's own blocks.
+
+    The i-th block of a source is due at time i / share. So at any position a source is less than one block ahead of its
+    share, and no more than (number of sources x share) behind.
+    """
+    rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
+    # blocks due before a time at which no more than `start` blocks have come; the rest by sorting
+    time = max(start - len(shares), 0)
+    taken = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
+    taken -= (taken > 0) & ((taken - 1) / rate >= time)
+    taken += taken / rate < time
+    missing = start - int(taken.sum())
+    # in a stretch of time a source has at least its share less one: n blocks take at most n + len(shares) of time
+    lengths = np.ceil((missing + count + len(shares)) * rate).astype(np.int64) + 2
+    sources = np.repeat(np.arange(len(shares)), lengths)
+    indices = np.concatenate([np.arange(n) for n in lengths]) + taken[sources]
+    first = np.lexsort((sources, indices / rate[sources]))[missing : missing + count]
+    return sources[first], indices[first]
+
+
+def taken_of_source(shares: list[float], positions: int) -> list[int]:
+    """How many blocks of each source stand at the first `positions` positions."""
+    # so many positions hold at least one block of each source
+    sources, indices = mixture(shares, positions, 2 * len(shares) + int(2 / min(shares)))
+    following = [indices[sources == number] for number in range(len(shares))]
+    return [int(numbers[0]) for numbers in following]
+
+
+def interleave(
+    streams: list[Iterator[Any]], shares: list[float], cost: Callable[[Any], float] = lambda item: 1.0
+) -> Iterator[Any]:
+    """Items of several streams by the rule above; a stream that ends drops out.
+
+    At any point a stream is at most one item ahead of its share of what was taken, and at most (number of streams x
+    share) items behind.
+    """
+    taken = {number: 0.0 for number in range(len(streams))}
+    while taken:
+        number = min(taken, key=lambda stream: (taken[stream] / shares[stream], stream))
+        item = next(streams[number], _ENDED)
+        if item is _ENDED:
+            del taken[number]
+        else:
+            taken[number] += cost(item)
+            yield item
+
+
+def random_order(seed: int, purpose: int, key: tuple[int, ...], count: int) -> np.ndarray:
+    """A permutation of `count` things, drawn from (seed, purpose, key): (count,) int64."""
+    sequence = np.random.SeedSequence([seed, purpose, *key, len(key)])
+    return np.random.Generator(np.random.Philox(sequence)).permutation(count)
+
+
+def file_order(source: int, files: int, *, seed: int, epoch: int) -> list[int]:
+    """The numbers of a source's files in the order of one pass, drawn from (seed, epoch)."""
+    return random_order(seed, FILES, (source, epoch), files).tolist()
+
+
+def batches_of(
+    start: int, batch_size: int, processes: int, process: int, workers: int = 1, worker: int = 0
+) -> Iterator[range]:
+    """The positions of each micro-batch that one data worker of one process makes.
+
+    Processes take micro-batches in turn, and the workers of a process take every `workers`-th of its micro-batches,
+    which is the order in which a `DataLoader` asks them.
+    """
+    for number in itertools.count(worker, workers):
+        first = start + (number * processes + process) * batch_size
+        yield range(first, first + batch_size)

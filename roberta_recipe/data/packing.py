@@ -1,0 +1,113 @@
+"""Input formats (paper, section 4.2; fairseq's `TokenBlockDataset`): tokenized documents become blocks.
+
+A packer is a generator over documents (a document is a list of sentences, a sentence a list of token ids), and all
+that it remembers is its `PackState`. The state that is saved at a block, given to a new packer with the documents from
+`state.documents` on, resumes the packing as if it had not been interrupted.
+
+A packer yields columns: `input_ids`, a list of token ids, and whatever else its format has, either a whole number a
+block (`next_sentence_label`) or an array as long as `input_ids`, of the type that it should have on disk
+(`token_type_ids`). Token cache, reader, repetition, collator, fixed masks and evaluation carry all columns without
+knowing them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Document = list[list[int]]
+Columns = dict[str, Any]  # of a block
+
+
+@dataclass
+class PackState:
+    """Where a packer stands. Token counts are of the text: `<s>` and `</s>` are not among them."""
+
+    open: list[int] = field(default_factory=list)  # the block being filled; empty before its <s>
+    documents: int = 0  # documents wholly taken; the next one is in progress
+    empty_documents: int = 0  # of these, the documents without a sentence
+    item: int = 0  # sentences (and document boundaries) of the document in progress already taken
+    token: int = 0  # tokens of the sentence in progress already taken, where it is split
+    sentences: int = 0
+    split_sentences: int = 0  # longer than a block, so cut into several
+    tokens: int = 0
+    blocks: int = 0
+
+
+def full_sentences(
+    documents: Iterable[Document], state: PackState, *, max_seq_length: int, bos_id: int, eos_id: int
+) -> Iterator[Columns]:
+    """FULL-SENTENCES: whole sentences, greedily, across documents; at most `max_seq_length` ids a block.
+
+    `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`: one `<s>` a block, `</s>` after every sentence, another `</s>` between
+    two documents (it moves to the next block where this block is full, as in fairseq's `--sample-break-mode complete`).
+    Taking `<s>` off and joining the blocks gives back exactly the sentences and boundaries that went in. A sentence
+    longer than a block is split into blocks of its own and counted; fairseq makes a block of it that is too long, which
+    a size filter may drop.
+    """
+    room = max_seq_length - 1  # behind <s>
+    state.open = state.open or [bos_id]
+    for sentences in documents:
+        boundary = [[eos_id]] if sentences and state.documents > state.empty_documents else []
+        items = boundary + [sentence + [eos_id] for sentence in sentences]
+        while state.item < len(items):
+            item = items[state.item]
+            too_long = len(item) > room
+            if len(state.open) > 1 and (too_long or len(state.open) + len(item) > max_seq_length):
+                yield _close(state, bos_id)
+                continue
+            if too_long:
+                state.split_sentences += state.token == 0
+                while len(item) - state.token > room:
+                    state.open += item[state.token : state.token + room]
+                    state.token += room
+                    state.tokens += room
+                    yield _close(state, bos_id)
+                item = item[state.token :]
+                state.token = 0
+            state.open += item
+            state.tokens += len(item) - 1
+            state.sentences += state.item >= len(boundary)
+            state.item += 1
+        _next_document(state, sentences)
+    if len(state.open) > 1:
+        yield _close(state, bos_id)
+
+
+def contiguous(
+    documents: Iterable[Document], state: PackState, *, max_seq_length: int, bos_id: int, eos_id: int
+) -> Iterator[Columns]:
+    """Fixed-size chunks: `<s>` and the next `max_seq_length - 1` ids, `</s>` after every document, nothing dropped.
+
+    Only the last block is shorter, so batches need no padding and no attention mask.
+    """
+    state.open = state.open or [bos_id]
+    for sentences in documents:
+        ids = [token for sentence in sentences for token in sentence] + [eos_id] if sentences else []
+        while state.token < len(ids):
+            taken = ids[state.token : state.token + max_seq_length - len(state.open)]
+            state.open += taken
+            state.token += len(taken)
+            state.tokens += len(taken) - (state.token == len(ids))
+            if len(state.open) == max_seq_length:
+                yield _close(state, bos_id)
+        state.token = 0
+        state.sentences += len(sentences)
+        _next_document(state, sentences)
+    if len(state.open) > 1:
+        yield _close(state, bos_id)
+
+
+PACKERS = {"full_sentences": full_sentences, "contiguous": contiguous}
+
+
+def _close(state: PackState, bos_id: int) -> Columns:
+    """The open block, finished; a new block is opened behind it."""
+    block, state.open = state.open, [bos_id]
+    state.blocks += 1
+    return {"input_ids": block}
+
+
+def _next_document(state: PackState, sentences: Document) -> None:
+    state.item = 0
+    state.documents += 1
+    state.empty_documents += not sentences

@@ -1,0 +1,112 @@
+"""Text encoding: the byte-level BPE vocabulary of RoBERTa (paper, section 4.4; Radford et al. 2019).
+
+Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+
+from sentencex import segment
+from tokenizers import Tokenizer
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
+
+from roberta_recipe.durable import fingerprint
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import path_or_hub_id, resolve_path
+
+LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
+_LINE_WINDOW = 20_000  # characters
+_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
+
+
+def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] | str) -> RobertaTokenizer:
+    """RoBERTa's tokenizer over a vocabulary, given as objects or as the paths of vocab.json and merges.txt."""
+    return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=MASK_TOKEN, model_max_length=512)
+
+
+MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
+
+
+def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
+    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt.
+
+    Raises `InputError` where there is none, or where it lacks a token that is needed (all of masked-LM training's).
+    """
+    folder = resolve_path(name_or_path)
+    bare = [folder / "vocab.json", folder / "merges.txt"]
+    if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
+        tokenizer = build_tokenizer(*map(str, bare))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "
+                "model id that the Hub or its local cache could give. "
+                f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
+            ) from None
+    if missing := [name for name in needed if getattr(tokenizer, name) is None]:
+        raise InputError(
+            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and {', '.join(needed)} must be there"
+        )
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of vocabulary, merges, pre-tokenization and special tokens: of all that a block's ids depend on."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return fingerprint({name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")})
+
+
+def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to their ids, without special tokens, over all cores.
+
+    Text that reads `</s>` or `<mask>` is text: in a corpus it must not become the special token, as it would in
+    `tokenizer(...)`.
+    """
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return encode
+
+
+def split_sentences(text: str, language: str = "en") -> list[str]:
+    """The sentences of a document, none of them empty; a line break always ends a sentence (wikimedia/sentencex)."""
+    sentences = (sentence.strip() for line in text.splitlines() for sentence in _split_line(line, language))
+    return [sentence for sentence in sentences if sentence]
+
+
+def _split_line(line: str, language: str) -> Iterator[str]:
+    """sentencex over a window of the line at a time: its time grows with the square of a line's length."""
+    start, end = 0, _LINE_WINDOW
+    while end < len(line):
+        *whole, cut = _segment(line[start:end], language)
+        if not whole:  # no end of sentence in the window: far longer than a block, so it is split there anyway
+            whole, cut = [cut], ""
+        yield from whole
+        start = end - len(cut)
+        end = start + _LINE_WINDOW
+    yield from _segment(line[start:], language)
+
+
+def _segment(text: str, language: str) -> list[str]:
+    """The sentences of `text` by sentencex 1.0.32, which panics where white space of several bytes follows a letter
+    and precedes a full stop; so it is shown blanks, and the sentences are cut from the text itself."""
+    try:
+        lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
+    except BaseException as error:  # a panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return [text]
+    ends = list(itertools.accumulate(lengths))
+    if not ends or ends[-1] != len(text):
+        return [text]
+    return [text[end - length : end] for length, end in zip(lengths, ends, strict=True)]

@@ -1,0 +1,52 @@
+"""Training a byte-level BPE vocabulary with RoBERTa's ids (paper, section 4.4; Radford et al. 2019); its figures."""
+
+import json
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+
+from roberta_recipe.data.tokenization import LEADING_TOKENS, build_tokenizer, corpus_encoder
+from roberta_recipe.errors import InputError
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
+    """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once, with progress on stderr).
+
+    The result is a function of the texts alone. Memory grows with the distinct words, not with the text. Raises
+    `InputError` where the texts hold too few distinct words for so many entries.
+    """
+    smallest = len(LEADING_TOKENS) + 256 + 1
+    if vocab_size < smallest:
+        raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # <mask> comes last, behind the merges
+        min_frequency=2,
+        special_tokens=LEADING_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    if len(model["vocab"]) < vocab_size - 1:
+        raise InputError(
+            f"the sample gives only {len(model['vocab']) + 1} entries (no pair of tokens is left that occurs twice); "
+            f"ask for vocab_size={len(model['vocab']) + 1} or less, or give it more text"
+        )
+    return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
+
+
+def held_out_statistics(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, float]:
+    """Bytes of UTF-8 a token, and tokens a word (words are what white space separates), over `texts`."""
+    encode, tokens, size, words = corpus_encoder(tokenizer), 0, 0, 0
+    for text in texts:
+        tokens += len(encode([text])[0])
+        size += len(text.encode())
+        words += len(text.split())
+    return {
+        "bytes": size,
+        "words": words,
+        "bytes_per_token": size / max(tokens, 1),
+        "tokens_per_word": tokens / max(words, 1),
+    }

@@ -1,0 +1,48 @@
+"""Errors that end a command in one line with an exit code. Any other exception keeps its traceback: it is a bug."""
+
+import errno
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class InputError(ValueError):
+    """Something that the user can fix before anything runs. The message names the value and the fix."""
+
+    exit_code = 2
+
+
+class RunError(RuntimeError):
+    """Something that broke a run. The message says what is safe, and what to do."""
+
+    exit_code = 1
+
+
+class Preempted(RunError):
+    """The run was told to stop (SIGTERM) and has saved its state: the same command resumes it."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def exit_on_error(main: Callable[[], Any]) -> None:
+    """Run a command's `main`; the errors above and full disks become one line on stderr and an exit code."""
+    try:
+        main()
+        return
+    except (InputError, RunError) as error:
+        # an error raised in a data worker comes with the worker's traceback around it
+        message = re.split(r"\b(?:InputError|BadShard): ", str(error))[-1].strip()
+        code = error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message, code = f"{error}: make room, then start the same command again", RunError.exit_code
+    # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

@@ -1,0 +1,98 @@
+"""The machine that a run is on: processor, GPUs and their peaks, memory taken."""
+
+import os
+import platform
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+
+class Machine(TypedDict):
+    """Where a run ran, as its record says it."""
+
+    machine: str  # of the processor: x86_64, ...
+    system: str
+    cpu_cores: int
+    gpus: list[str]
+
+
+def describe_machine() -> Machine:
+    """Processor, cores that this process may use, GPUs."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"machine": platform.machine(), "system": platform.system(), "cpu_cores": cpu_cores(), "gpus": gpus}
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_bytes() -> int:
+    """Most memory taken so far: of the GPU where there is one, else resident memory of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+# in the messages of PyTorch's and oneDNN's RuntimeErrors where the machine's memory runs out
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of a GPU or of the machine."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def model_flops_utilisation(flops_per_second: float) -> float | None:
+    """Share of one GPU's peak (`DEVICES`); None where there is no GPU, or its peak is not known."""
+    if not torch.cuda.is_available():
+        return None
+    device = device_named(torch.cuda.get_device_name())
+    return flops_per_second / device.peak_flops if device else None
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: memory in bytes (the data sheet's GB as 10^9), peak FLOP/s, whether it has bf16, price in USD an hour."""
+
+    memory_bytes: float
+    peak_flops: float
+    bf16: bool
+    gpu_hour_price: float
+
+
+# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets. Prices are an assumption, they change
+# weekly and differ threefold between providers: AWS list prices of an instance / its GPUs, in the US (H200, H100,
+# A100-40GB: capacity blocks of 2025; A10G, L40S, L4, V100, T4: on demand), RunPod's of spring 2026 where AWS has no
+# such card by itself (H100-PCIe, A100-80GB, RTX), Lambda's for A10.
+DEVICES = {
+    "H200": Device(141e9, 989e12, True, 5.41),
+    "H100": Device(80e9, 989e12, True, 4.92),
+    "H100-PCIe": Device(80e9, 756e12, True, 2.79),
+    "A100-80GB": Device(80e9, 312e12, True, 2.45),
+    "A100-40GB": Device(40e9, 312e12, True, 1.84),
+    "L40S": Device(48e9, 362e12, True, 1.86),
+    "L4": Device(24e9, 121e12, True, 0.80),
+    "A10G": Device(24e9, 70e12, True, 1.01),
+    "A10": Device(24e9, 125e12, True, 0.75),
+    "V100-32GB": Device(32e9, 125e12, False, 3.90),
+    "V100-16GB": Device(16e9, 125e12, False, 3.06),
+    "T4": Device(16e9, 65e12, False, 0.53),
+    "RTX-4090": Device(24e9, 165e12, True, 0.60),
+    "RTX-3090": Device(24e9, 71e12, True, 0.39),
+}
+
+
+def device_named(torch_name: str) -> Device | None:
+    """The device that `torch.cuda.get_device_name` calls so ("NVIDIA A100-SXM4-80GB"), or None where it is not known.
+
+    All words of the key must be in the name; of two such keys the longer is taken ("H100-PCIe", not "H100").
+    """
+    words = set(re.split(r"[\s-]+", torch_name.upper()))
+    keys = [key for key in DEVICES if words.issuperset(key.upper().split("-"))]
+    return DEVICES[max(keys, key=len)] if keys else None

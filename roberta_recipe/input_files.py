@@ -1,0 +1,56 @@
+"""Files and folders that a user names: found, and read whole or refused with a line that says why."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from roberta_recipe.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent  # of the repository, or of the folder that a script was copied to
+
+
+def resolve_path(path: str | Path) -> Path:
+    """A path as the user gave it, or the same path below the repository where only that exists."""
+    path = Path(path).expanduser()
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path
+
+
+def path_or_hub_id(name: str | Path) -> Path | str:
+    """The folder or file of that name where there is one (`resolve_path`), else `name`, which is the Hub's."""
+    path = resolve_path(name)
+    return path if path.exists() else name
+
+
+def read_text(path: str | Path, hint: str = "") -> str:
+    """The text of a UTF-8 file, without its byte order mark and with its line ends as they are.
+
+    Raises `InputError` that names the file and the fault; `hint` is added where the file cannot be read at all.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as stream:
+            return stream.read()
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing{hint}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}{hint}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file. Raises `InputError` that names the file and the fault."""
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The content of a JSON text. Raises `InputError` that says `where` it stands and what is wrong."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+
+
+def is_text(value: Any) -> bool:
+    """Whether `value` is a string that UTF-8 can hold (a JSON string may hold half of a surrogate pair)."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)

@@ -1,0 +1,298 @@
+"""The model card of a finished run, made from its records and nothing else (Mitchell et al. 2019, arXiv 1810.03993).
+
+What is evaluated stands in the Hub's `model-index` form as well, so that the Hub shows it. A task says what its data
+are called (`record.DatasetCard`), and each flag whether the card shows it (`args.Flag`).
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from roberta_recipe.record import (
+    FinetuneRecord,
+    PretrainingRecord,
+    RunRecord,
+    SettingScores,
+    Summary,
+    decimal,
+    percent,
+    picked_setting,
+)
+
+ROBERTA_TOKENS = 2.1e12  # Table 9: 500K steps of 8K sequences of 512 tokens
+
+_PIPELINES = {
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": "multiple-choice",
+}
+_SHAPE = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_attention_heads": "attention heads",
+    "intermediate_size": "feed-forward size",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "position embeddings",
+}
+_CLASSIFIER = (
+    "\n\nWhether a question has an answer is said by a classifier of its own, in `answerability.safetensors` (dense, "
+    "tanh, one logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
+)
+
+
+def pretrained(
+    repo: str,
+    config: dict[str, Any],
+    record: PretrainingRecord,
+    summaries: list[Summary],
+    revision: str | None = None,
+    **metadata: Any,
+) -> ModelCard:
+    """Of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it; `metadata`
+    goes into the head of the card as it is."""
+    args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
+    metadata |= _base_model(args)
+    start = f", continued from `{args['model_name_or_path']}`" if args.get("model_name_or_path") else ""
+    share = record["tokens_seen"] / ROBERTA_TOKENS
+    results = _of_text(corpus, corpus, record["metrics"])
+    for name, source in record["metrics_by_source"].items():
+        measured = {f"eval_{key}": value for key, value in source.items()}
+        results += _of_text(f"{corpus}/{name}", f"{corpus}: {name}", measured)
+    sections = [
+        f"# {repo.split('/')[-1]}",
+        f"A masked language model pretrained by [RoBERTa](https://arxiv.org/abs/1907.11692)'s recipe on "
+        f"{corpus}{start}: {record['parameters']:,} parameters, {_millions(record['tokens_seen'])} tokens seen.",
+        _loading(repo, config, revision),
+        _architecture(config, record),
+        "## Text\n\n" + _corpus_table(record),
+        _training(record),
+        "## Evaluation\n\n" + _text_table(record) + "\n\n![loss over steps](loss_curve.png)",
+    ]
+    if summaries:
+        sections.append("Fine-tuned from it, on validation:\n\n" + _score_table(summaries))
+    sections.append(
+        "## Limits\n\n"
+        f"- It saw {record['tokens_seen']:,} tokens, {share:.2g} of the {ROBERTA_TOKENS:.2g} of RoBERTa's longest "
+        "run.\n"
+        f"- It was trained on {args['max_seq_length']} tokens at most; longer input is outside of what it learnt.\n"
+        "- It fills in masked tokens and is meant to be fine-tuned; it does not write text.\n"
+        "- It repeats the errors and the prejudice of its text, which was not filtered here.\n"
+        "- What is not listed under Evaluation was not measured."
+    )
+    results += [result for summary in summaries for result in _of_task(summary)]
+    return _card(repo, config, results, sections, metadata)
+
+
+def fine_tuned(
+    repo: str,
+    config: dict[str, Any],
+    record: FinetuneRecord,
+    summary: Summary | None,
+    has_classifier: bool,
+    revision: str | None = None,
+    **metadata: Any,
+) -> ModelCard:
+    """Of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by itself);
+    `has_classifier`: an answerability classifier lies beside the weights."""
+    args, dataset = record["resolved_args"], record["dataset"]
+    summary = summary or _alone(record)
+    scores = picked_setting(summary)
+    from_what = f"`{args['model_name_or_path']}`" + (", from random weights" if args.get("random_weights") else "")
+    seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in scores["seeds"].items())
+    hub_id = dataset["hub_id"]
+    data = dataset["name"] + (f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if hub_id else "")
+    data += f", {dataset['note']}," if dataset["note"] else ""
+    metadata |= _base_model(args)
+    sections = [
+        f"# {repo.split('/')[-1]}",
+        f"{from_what} fine-tuned on {data} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
+        f"{record['examples']['train']:,} training examples as the model sees them.",
+        _loading(repo, config, revision) + (_CLASSIFIER if has_classifier else ""),
+        _architecture(config, record),
+        _training(record),
+        "## Evaluation\n\n" + _score_table([summary]) + f"\n\nEach run's {summary['metric']}: {seeds}. The weights are "
+        f"those of seed {args['seed']}, at its best epoch."
+        + (" Seeds that learnt to give one answer to everything: "
+           + ", ".join(map(str, scores["degenerate_seeds"])) + "." if scores["degenerate_seeds"] else ""),
+        "## Limits\n\n"
+        "- Epoch and seed were picked on the validation set that the scores are of: on new data, expect less.\n"
+        f"- Sequences had at most {args['max_seq_length']} tokens.\n"
+        "- It knows the labels, the language and the style of its training set; elsewhere it was not measured.",
+    ]  # fmt: skip
+    return _card(repo, config, _of_task(summary), sections, metadata)
+
+
+def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None) -> ModelCard:
+    """Of a run that is still training."""
+    sections = [
+        f"# {repo.split('/')[-1]}",
+        f"**In training: step {step:,} of {max_steps:,}.** Nothing is measured yet; preset.yaml says what it is.",
+        _loading(repo, config, revision),
+    ]
+    return _card(repo, config, [], sections, {})
+
+
+def announced(repo: str) -> ModelCard:
+    """Of a run that begins."""
+    return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
+
+
+def markdown_table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
+    """A table as README and model cards have it."""
+    rows = [head, tuple("---" for _ in head), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in rows)
+
+
+def _base_model(args: dict[str, Any]) -> dict[str, str]:
+    """For the head of the card, where the run started from a model of the Hub and not from a folder."""
+    name = args.get("model_name_or_path") or ""
+    from_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and not args.get("random_weights")
+    return {"base_model": name} if from_hub else {}
+
+
+def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str], metadata: dict) -> ModelCard:
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=_PIPELINES.get(_head(config)),
+        tags=[config["model_type"], "roberta-recipe"],
+        model_name=repo.split("/")[-1] if results else None,
+        eval_results=results or None,
+        **metadata,
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
+
+
+def _head(config: dict[str, Any]) -> str:
+    """`ForMaskedLM` and the like."""
+    return "For" + config["architectures"][0].partition("For")[2]
+
+
+def _loading(repo: str, config: dict[str, Any], revision: str | None) -> str:
+    cls, which = f"AutoModel{_head(config)}", f'"{repo}"' + (f', revision="{revision}"' if revision else "")
+    return (
+        f"```python\nfrom transformers import {cls}, AutoTokenizer\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({which})\n"
+        f"model = {cls}.from_pretrained({which})\n```"
+    )
+
+
+def _architecture(config: dict[str, Any], record: RunRecord) -> str:
+    rows = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
+    rows.append(("parameters", f"{record['parameters']:,}"))
+    return f"## Architecture\n\n`{config['architectures'][0]}`\n\n" + markdown_table(("", ""), rows)
+
+
+def _training(record: RunRecord) -> str:
+    args, hardware, versions = record["resolved_args"], record["hardware"], record["versions"]
+    rows = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)]
+    device = ", ".join(hardware["gpus"]) or f"{hardware['cpu_cores']} CPU cores ({hardware['machine']})"
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        "## Training\n\n"
+        + markdown_table(("", ""), rows)
+        + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
+        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {record['commit']}. "
+        "`preset.yaml` repeats the run."
+    )
+
+
+def _corpus_name(args: dict[str, Any]) -> str:
+    """What the text is called: the corpus preset's name, or the names of the files."""
+    if args.get("train_file"):
+        return ", ".join(args["train_file"])
+    return Path(args["corpus"]).stem
+
+
+def _corpus_table(record: PretrainingRecord) -> str:
+    train, held_out = record["counts"]["train"], record["counts"]["validation"]
+    rows = []
+    for name, counts in train.items():
+        read = (f"{counts[key]:,}" for key in ("documents", "tokens", "lost_rows"))
+        rows.append((name, *read, record["passes"].get(name, 0), f"{held_out.get(name, {}).get('tokens', 0):,}"))
+    head = ("source", "documents read", "tokens read", "rows lost", "whole passes", "tokens held out and read")
+    note = "" if record["stopped_by"] == "max_steps" else f"\n\nTraining was ended by {record['stopped_by']}."
+    return markdown_table(head, rows) + note
+
+
+def _text_table(record: PretrainingRecord) -> str:
+    metrics = record["metrics"]
+    whole = {"loss": metrics["eval_loss"], "perplexity": metrics["eval_perplexity"]}
+    whole |= {"unigram_entropy": record["unigram_entropy"]}
+    figures = {"all held-out text": whole, **record["metrics_by_source"]}
+    rows = [
+        (name, *(decimal(measured[key]) for key in ("loss", "perplexity", "unigram_entropy")))
+        for name, measured in figures.items()
+    ]
+    return markdown_table(("held-out text", "loss (nats)", "perplexity", "unigram entropy"), rows)
+
+
+def _score_table(summaries: list[Summary]) -> str:
+    rows = []
+    for summary in summaries:
+        scores, published = picked_setting(summary), summary["dataset"]["hub_metrics"]
+        spread = f"{percent(scores['lowest'])} to {percent(scores['highest'])}"
+        medians = ", ".join(
+            f"{name} {percent(value)}" for name, value in scores["medians"].items() if name in published
+        )
+        median, seeds = percent(scores["median"]), len(scores["seeds"])
+        rows.append((summary["dataset"]["name"], summary["metric"], median, spread, seeds, medians))
+    return markdown_table(("task", "metric", "median", "spread", "seeds", "medians of all metrics"), rows)
+
+
+def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="fill-mask",
+            dataset_type=name,
+            dataset_name=shown,
+            dataset_split="validation",
+            metric_type=metric,
+            metric_name=f"masked-LM {metric}",
+            metric_value=round(metrics[f"eval_{metric}"], 4),
+        )
+        for metric in ("loss", "perplexity")
+        if metrics[f"eval_{metric}"] is not None
+    ]
+
+
+def _of_task(summary: Summary) -> list[EvalResult]:
+    """The published medians of the picked setting; rows that are not a dataset's on the Hub are called `local/...`."""
+    scores, dataset = picked_setting(summary), summary["dataset"]
+    seeds = len(scores["seeds"])
+    return [
+        EvalResult(
+            task_type=dataset["task_type"],
+            dataset_type=dataset["hub_id"] or f"local/{summary['task'].replace(' ', '_')}",
+            dataset_name=dataset["name"],
+            dataset_config=dataset["hub_config"],
+            dataset_split=dataset["split"],
+            metric_type=dataset["hub_metrics"][metric],
+            metric_name=f"{metric}, median of {seeds} seed{'s' * (seeds > 1)}",
+            metric_value=round(value, 4),
+        )
+        for metric, value in scores["medians"].items()
+        if metric in dataset["hub_metrics"] and value is not None and abs(value) < float("inf")
+    ]
+
+
+def _alone(record: FinetuneRecord) -> Summary:
+    """A run by itself in the form of a summary."""
+    args, value = record["resolved_args"], record["metrics"][record["metric"]]
+    scores: SettingScores = {
+        "learning_rate": args["learning_rate"],
+        "global_batch_size": args["global_batch_size"],
+        **dict.fromkeys(("median", "mean", "lowest", "highest"), value),
+        "seeds": {args["seed"]: value},
+        "degenerate_seeds": [args["seed"]] if record["degenerate"] else [],
+        "best_run": "",
+        "medians": record["metrics"],
+    }
+    shared = {name: record[name] for name in ("task", "metric", "dataset", "resolved_args", "shown_args")}
+    return {**shared, "settings": [scores], "picked": 0}
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:,.1f} B" if count >= 1e10 else f"{count / 1e6:,.1f} M"

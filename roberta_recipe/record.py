@@ -1,0 +1,214 @@
+"""What is kept of a run: the files in its folder, and the types of the records that writers and readers share."""
+
+import math
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import yaml
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
+from roberta_recipe.input_files import ROOT
+
+RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
+HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
+SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
+
+
+class RunRecord(TypedDict):
+    """`run_record.json` of any run."""
+
+    metrics: dict[str, Any]  # a score that is no number is null
+    steps: int  # optimizer steps
+    tokens_seen: int
+    tokens_per_second: int  # median over the log; for a run too short for a log line, the mean
+    train_seconds: float  # of all starts
+    restarts: int
+    peak_memory_bytes: int
+    parameters: int
+    loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
+    tokens_at_steps: list[list[float]]  # [step, tokens seen]
+    resolved_args: dict[str, Any]  # a valid preset
+    shown_args: list[str]  # names of the arguments that the model card and the ledger show
+    wall_clock_s: float  # of this start
+    versions: dict[str, str]
+    commit: str | None
+    hardware: Machine
+
+
+class SourceMetrics(TypedDict):
+    """What was measured on the held-out blocks of one source; losses and entropy in nats."""
+
+    loss: float
+    perplexity: float
+    bits: float
+    unigram_entropy: float
+    blocks: int
+    tokens: int
+
+
+class PretrainingRecord(RunRecord):
+    """`run_record.json` of a pretraining run."""
+
+    metrics_by_source: dict[str, SourceMetrics]  # empty for one source
+    unigram_entropy: float  # of the held-out text, nats
+    global_batch_size: int
+    stopped_by: str  # "max_steps", "max_train_minutes"
+    passes: dict[str, float]  # by source: how often its text was read
+    counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
+    digest: str  # checksum of all blocks and masks consumed
+    skipped_steps: int  # by fp16, as gradients overflowed
+
+
+class DatasetCard(TypedDict):
+    """What a model card says of the data that a task is measured on."""
+
+    name: str  # to show: "GLUE rte"
+    hub_id: str | None  # "nyu-mll/glue"; None where the rows are not those of a dataset on the Hub
+    hub_config: str | None
+    split: str  # that the scores are of
+    task_type: str  # the Hub's name: "text-classification"
+    hub_metrics: dict[str, str]  # metrics that are published, with the Hub's name of each
+    note: str  # what else the card has to say of the training data; may be empty
+
+
+class FinetuneRecord(RunRecord):
+    """`run_record.json` of one run of a fine-tuning protocol."""
+
+    task: str
+    metric: str  # picks the epoch
+    dataset: DatasetCard
+    examples: dict[str, int]  # by split, as the model sees them
+    degenerate: bool  # one answer to everything
+    fingerprint: dict[str, Any]
+    computed_tokens: int  # with padding
+    best_step: int
+    score_at_steps: list[list[float]]  # [step, validation score]
+    duplicates: dict[str, Any]
+    features: dict[str, Any]
+
+
+class SettingScores(TypedDict):
+    """The scores of one setting of a protocol over its seeds."""
+
+    learning_rate: float
+    global_batch_size: int
+    median: float
+    mean: float
+    lowest: float
+    highest: float
+    seeds: dict[Any, float]
+    degenerate_seeds: list[int]
+    best_run: str  # folder
+    medians: dict[str, float]  # of every metric
+
+
+class Summary(TypedDict):
+    """`summary.json` of a fine-tuning protocol."""
+
+    metric: str
+    settings: list[SettingScores]
+    picked: int  # number of the setting with the best median
+    task: str
+    dataset: DatasetCard
+    resolved_args: dict[str, Any]
+    shown_args: list[str]
+    duplicates: NotRequired[dict[str, Any]]
+    features: NotRequired[dict[str, Any]]
+
+
+def picked_setting(summary: Summary) -> SettingScores:
+    """The scores of the setting with the best median."""
+    return summary["settings"][summary["picked"]]
+
+
+def read_record(path: Path) -> Any:
+    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not JSON, or not of this recipe."""
+    try:
+        values = durable.read_json(path)
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}): move {path.parent} away to have it run again") from None
+    if missing := [name for name in ("resolved_args", "shown_args") if name not in values]:
+        raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe")
+    return values
+
+
+def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:
+    """[step, value] pairs of a logged value, evenly thinned to `at_most`, the last always kept."""
+    points = [[entry["step"], entry[key]] for entry in log_history if key in entry]
+    stride = math.ceil(len(points) / at_most) or 1
+    return points[stride - 1 :: stride] if len(points) % stride == 0 else [*points[stride - 1 :: stride], points[-1]]
+
+
+def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
+    """The record of a finished run of `trainer` (a `DurableTrainer`); `others` are the fields of its kind of run."""
+    trainer.count_consumed()  # what was consumed behind the last log line
+    tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
+    rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
+    return {
+        "metrics": metrics,
+        "steps": trainer.state.global_step,
+        "tokens_seen": tokens,
+        "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / trainer.train_seconds),
+        "train_seconds": round(trainer.train_seconds, 1),
+        "restarts": trainer.restarts,
+        **trainer.record(),
+        "peak_memory_bytes": peak_memory_bytes(),
+        # under ZeRO 3 a parameter holds a shard of itself, and `ds_numel` is the size of the whole
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
+        "loss_at_steps": {
+            "train": loss_at_steps(history, "loss"),
+            "validation": loss_at_steps(history, "eval_loss"),
+        },
+        "tokens_at_steps": loss_at_steps(history, "tokens_seen"),
+        **others,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "datasets", "tokenizers", "accelerate")},
+        },
+        "commit": git_commit(),
+        "hardware": describe_machine(),
+    }
+
+
+def git_commit() -> str | None:
+    """The repository's commit, with "-dirty" where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for numbers that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
+    """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run."""
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    (Path(output_dir) / PRESET_NAME).write_text(text, encoding="utf-8")
+
+
+def write_record(record: RunRecord, output_dir: str | Path) -> None:
+    """`<output_dir>/run_record.json`, whole or not at all."""
+    durable.write_json(Path(output_dir) / RECORD_NAME, finite(record))
+
+
+def percent(value: float | None) -> str:
+    """A score times 100; a score that is no number (a correlation with a constant) as nan."""
+    return "nan" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    """A figure of a record, in which a figure that is no number is null."""
+    return "nan" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,138 @@
+"""SQuAD 2.0's binary classifier beside the span head (paper, section 5.2): is the question answerable?
+
+The model is the stock question-answering class with a further module. It saves the stock class's checkpoint, which
+`AutoModelForQuestionAnswering` loads, and the classifier's weights in a file beside it (`FILE`).
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import QuestionAnsweringModelOutput
+from transformers.utils import cached_file
+
+from roberta_recipe.errors import InputError
+
+logger = logging.getLogger("recipe")
+
+FILE = "answerability.safetensors"
+_PREFIX = "answerability."  # of the classifier's weights in the model's state
+
+
+@dataclass
+class JointOutput(QuestionAnsweringModelOutput):
+    """With the classifier's logit, in a field because data parallelism takes outputs apart by their fields."""
+
+    answerable: torch.Tensor | None = None  # (batch,)
+
+
+class Answerability(torch.nn.Module):
+    """(batch, seq_len, hidden) -> (batch,) logit that the question is answerable, from the first token: the shape of
+    RoBERTa's classification head with one output."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = torch.nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
+        self.out_proj = torch.nn.Linear(config.hidden_size, 1)
+        for layer in (self.dense, self.out_proj):
+            torch.nn.init.normal_(layer.weight, std=getattr(config, "initializer_range", 0.02))
+            torch.nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.dense(self.dropout(hidden[:, 0])))
+        return self.out_proj(self.dropout(hidden)).squeeze(-1)
+
+
+class WithAnswerability:
+    """Put before a stock question-answering class (`joint_class`): the same model with the classifier."""
+
+    _keys_to_ignore_on_load_missing: ClassVar = [rf"^{_PREFIX}"]  # they are in `FILE`
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.answerability = Answerability(config)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """As the stock class, but for the classifier, which draws its weights in its constructor, after the others."""
+        own = self.answerability.modules() if hasattr(self, "answerability") else ()
+        if module not in own:
+            super()._init_weights(module)
+
+    def forward(self, *args, **kwargs) -> JointOutput:
+        """The stock class's output, and `answerable` (batch,)."""
+        output = super().forward(*args, **{**kwargs, "output_hidden_states": True})
+        return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1]))
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs) -> None:
+        """The stock class's checkpoint, and `FILE` beside it."""
+        stock, own = {}, {}
+        for name, tensor in (self.state_dict() if state_dict is None else state_dict).items():
+            if name.startswith(_PREFIX):
+                own[name.removeprefix(_PREFIX)] = tensor.detach().cpu().contiguous()
+            else:
+                stock[name] = tensor
+        if is_main_process:  # before the rest, which may be told to push the folder
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            save_file(own, Path(save_directory, FILE))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=stock, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *args, fresh_classifier: bool = False, **kwargs) -> Any:
+        """As the stock class, with the classifier's weights from `FILE` beside the checkpoint, or fresh. Raises
+        `InputError` where `FILE` is missing, damaged or of another size."""
+        loaded = super().from_pretrained(name, *args, **kwargs)
+        model = loaded[0] if kwargs.get("output_loading_info") else loaded
+        # the loader made the classifier without drawing its weights (`_init_weights`)
+        model.answerability = Answerability(model.config).to(model.device, model.dtype).eval()
+        if not fresh_classifier:
+            file = find(name, **kwargs)
+            try:
+                model.answerability.load_state_dict(load_file(file or Path(name, FILE)))
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise InputError(f"no classifier for this model in {Path(name, FILE)}: {error}") from None
+        return loaded
+
+
+def find(name: str | Path, **kwargs) -> str | None:
+    """The path of the classifier's file beside a checkpoint, a folder or a Hub id; None where there is no such file.
+    `kwargs` are those of `from_pretrained`."""
+    source = {key: kwargs[key] for key in ("cache_dir", "revision", "token") if key in kwargs}
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return cached_file(str(name), FILE, **source, **optional)
+
+
+@functools.cache
+def joint_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """`stock` with the classifier. It keeps the name, which config.json has as the architecture."""
+    return type(stock.__name__, (WithAnswerability, stock), {})
+
+
+class AutoModelWithAnswerability:
+    """Makes and loads models as `AutoModelForQuestionAnswering` does, each with the classifier."""
+
+    @staticmethod
+    def from_config(config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+        logger.info("Classifier  fresh")
+        return joint_class(_stock_class(config))._from_config(config, **kwargs)
+
+    @staticmethod
+    def from_pretrained(name: str | Path, *, config: PreTrainedConfig, **kwargs) -> Any:
+        """The classifier is the checkpoint's where there is one, else fresh."""
+        fresh = find(name, **kwargs) is None
+        logger.info(f"Classifier  {'fresh' if fresh else 'kept'}")
+        cls = joint_class(_stock_class(config))
+        return cls.from_pretrained(name, config=config, fresh_classifier=fresh, **kwargs)
+
+
+def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The question-answering class of a config. Raises `ValueError` where transformers has none."""
+    if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
+        raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
+    return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]

@@ -1,0 +1,75 @@
+"""Metrics of classification and regression tasks (Wang et al. 2018, table 1), and GLUE's as an `evaluate` module.
+
+Glue("cola").compute(predictions=[...], references=[...])                                # in Python
+evaluate.load("roberta_recipe/tasks/glue_metric.py", "cola").compute(...)                 # from its path, offline
+"""
+
+import datasets
+import evaluate
+import numpy as np
+
+from roberta_recipe.tasks.glue import TASKS
+
+
+def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Share of (examples,) predictions that are right."""
+    return float((predictions == references).mean())
+
+
+def f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Harmonic mean of precision and recall of class 1; 0 where neither side has any (as scikit-learn)."""
+    hits = int(((predictions == 1) & (references == 1)).sum())
+    total = int((predictions == 1).sum() + (references == 1).sum())
+    return 2 * hits / total if total else 0.0
+
+
+def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Correlation of two binary variables, from -1 to 1; 0 where one of them is constant (as scikit-learn)."""
+    a, b = predictions - predictions.mean(), references - references.mean()
+    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / scale if scale > 0 else 0.0
+
+
+def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Linear correlation; nan where one side is constant (as scipy)."""
+    a, b = predictions - predictions.mean(), references - references.mean()
+    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / scale if scale > 0 else float("nan")
+
+
+def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Pearson's correlation of the ranks, equal values sharing their mean rank."""
+    return pearson(_ranks(predictions), _ranks(references))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    return ((last - counts + 1 + last) / 2)[inverse]
+
+
+FUNCTIONS = {function.__name__: function for function in (accuracy, f1, matthews_correlation, pearson, spearman)}
+
+
+def scores(metrics: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+    """The `metrics` of (examples,) class numbers or scores, each a share or a correlation, not times 100."""
+    predictions, references = np.asarray(predictions, dtype=float), np.asarray(references, dtype=float)
+    return {name: FUNCTIONS[name](predictions, references) for name in metrics}
+
+
+class Glue(evaluate.Metric):
+    """The metrics of one GLUE task (`config_name`), see `scores`."""
+
+    def _info(self):
+        if self.config_name not in TASKS:
+            raise KeyError(f"{self.config_name!r} is no task of GLUE: {', '.join(TASKS)}")
+        value = datasets.Value("int64" if TASKS[self.config_name].labels else "float64")
+        return evaluate.MetricInfo(
+            description=__doc__,
+            citation="Wang et al. 2018, GLUE (arXiv 1804.07461)",
+            inputs_description="predictions and references: class numbers, or scores for stsb",
+            features=datasets.Features({"predictions": value, "references": value}),
+        )
+
+    def _compute(self, predictions, references):
+        return scores(TASKS[self.config_name].metrics, predictions, references)

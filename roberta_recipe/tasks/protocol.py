@@ -1,0 +1,472 @@
+"""How the three fine-tuning scripts run (paper, section 5): a run for each seed, its best epoch, median and spread.
+
+A script says what it fine-tunes on (`Job`). The arguments that all three share, the runs, and what is kept of them are
+here.
+"""
+
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from roberta_recipe import durable
+from roberta_recipe.args import fixed_values, parse, setting, shown_names
+from roberta_recipe.data import tokenization
+from roberta_recipe.errors import InputError
+from roberta_recipe.log import logger
+from roberta_recipe.record import (
+    BEST_NAME,
+    RECORD_NAME,
+    SUMMARY_NAME,
+    DatasetCard,
+    FinetuneRecord,
+    SettingScores,
+    Summary,
+    finite,
+    percent,
+    picked_setting,
+    read_record,
+    run_record,
+    write_preset,
+    write_record,
+)
+from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads
+from roberta_recipe.training.arguments import FinetuneTrainingArguments
+from roberta_recipe.training.finetune_trainer import FinetuneTrainer
+
+TEST_SCORES = "test_scores.npz"
+
+_TAKEN_FROM_TRAINER = {
+    "average_tokens_across_devices": True,
+    "load_best_model_at_end": False,
+    "train_sampling_strategy": "random",
+    "dataloader_drop_last": False,
+    "eval_do_concat_batches": True,
+    "eval_delay": 0,
+}
+
+
+@dataclass
+class FinetuneArguments:
+    """What `TrainingArguments` has no name for, and all three scripts need."""
+
+    _argument_group_name = "recipe"
+
+    model_name_or_path: str | None = setting(None, "Checkpoint to start from, a folder or a Hub id.", "fixed")
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; without it, the checkpoint's.", "content")
+    max_seq_length: int = setting(512, "Tokens the model sees at once.", "fixed", shown=True)
+    head_dropout: float | None = setting(
+        None,
+        "Dropout of the head; without it, the checkpoint's (Hugging Face: as the body's).",
+        "fixed",
+        shown=True,
+    )
+    layer_decay: float = setting(
+        1.0,
+        "Rate of each layer / rate of the layer above it (ELECTRA, appendix B); 1: one rate for all, as the paper.",
+        "fixed",
+        shown=True,
+    )
+    global_batch_size: int | None = setting(
+        None,
+        "Examples an optimizer step (SQuAD: windows; ranking and RACE: questions); accumulation is derived.",
+        "fixed",
+        shown=True,
+    )
+    seeds: list[int] = setting([1, 2, 3, 4, 5], "One run for each.", "free")
+    random_weights: bool = setting(
+        False,
+        "Fine-tune the checkpoint's architecture from fresh weights: what pretraining is worth.",
+        "fixed",
+        shown=True,
+    )
+    max_train_samples: int | None = setting(None, "Train on the first so many examples only.", "fixed", shown=True)
+    keep: Literal["best", "all", "none"] = setting(
+        "best", "Whose weights stay on disk: the best run's, all runs', none.", "free"
+    )
+
+
+Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
+
+
+@dataclass
+class Job:
+    """What a script fine-tunes on. Scores are (features of a split, ...), as `loss_sum` gives them beside the loss."""
+
+    name: str  # of the task, in the records
+    metric: str  # its highest value picks the epoch and the setting
+    dataset: DatasetCard  # what the model card says of the data
+    tokenizer: PreTrainedTokenizerBase
+    build_model: Callable[[], torch.nn.Module]
+    features: dict[str, list[dict]]  # by split: "train", the splits of `validation`, the splits of `tests`
+    validation: list[str]  # splits that are measured; the first picks the epoch
+    tests: list[str]  # splits that are scored only, into `TEST_SCORES`
+    collator: Callable[[list[dict]], dict[str, torch.Tensor]]
+    loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+    measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
+    degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
+    found: dict[str, Any]  # counts, for the records
+    inputs: dict[str, Any]  # fingerprints of what the script read (`inputs_fingerprint`)
+    test_rows: str = ""  # fingerprint of the tests' rows: scores of other rows are not taken for theirs
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a protocol."""
+
+    learning_rate: float
+    batch: int
+    seed: int
+    output_dir: Path
+
+    @property
+    def setting(self) -> tuple[float, int]:
+        return self.learning_rate, self.batch
+
+
+def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
+    """The filled dataclasses, where `cls` is the script's, and the resolved values as a preset."""
+    filled, resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
+    return tuple(filled), resolved
+
+
+def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> None:
+    """Raise `InputError` for values out of range and for what the protocol takes from `Trainer`."""
+    if not args.model_name_or_path:
+        raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
+    if not args.seeds or len(set(args.seeds)) != len(args.seeds) or min(args.seeds) < 0:
+        raise InputError(f"seeds={args.seeds} must be different numbers from 0 on, one for each run")
+    if args.max_seq_length < 8:
+        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
+    if args.max_train_samples is not None and args.max_train_samples < 1:
+        raise InputError(f"max_train_samples={args.max_train_samples} must be at least 1")
+    if args.head_dropout is not None and not 0 <= args.head_dropout < 1:
+        raise InputError(f"head_dropout={args.head_dropout} must be from 0 to below 1")
+    if not 0 < args.layer_decay <= 1:
+        raise InputError(
+            f"layer_decay={args.layer_decay} must be above 0 and at most 1, which is the same rate for all layers"
+        )
+    if training_args.auto_find_batch_size:
+        raise InputError(
+            "auto_find_batch_size would shrink the global batch unseen; set per_device_train_batch_size instead"
+        )
+    if training_args.eval_strategy == "no":
+        raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
+    if not training_args.output_dir or Path(training_args.output_dir).is_file():
+        raise InputError(f"output_dir={training_args.output_dir}: name a folder for the runs and their summary")
+    if training_args.push_to_hub and args.keep == "none":
+        raise InputError("keep=none leaves no weights to push: with push_to_hub, keep=best")
+    if training_args.push_to_hub and "checkpoint" in training_args.hub_strategy.value:
+        raise InputError(
+            f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
+            "the best of all (end)"
+        )
+    if training_args.label_smoothing_factor:
+        raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
+    for name, wanted in _TAKEN_FROM_TRAINER.items():
+        if getattr(training_args, name) != wanted:
+            raise InputError(f"{name} must stay {str(wanted).lower()}: the script does this itself")
+    heads.check_length(args.model_name_or_path, args.max_seq_length)
+    environment.check_processes(training_args)
+    environment.check_precision(training_args)
+    if training_args.deepspeed_plugin:
+        raise InputError(
+            "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"
+        )
+
+
+def of_preset(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
+    """The preset's rate and batch with every seed."""
+    size = args.global_batch_size
+    if size is None:
+        size = batch.derive_batch(training_args, None)
+    return runs_of([training_args.learning_rate], [size], args.seeds, training_args.output_dir)
+
+
+def run_all(
+    argv: list[str],
+    runs: list[Run],
+    job: Job,
+    read: Callable[[list[str]], tuple[Arguments, dict[str, Any]]],
+    after_run: Callable[[Path, str], None] | None,
+    extra_flags: tuple[str, ...] = (),
+) -> list[FinetuneRecord]:
+    """The record of each run, from the disk where the run is finished; `read` is the script's reader of arguments.
+
+    Of each setting, the weights of the best run so far stay, or as `keep` says. `after_run` gets that run's folder and
+    a message behind each run that was trained now, but for the last run, and where there is one setting only.
+    """
+    records = []
+    for run in runs:
+        flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
+        flags += ["--output_dir", run.output_dir, *extra_flags]
+        (args, training_args), resolved = read([*argv, *map(str, flags)])
+        was_finished = (run.output_dir / RECORD_NAME).is_file()
+        records.append(finetune(run, job, args, training_args, resolved))
+        if args.keep == "best" and training_args.process_index == 0:
+            same = [number for number in range(len(records)) if runs[number].setting == run.setting]
+            runs_so_far, records_so_far = [runs[number] for number in same], [records[number] for number in same]
+            drop_weights("best", runs_so_far, summarise(runs_so_far, records_so_far, job.metric))
+        if after_run and len(records) < len(runs) and len({run.setting for run in runs}) == 1 and not was_finished:
+            best = picked_setting(summarise(runs[: len(records)], records, job.metric))["best_run"]
+            after_run(Path(best), f"Best of {len(records)} runs of {len(runs)}")
+    return records
+
+
+def finetune(
+    run: Run, job: Job, args: FinetuneArguments, training_args: FinetuneTrainingArguments, resolved: dict[str, Any]
+) -> FinetuneRecord:
+    """The record of one run, from the disk where the run is finished."""
+    started_s = time.monotonic()
+    at_most = training_args.per_device_train_batch_size
+    training_args.per_device_train_batch_size = batch.largest_micro_batch(run.batch, at_most, training_args.world_size)
+    batch.derive_batch(training_args, run.batch)
+    resolved |= {"seeds": [run.seed]}  # so that the preset repeats this run
+    fingerprint = run_fingerprint(args, training_args, job)
+    record = finished(run, fingerprint)
+    unscored = training_args.do_predict and bool(job.tests) and test_scores(run, job) is None
+    if record and not (unscored and has_weights(run)):
+        logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
+        return record
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    set_seed(run.seed)
+    resumed_from = checkpoint.find(training_args)
+    resumed = resumed_from and checkpoint.load_state(resumed_from, fingerprint, checkpoint.layout(training_args))
+    trainer = FinetuneTrainer(
+        model=job.build_model(),
+        args=training_args,
+        train_dataset=job.features["train"],
+        eval_dataset=job.features[job.validation[0]],
+        data_collator=job.collator,
+        processing_class=job.tokenizer,
+        loss_sum=job.loss_sum,
+        measure=lambda scores: job.measure(job.validation[0], scores, scores),
+        best_metric=job.metric,
+        layer_decay=args.layer_decay,
+        fingerprint=fingerprint,
+        resumed=resumed,
+    )
+    if not record:
+        trainer.train(resume_from_checkpoint=resumed_from)
+    metrics, best = score(trainer, job)
+    if not record:
+        record = run_record(
+            trainer,
+            metrics,
+            task=job.name,
+            metric=job.metric,
+            dataset=job.dataset,
+            examples={split: len(features) for split, features in job.features.items()},
+            degenerate=job.degenerate(best),
+            **job.found,
+            fingerprint=fingerprint,
+            resolved_args=resolved,
+            shown_args=shown_names(args, training_args),
+            wall_clock_s=round(time.monotonic() - started_s, 1),
+        )
+        if trainer.is_world_process_zero():
+            write_preset(resolved, training_args.output_dir)
+            write_record(record, training_args.output_dir)
+            for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs none
+                shutil.rmtree(path)
+    del trainer
+    finetune_trainer.free_memory()
+    return record
+
+
+def score(trainer: FinetuneTrainer, job: Job) -> tuple[dict[str, float], np.ndarray]:
+    """The best epoch's metrics on all validation splits, and its scores of the first; the tests' scores are stored."""
+    best = trainer.load_best()
+    metrics = job.measure(job.validation[0], best, best)
+    for split in job.validation[1:]:
+        others = job.measure(split, trainer.scores(job.features[split]), best)
+        metrics |= {name_on_split(name, split): value for name, value in others.items()}
+    if trainer.args.do_predict and job.tests:
+        tests = {split: trainer.scores(job.features[split]) for split in job.tests}
+        if trainer.is_world_process_zero():
+            aside = Path(trainer.args.output_dir, f"unfinished_{TEST_SCORES}")
+            np.savez(aside, rows=job.test_rows, **tests)
+            aside.replace(aside.with_name(TEST_SCORES))
+    return metrics, best
+
+
+def name_on_split(metric: str, split: str) -> str:
+    """The name of a metric on a validation split other than the first: `accuracy_mismatched`."""
+    return f"{metric}_{split.partition('_')[2]}"
+
+
+def test_scores(run: Run, job: Job) -> dict[str, np.ndarray] | None:
+    """A run's scores of the tests, by split; None where none are stored, or those of other rows."""
+    path = run.output_dir / TEST_SCORES
+    stored = dict(np.load(path)) if path.is_file() else {}
+    return stored if stored and str(stored.pop("rows", "")) == job.test_rows else None
+
+
+def scores_of_tests(runs: list[Run], job: Job) -> list[dict[str, np.ndarray]]:
+    """The `test_scores` of every run. Raises `InputError` where a run has none."""
+    stored = [test_scores(run, job) for run in runs]
+    if absent := [run.output_dir for run, scores in zip(runs, stored, strict=True) if scores is None]:
+        raise InputError(
+            f"{absent[0]} was run without do_predict, or on other test rows, and its weights are gone: move it away to "
+            "have it run again"
+        )
+    return stored
+
+
+def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArguments, job: Job) -> dict[str, Any]:
+    """What must not change between two starts of a run: flags that are declared so, and the content that was read."""
+    return {**fixed_values(args), **fixed_values(training_args), **job.inputs}
+
+
+def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
+    """Fingerprints of what a script read: the tokenizer, the checkpoint's weights, and the data `rows`, as JSON."""
+    return {
+        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
+        "weights": heads.weights_identity(args.model_name_or_path),
+        "data": durable.fingerprint(rows),
+    }
+
+
+def finish(
+    args: FinetuneArguments,
+    training_args: FinetuneTrainingArguments,
+    folder: Path,
+    runs: list[Run],
+    records: list[FinetuneRecord],
+    job: Job,
+    resolved_args: dict[str, Any],
+) -> Summary:
+    """The summary of all runs, also as `<folder>/summary.json`; weights that `keep` does not want are dropped."""
+    summary: Summary = {
+        **summarise(runs, records, job.metric),
+        "task": job.name,
+        "dataset": job.dataset,
+        **job.found,
+        "resolved_args": resolved_args,
+        "shown_args": shown_names(args, training_args),
+    }
+    if training_args.process_index == 0:
+        drop_weights(args.keep, runs, summary)
+        durable.write_json(folder / SUMMARY_NAME, finite(summary))
+    return summary
+
+
+def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
+    """Every rate with every batch and seed, each in a folder of its own below `output_dir`."""
+    return [
+        Run(rate, size, seed, Path(output_dir, f"lr{rate:g}-batch{size}-seed{seed}"))
+        for rate in rates
+        for size in batches
+        for seed in seeds
+    ]
+
+
+def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
+    """The record of a finished run, so that it is not run again; None for a run that is to be started or resumed.
+
+    Raises `InputError` where the folder holds a run of other settings.
+    """
+    path = run.output_dir / RECORD_NAME
+    if not path.is_file():
+        return None
+    record: FinetuneRecord = read_record(path)
+    if changed := durable.differences(record["fingerprint"], fingerprint):
+        raise InputError(
+            f"{run.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "
+            "or move this one away"
+        )
+    return record
+
+
+def has_weights(run: Run) -> bool:
+    """Whether the weights of a run's best epoch are on disk."""
+    return (run.output_dir / BEST_NAME / "model.safetensors").is_file()
+
+
+def drop_weights(keep: str, runs: list[Run], summary: Summary) -> None:
+    """Leave on disk the weights of the best run of a `summarise`d protocol ("best"), of "all" or of "none"; records and
+    scores of all stay."""
+    best = picked_setting(summary)["best_run"]
+    for run in runs:
+        if keep == "all" or (keep == "best" and str(run.output_dir) == best):
+            continue
+        for path in (run.output_dir / BEST_NAME).glob("*"):
+            if path.name != finetune_trainer.SCORES:
+                path.unlink()
+
+
+def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
+    """The part of a `Summary` that scores give: median and spread over seeds of each setting, by `metric`; the setting
+    with the best median, and its best run."""
+    by_setting: dict[tuple[float, int], list[tuple[float, Run, FinetuneRecord]]] = {}
+    for run, record in zip(runs, records, strict=True):
+        by_setting.setdefault(run.setting, []).append((_at_least(record["metrics"][metric]), run, record))
+    rows: list[SettingScores] = []
+    for (rate, size), scored in by_setting.items():
+        values = [value for value, _, _ in scored]
+        metrics = [record["metrics"] for _, _, record in scored]
+        best = max(scored, key=lambda entry: entry[0])
+        rows.append(
+            {
+                "learning_rate": rate,
+                "global_batch_size": size,
+                "median": statistics.median(values),
+                "mean": statistics.fmean(values),
+                "lowest": min(values),
+                "highest": max(values),
+                "seeds": {run.seed: value for value, run, _ in scored},
+                "degenerate_seeds": [run.seed for _, run, record in scored if record["degenerate"]],
+                "best_run": str(best[1].output_dir),
+                "medians": {name: statistics.median(_at_least(m[name]) for m in metrics) for name in metrics[0]},
+            }
+        )
+    return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}
+
+
+def _at_least(value: float | None) -> float:
+    """A score that can be compared: what is no number (a correlation with a constant) is below all others."""
+    return -math.inf if value is None or math.isnan(value) else value
+
+
+def load_from_hub(name: str, *config: str, split: str, instead: str) -> datasets.Dataset:
+    """A split of a dataset on the Hub. Raises `InputError` that names it and what to give `instead`."""
+    try:
+        return datasets.load_dataset(name, *config, split=split)
+    except Exception as error:  # the Hub client raises a dozen kinds
+        what = ", ".join([*config, split])
+        raise InputError(
+            f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
+        ) from None
+
+
+def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
+    """Each setting with its median, spread and seeds, the best marked, and medians of the metrics `others`; the line
+    `paper` below."""
+    metric, settings = summary["metric"], summary["settings"]
+    lines = [f"\n{summary['task']}, validation {metric} x 100"]
+    lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
+    for number, row in enumerate(settings):
+        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
+        picked = number == summary["picked"] and len(settings) > 1
+        lines.append(
+            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
+            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
+            f"{'  <- best median, picked on validation' * picked}"
+        )
+        if others:
+            medians = ", ".join(f"{name} {percent(row['medians'][name])}" for name in others)
+            lines.append(f"{'':>10}medians: {medians}")
+        if row["degenerate_seeds"]:
+            listed = ", ".join(map(str, row["degenerate_seeds"]))
+            lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
+    return "\n".join([*lines, paper])

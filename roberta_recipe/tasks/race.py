@@ -1,0 +1,221 @@
+"""RACE (paper, section 5.3): passages with questions of four options, each option with the passage as one sequence.
+
+The official layout: train|dev|test / middle|high / *.txt, a JSON object in each file (Lai et al. 2017, arXiv
+1704.04683).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe.arithmetic import round_up
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import is_text, read_json
+from roberta_recipe.record import DatasetCard
+from roberta_recipe.tasks.protocol import load_from_hub
+
+# RoBERTa-large in the paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
+PAPER = {"accuracy": 83.2, "middle": 86.5, "high": 81.3}
+HUB_DATASET = "ehovy/race"
+LEVELS = ("middle", "high")
+FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
+LETTERS = "ABCD"
+_TOGETHER = 1000  # texts tokenized in one call
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question; `answer` is the number of the right option."""
+
+    id: str  # file, and number in the file
+    level: str
+    article: str
+    question: str
+    options: tuple[str, ...]
+    answer: int
+
+    def with_option(self, option: str) -> str:
+        """Question and option as one text: the option fills the blank, or follows a question without a blank (fairseq's
+        preprocess_RACE.py, which fills each `_`; here a run of `_` is one blank)."""
+        filled, blanks = re.subn("_+", lambda _: option, self.question)
+        return fold(filled if blanks else f"{self.question} {option}")
+
+
+def fold(text: str) -> str:
+    """Every run of whitespace as one space."""
+    return " ".join(text.split())
+
+
+def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Question]:
+    """The questions of "train", "validation" or "test", by level and number of the file. Raises `InputError` that names
+    file and question."""
+    questions = []
+    for level in levels:
+        folder = data_dir / FOLDERS[split] / level
+        paths = sorted(folder.glob("*.txt"), key=lambda path: (len(path.stem), path.stem))
+        if not paths:
+            raise InputError(
+                f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
+                f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
+            )
+        for path in paths:
+            questions += _of_file(path, level)
+    return questions
+
+
+def _of_file(path: Path, level: str) -> Iterator[Question]:
+    row = read_json(path)
+    try:
+        article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} must hold article, questions, options and answers: {error}") from None
+    if not all(isinstance(column, list) for column in columns):
+        raise InputError(f"{path}: questions, options and answers must be lists")
+    counts = [len(column) for column in columns]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise InputError(f"{path}: {counts[0]} questions, {counts[1]} lists of options, {counts[2]} answers")
+    if isinstance(article, str):
+        article = fold(article)  # here, so that all its questions share one string
+    for number, (text, choices, answer) in enumerate(zip(*columns, strict=True), 1):
+        yield checked(f"{level}/{path.name}, question {number}", str(path), level, article, text, choices, answer)
+
+
+def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
+    """The questions of "train", "validation" or "test" from the Hub."""
+    questions, folded = [], {}
+    for level in levels:
+        instead = "the folder of the official files with --data_dir"
+        rows = load_from_hub(HUB_DATASET, level, split=split, instead=instead)
+        for number, row in enumerate(rows):
+            name = f"{row['example_id']}, row {number}"
+            row["article"] = folded.setdefault(row["article"], fold(row["article"]))
+            questions.append(
+                checked(name, HUB_DATASET, level, *(row[key] for key in ("article", "question", "options", "answer")))
+            )
+    return questions
+
+
+def checked(name: str, where: str, level: str, article: Any, text: Any, options: Any, answer: Any) -> Question:
+    """One question. Raises `InputError` unless it has four options, a letter as its answer, and texts."""
+    if not isinstance(options, list) or len(options) != len(LETTERS):
+        found = len(options) if isinstance(options, list) else "no list of"
+        raise InputError(f"{where}: {name}: {found} options, and {len(LETTERS)} are wanted")
+    if not all(map(is_text, (article, text, *options))):
+        raise InputError(f"{where}: {name}: article, question and options must be Unicode texts")
+    if not article:
+        raise InputError(f"{where}: {name}: the article is empty")
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
+        raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
+    return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
+
+
+def dataset_card(level: str, without_article: bool) -> DatasetCard:
+    """What the model card says of the data: RACE's where both levels and the articles are shown to the model."""
+    changes = ["without_article"] * without_article + [f"level {level}"] * (level != "all")
+    metrics = ("accuracy", *(LEVELS if level == "all" else (level,)))
+    return {
+        "name": f"race ({', '.join(changes)})" if changes else "RACE",
+        "hub_id": None if changes else HUB_DATASET,
+        "hub_config": None if changes else "all",
+        "split": "validation",
+        "task_type": "multiple-choice",
+        "hub_metrics": {metric: metric for metric in metrics},
+        "note": "",
+    }
+
+
+@dataclass
+class Features:
+    """Model inputs by question, and what was cut on the way."""
+
+    rows: list[dict[str, Any]]  # for `RaceCollator`
+    lengths: np.ndarray  # (questions,) tokens of the longest option's sequence, if nothing were cut
+    articles_cut: np.ndarray  # (questions,) whether the article is cut in any of the four sequences
+    options_cut: np.ndarray  # (questions,) how many of the four question-with-option texts are cut
+
+
+def features(
+    questions: list[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    max_option_length: int,
+    without_article: bool = False,
+) -> Features:
+    """`<s> question option </s></s> article </s>` for each option: question and option are cut to `max_option_length`
+    tokens, the sequence to `max_seq_length` by cutting the article's end; special tokens always stay. (fairseq counts
+    `<s>` and `</s>` among the 128, cuts the sequence's end, and so loses the last `</s>` of a long sequence.)
+
+    A row has token ids without special tokens, int32: `options` (four), `article`; `labels`, and `length` of the
+    longest sequence. Articles are stored once for all their questions.
+    """
+    articles = list(dict.fromkeys(question.article for question in questions))
+    ids = dict(zip(articles, _encode(articles, tokenizer), strict=True))
+    texts = [question.with_option(option) for question in questions for option in question.options]
+    with_options = list(_encode(texts, tokenizer))
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    rows, lengths = [], np.zeros(len(questions), dtype=np.int64)
+    articles_cut, options_cut = np.zeros(len(questions), dtype=bool), np.zeros(len(questions), dtype=np.int64)
+    for number, question in enumerate(questions):
+        four = with_options[number * len(LETTERS) : (number + 1) * len(LETTERS)]
+        article = ids[question.article][: 0 if without_article else None]
+        lengths[number] = special + len(article) + max(map(len, four))
+        options_cut[number] = sum(len(option) > max_option_length for option in four)
+        four = [option[:max_option_length] for option in four]
+        longest = special + len(article) + max(map(len, four))
+        articles_cut[number] = longest > max_seq_length
+        row = {"options": four, "article": article, "labels": question.answer, "length": min(longest, max_seq_length)}
+        rows.append(row)
+    return Features(rows, lengths, articles_cut, options_cut)
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # </s> in a text is text
+    for first in range(0, len(texts), _TOGETHER):
+        encoded = tokenizer(texts[first : first + _TOGETHER], **plain)["input_ids"]
+        yield from (np.array(ids, dtype=np.int32) for ids in encoded)
+
+
+class RaceCollator:
+    """Rows of `features` as `input_ids`, `attention_mask` (and `token_type_ids` where the model has them), each (batch,
+    options, longest sequence of the batch, up to a multiple of 8), and `labels` (batch,)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
+        self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
+        self.with_types = "token_type_ids" in tokenizer.model_input_names
+        self.around, self.types = special_tokens(tokenizer)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        width = min(round_up(max(row["length"] for row in rows), 8), self.max_seq_length)
+        shape = len(rows), len(LETTERS), width
+        ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        before, between, behind = self.around
+        for number, row in enumerate(rows):
+            for choice, option in enumerate(row["options"]):
+                room = self.max_seq_length - sum(map(len, self.around)) - len(option)
+                article = row["article"][:room]
+                sequence = np.concatenate([before, option, between, article, behind])
+                ids[number, choice, : len(sequence)], mask[number, choice, : len(sequence)] = sequence, 1
+                kinds = np.repeat(self.types, [len(before) + len(option), len(between), len(article) + len(behind)])
+                types[number, choice, : len(sequence)] = kinds
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if self.with_types:
+            batch["token_type_ids"] = torch.from_numpy(types)
+        return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[int]]:
+    """The special tokens before, between and behind the two texts of a pair; and the token types of the first text, of
+    the tokens between, and of the second text."""
+    pair = tokenizer("a", "b", return_token_type_ids=True)
+    texts = pair.sequence_ids(0)  # by token: 0, 1, or None at special tokens
+    first, second = texts.index(0), texts.index(1)
+    first_end, second_end = len(texts) - texts[::-1].index(0), len(texts) - texts[::-1].index(1)
+    ids, types = np.array(pair["input_ids"], dtype=np.int32), pair["token_type_ids"]
+    return [ids[:first], ids[first_end:second], ids[second_end:]], [types[first], types[second - 1], types[second]]

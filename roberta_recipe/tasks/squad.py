@@ -1,0 +1,382 @@
+"""SQuAD (paper, section 5.2): questions from the official JSON, windows with exact labels, spans from scores.
+
+A position in a context counts the characters of a Python string.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import is_text, read_json
+from roberta_recipe.record import DatasetCard
+from roberta_recipe.tasks.protocol import load_from_hub
+from roberta_recipe.training.finetune_trainer import compact
+
+# RoBERTa-large in the paper's Table 6: validation, x 100; there is no figure for a base model of the full recipe.
+PAPER = {"1.1": {"exact_match": 88.9, "f1": 94.6}, "2.0": {"exact": 86.5, "f1": 89.4}}
+# Metrics that the model card publishes: scores, no totals and no thresholds.
+_PUBLISHED = {
+    "1.1": ("exact_match", "f1"),
+    "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1"),
+}
+HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
+_TOGETHER = 1000  # questions tokenized in one call
+
+
+@dataclass(frozen=True)
+class Question:
+    """`answers` are (text, first character in the context); an unanswerable question has none."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether the text of an answer is not at its first character."""
+        return any(self.context[start : start + len(text)] != text for text, start in self.answers)
+
+
+@dataclass
+class Windows:
+    """What the model sees of the questions, in their order; a long context has several windows."""
+
+    features: list[dict[str, Any]]  # labels: 1 where the window has the answer, at start_positions to end_positions
+    question: np.ndarray  # (windows,) number of the question
+    offsets: list[np.ndarray]  # of each window: (tokens, 2) first character, last character + 1; -1 outside of context
+    questions_cut: int
+
+
+def dataset_card(version: str, own_files: bool) -> DatasetCard:
+    """What the model card says of the data of version "1.1" or "2.0"; `own_files` are not the dataset on the Hub."""
+    return {
+        "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
+        "hub_id": None if own_files else HUB_DATASETS[version == "2.0"],
+        "hub_config": None,
+        "split": "validation",
+        "task_type": "question-answering",
+        "hub_metrics": {metric: metric for metric in _PUBLISHED[version]},
+        "note": "",
+    }
+
+
+def read_file(path: Path, version_2: bool | None) -> list[Question]:
+    """The questions of a file in the official JSON format, of either version where it is None. Raises `InputError` that
+    names file and question."""
+    articles = read_json(path)
+    form = f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers)"
+    try:
+        paragraphs = [paragraph for article in articles["data"] for paragraph in article["paragraphs"]]
+        rows = [(paragraph.get("context"), entry) for paragraph in paragraphs for entry in paragraph["qas"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{form}: {type(error).__name__}: {error}") from None
+    questions = []
+    for number, (context, entry) in enumerate(rows, 1):
+        if not isinstance(entry, dict) or not is_text(entry.get("id")):
+            raise InputError(f"{form}: question number {number} has no id that is a text")
+        questions.append(_question(str(path), context, entry))
+    return checked(questions, str(path), version_2)
+
+
+def _question(where: str, context: Any, entry: dict[str, Any]) -> Question:
+    """The question of an entry of `qas`. Raises `InputError` that names it."""
+    where = f"{where}: question {entry['id']}"
+    if not is_text(context) or not context.strip():
+        raise InputError(f"{where} has no context")
+    if not is_text(entry.get("question")) or not entry["question"].strip():
+        raise InputError(f"{where} has no text")
+    answers = entry.get("answers")
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise InputError(f"{where}: answers must be a list, each with text and answer_start")
+    for answer in answers:
+        text, start = answer.get("text"), answer.get("answer_start")
+        if not is_text(text) or not text.strip():
+            raise InputError(f"{where} has an answer without text; an unanswerable question has an empty list")
+        if type(start) is not int or start < 0:
+            raise InputError(f"{where}: answer_start={start!r} must be the number of a character, from 0 on")
+    if entry.get("is_impossible", not answers) == bool(answers):
+        what = "answers, and is_impossible is true" if answers else "no answers, and is_impossible is false"
+        raise InputError(f"{where} has {what}")
+    found = tuple((answer["text"], answer["answer_start"]) for answer in answers)
+    return Question(entry["id"], entry["question"].strip(), context, found)
+
+
+def read_hub(split: str, version_2: bool) -> list[Question]:
+    """The questions of a split ("train", "validation") from the Hub."""
+    name = HUB_DATASETS[version_2]
+    instead = "the folder of the official JSON files with --data_dir, or --train_file and --validation_file"
+    rows = load_from_hub(name, split=split, instead=instead)
+    questions = []
+    for row in rows:
+        pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+        answers = [{"text": text, "answer_start": start} for text, start in pairs]
+        questions.append(_question(name, row["context"], {**row, "answers": answers}))
+    return checked(questions, f"{name} ({split})", version_2)
+
+
+def checked(questions: list[Question], where: str, version_2: bool | None) -> list[Question]:
+    """The same questions. Raises `InputError` for a repeated id, no questions at all, or data of the other version."""
+    if not questions:
+        raise InputError(f"{where} has no questions")
+    seen = set()
+    for question in questions:
+        if question.id in seen:
+            raise InputError(f"{where}: question id {question.id} comes twice; predictions are told apart by it")
+        seen.add(question.id)
+    unanswerable = [question.id for question in questions if not question.answers]
+    if unanswerable and version_2 is False:
+        raise InputError(
+            f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
+            "1.1; for 2.0, --config presets/squad/v2.0.yaml (--version_2_with_negative true)"
+        )
+    if len(unanswerable) == len(questions):
+        raise InputError(f"{where}: none of its {len(questions):,} questions has an answer")
+    if version_2 and not unanswerable:
+        raise InputError(
+            f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; --config "
+            "presets/squad/v1.1.yaml (--version_2_with_negative false)"
+        )
+    return questions
+
+
+def listed(names: list[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def windows(
+    questions: list[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    doc_stride: int,
+    max_query_length: int,
+    passage_first: bool = False,
+) -> Windows:
+    """Every question with its context, in as many windows of `max_seq_length` tokens as the context needs. Neighbours
+    share `doc_stride` tokens (as in run_qa.py; in BERT's run_squad.py, doc_stride is the step to the next window).
+
+    The labels of a window that has all of the first answer are the tokens that cover it, else 0, the first token.
+    Questions of more than `max_query_length` tokens are cut at the end, and counted.
+    """
+    made, cut = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0
+    numbers: list[int] = []
+    for first in range(0, len(questions), _TOGETHER):
+        some = questions[first : first + _TOGETHER]
+        asked, shortened = _shorten([question.question for question in some], tokenizer, max_query_length)
+        cut += shortened
+        texts = [asked, [question.context for question in some]]
+        encoded = tokenizer(
+            *(texts[::-1] if passage_first else texts),
+            truncation="only_first" if passage_first else "only_second",
+            max_length=max_seq_length,
+            stride=doc_stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            split_special_tokens=True,  # text that reads </s> is text
+        )
+        context, ends = None, None
+        for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
+            question = some[number]
+            if question.context is not context:  # all questions of a paragraph come in a row
+                context, ends = question.context, _words_of(question.context)
+            inside = [text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)]
+            offsets = _trimmed(np.array(encoded["offset_mapping"][row], dtype=np.int32), np.array(inside), *ends)
+            span = locate(offsets, *question.answers[0]) if question.answers else None
+            labels = {"labels": int(span is not None)}
+            labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
+            made.features.append({**compact(encoded, row), **labels})
+            made.offsets.append(offsets)
+            numbers.append(first + number)
+    made.question, made.questions_cut = np.array(numbers, dtype=np.int32), cut
+    return made
+
+
+def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
+    """The texts cut to `at_most` tokens, and how many were longer."""
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+    short, cut = list(texts), 0
+    for number, offsets in enumerate(tokenizer(texts, **plain)["offset_mapping"]):
+        cut += len(offsets) > at_most
+        room = at_most
+        while len(offsets) > at_most:  # a character of several tokens is dropped whole; then the tokens may differ
+            short[number] = texts[number][: min(offsets[room - 1][1], offsets[room][0])]
+            room, offsets = room - 1, tokenizer(short[number], **plain)["offset_mapping"]
+    return short, cut
+
+
+def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
+    """For each position in the context, two arrays (characters + 1,): the first character from there on that is no
+    space, and the end of the last such character before it."""
+    solid = np.array([not character.isspace() for character in context])
+    positions = np.arange(len(context) + 1)
+    forward = np.where(np.append(solid, True), positions, len(context))
+    backward = np.where(np.insert(solid, 0, True), positions, 0)
+    return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
+
+
+def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Offsets without the spaces of a token (a byte-level token begins with its space); -1 where nothing of the context
+    is left."""
+    offsets = np.stack([forward[offsets[:, 0] * inside], backward[offsets[:, 1] * inside]], axis=1).astype(np.int32)
+    offsets[~inside | (offsets[:, 0] >= offsets[:, 1])] = -1
+    return offsets
+
+
+def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None:
+    """First and last of the fewest tokens that cover an answer; None where the window does not have all of it."""
+    start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+    tokens = np.flatnonzero(offsets[:, 0] >= 0)
+    if not len(tokens):  # nothing but spaces
+        return None
+    starts, ends = offsets[tokens, 0], offsets[tokens, 1]
+    first, last = np.searchsorted(ends, start, "right"), np.searchsorted(starts, end, "left") - 1
+    cut_before, cut_behind = first == 0 and starts[0] > start, last == len(tokens) - 1 and ends[-1] < end
+    if first > last or cut_before or cut_behind:
+        return None
+    return int(tokens[first]), int(tokens[last])
+
+
+def recovery(questions: list[Question], made: Windows) -> dict[str, Any]:
+    """What the labels give back of the first answers: how many come back verbatim, the others with what they became,
+    and how many are in no window as a whole."""
+    back: dict[int, str] = {}
+    for number, feature, offsets in zip(made.question, made.features, made.offsets, strict=True):
+        if feature["labels"]:
+            start, end = offsets[feature["start_positions"], 0], offsets[feature["end_positions"], 1]
+            back[number] = questions[number].context[start:end]
+    first = {number: question.answers[0][0] for number, question in enumerate(questions) if question.answers}
+    others = [(questions[number].id, first[number], text) for number, text in back.items() if text != first[number]]
+    return {
+        "answers": len(first),
+        "verbatim": len(back) - len(others),
+        "in_no_window": len(first) - len(back),
+        "others": others,
+    }
+
+
+@dataclass
+class Spans:
+    """The best spans of a question, best first; arrays are (spans,)."""
+
+    score: np.ndarray  # start logit + end logit
+    start_logit: np.ndarray
+    end_logit: np.ndarray
+    texts: list[str]
+    no_answer: float | None = None  # 2.0: the probability that the question has none
+
+    def answer(self, threshold: float | None) -> str:
+        """The best span's text; empty where the probability of no answer is above `threshold`."""
+        withheld = threshold is not None and self.no_answer > threshold
+        return self.texts[0] if self.texts and not withheld else ""
+
+
+def best_spans(
+    questions: list[Question],
+    made: Windows,
+    scores: np.ndarray,
+    n_best_size: int,
+    max_answer_length: int,
+    version_2: bool = False,
+) -> list[Spans]:
+    """For each question, its best spans over all windows, of at most `max_answer_length` tokens; a span that overlaps
+    a better span is left out. `scores`: (windows, tokens, 2 or 3), start logit, end logit, the classifier's logit.
+
+    The probability of no answer (2.0) is the classifier's, where a question is as answerable as its most answerable
+    window. Without a classifier it compares the null span, both logits of the first token and the lowest over windows,
+    with the best other span (BERT, arXiv 1810.04805, section 4.3, and its run_squad.py).
+    """
+    windows_of: list[list[int]] = [[] for _ in questions]
+    for window, number in enumerate(made.question):
+        windows_of[number].append(window)
+    best = [
+        _best_of_question(made, scores, windows, question.context, n_best_size, max_answer_length)
+        for question, windows in zip(questions, windows_of, strict=True)
+    ]
+    if version_2:
+        for spans, logit in zip(best, _no_answer_logits(made, scores, best), strict=True):
+            spans.no_answer = float(1 / (1 + np.exp(-np.clip(logit, -700, 700))))
+    return best
+
+
+def _no_answer_logits(made: Windows, scores: np.ndarray, best: list[Spans]) -> np.ndarray:
+    """(questions,) log odds that the question has no answer."""
+    if scores.shape[-1] == 3:
+        answerable = np.full(len(best), -np.inf)
+        np.maximum.at(answerable, made.question, scores[:, 0, 2].astype(float))
+        return np.nan_to_num(-answerable, nan=np.inf)  # a broken model has no answers
+    null = np.full(len(best), np.inf)
+    np.minimum.at(null, made.question, scores[:, 0, 0].astype(float) + scores[:, 0, 1])
+    best_scores = np.array([spans.score[0] if spans.texts else -np.inf for spans in best])
+    return np.nan_to_num(null - best_scores, nan=np.inf)
+
+
+def _best_of_question(
+    made: Windows, scores: np.ndarray, windows: list[int], context: str, n_best_size: int, max_answer_length: int
+) -> Spans:
+    """The best spans over the question's `windows`, greedily: each leaves out all that overlap it in the context."""
+    inside = [np.flatnonzero(made.offsets[window][:, 0] >= 0) for window in windows]
+    starts, ends = np.concatenate([made.offsets[w][tokens] for w, tokens in zip(windows, inside, strict=True)]).T
+    logits = np.concatenate([scores[w][tokens, :2] for w, tokens in zip(windows, inside, strict=True)])
+    window = np.repeat(np.arange(len(windows)), [len(tokens) for tokens in inside])
+    longer = max_answer_length - 1
+
+    def following(values: np.ndarray, behind: float) -> np.ndarray:
+        """(tokens, max_answer_length): for each token, its value and the values of the tokens that follow."""
+        return sliding_window_view(np.append(values, np.full(longer, behind, values.dtype)), max_answer_length)
+
+    last, same_window = following(ends, 0), following(window, -1) == window[:, None]
+    with np.errstate(invalid="ignore"):  # a broken model gives infinite logits of both signs
+        total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
+    total[~np.isfinite(total)] = -np.inf
+    kept = []
+    while len(kept) < n_best_size and total.size:
+        first, more = divmod(int(total.argmax()), max_answer_length)
+        if total[first, more] == -np.inf:
+            break
+        kept.append((total[first, more], logits[first, 0], logits[first + more, 1], starts[first], last[first, more]))
+        total[(starts < kept[-1][4])[:, None] & (last > kept[-1][3])] = -np.inf
+    score, start_logit, end_logit, start, end = np.array(kept, dtype=float).reshape(-1, 5).T
+    texts = [context[int(a) : int(b)] for a, b in zip(start, end, strict=True)]
+    return Spans(score, start_logit, end_logit, texts)
+
+
+def n_best(spans: Spans) -> list[dict[str, Any]]:
+    """A question's entry of nbest_predictions.json: probabilities over the spans, and of the empty text (2.0)."""
+    shares = np.exp(spans.score - spans.score.max(initial=-np.inf))
+    shares = shares / shares.sum() * (1 - (spans.no_answer or 0))
+    entries = [
+        {"text": text, "probability": float(share), "start_logit": float(start), "end_logit": float(end)}
+        for text, share, start, end in zip(spans.texts, shares, spans.start_logit, spans.end_logit, strict=True)
+    ]
+    if spans.no_answer is not None:
+        entries.append({"text": "", "probability": spans.no_answer})
+        entries.sort(key=lambda entry: -entry["probability"])
+    return entries
+
+
+def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """From a JSON file of a value for each question id: the `wanted` values, and the ids that are not wanted. Raises
+    `InputError` for another content, or where an id is missing."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must hold a JSON object, question id to {what}")
+    if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:
+        raise InputError(f"{path}: the {what} of question {wrong[0]} is {values[wrong[0]]!r}")
+    if missing := [name for name in wanted if name not in values]:
+        raise InputError(
+            f"{path} has no {what} for {len(missing):,} of {len(wanted):,} questions ({listed(missing)}); a score of "
+            "the others alone would flatter"
+        )
+    return {name: values[name] for name in wanted}, sorted(values.keys() - set(wanted))
+
+
+def references(questions: list[Question]) -> list[dict[str, Any]]:
+    """Gold answers as the metric takes them."""
+    return [{"id": question.id, "answers": [text for text, _ in question.answers]} for question in questions]

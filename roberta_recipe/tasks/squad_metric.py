@@ -1,0 +1,127 @@
+"""SQuAD's exact match and F1, as the official scripts define them (evaluate-v1.1.py, evaluate-v2.0.py).
+
+Squad("2.0").compute(predictions=[{"id": ..., "prediction_text": ..., "no_answer_probability": ...}], references=[...])
+evaluate.load("roberta_recipe/tasks/squad_metric.py", "1.1").compute(...)        # from its path
+
+Scores are percentages, as in those scripts. References: {"id": ..., "answers": [text, ...]}; an unanswerable question
+has no answers.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+
+import datasets
+import evaluate
+
+VERSIONS = ("1.1", "2.0")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's; other punctuation stays
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact(prediction: str, answer: str) -> float:
+    """Whether the two are the same text after `normalise`: 1.0 or 0.0."""
+    return float(normalise(prediction) == normalise(answer))
+
+
+def f1(prediction: str, answer: str, empty_matches: bool) -> float:
+    """Harmonic mean of precision and recall over words, from 0 to 1; two texts without words match in 2.0 only."""
+    words, wanted = normalise(prediction).split(), normalise(answer).split()
+    if empty_matches and not (words and wanted):
+        return float(words == wanted)
+    common = sum((Counter(words) & Counter(wanted)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(words), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def best_of(score: Callable[[str, str], float], prediction: str, answers: list[str]) -> float:
+    """The highest score over several gold answers."""
+    return max(score(prediction, answer) for answer in answers)
+
+
+def gold_of_version_2(answers: list[str]) -> list[str]:
+    """The answers that are more than punctuation and articles; the empty answer where there are none."""
+    return [answer for answer in answers if normalise(answer)] or [""]
+
+
+def best_threshold(
+    scores: dict[str, float], texts: dict[str, str], no_answer: dict[str, float], has_answer: dict[str, bool]
+) -> tuple[float, float]:
+    """(highest mean score x 100, its threshold: questions up to this probability of no answer are answered)."""
+    current = best = sum(not has for has in has_answer.values())
+    threshold = 0.0
+    for name in sorted(no_answer, key=no_answer.get):  # stable: equal probabilities in the order given
+        current += scores[name] if has_answer[name] else -1 if texts[name] else 0
+        if current > best:
+            best, threshold = current, no_answer[name]
+    return 100.0 * best / len(scores), threshold
+
+
+class Squad(evaluate.Metric):
+    """`config_name` is the version. 1.1 gives exact_match and f1; 2.0 gives exact, f1 and total, of all questions, of
+    HasAns and of NoAns, and, where no no_answer_probability is None, the best scores over all thresholds."""
+
+    def _info(self):
+        if self.config_name not in VERSIONS:
+            raise KeyError(f"{self.config_name!r} is no version of SQuAD: {', '.join(VERSIONS)}")
+        prediction = {"id": datasets.Value("string"), "prediction_text": datasets.Value("string")}
+        if self.config_name == "2.0":
+            prediction["no_answer_probability"] = datasets.Value("float64")
+        reference = {"id": datasets.Value("string"), "answers": datasets.List(datasets.Value("string"))}
+        return evaluate.MetricInfo(
+            description=__doc__,
+            citation="Rajpurkar et al. 2016 (arXiv 1606.05250), 2018 (arXiv 1806.03822)",
+            inputs_description="a prediction and a reference for each question, paired by id",
+            features=datasets.Features({"predictions": prediction, "references": reference}),
+        )
+
+    def _compute(self, predictions, references):
+        texts = {row["id"]: row["prediction_text"] for row in predictions}
+        answers = {row["id"]: row["answers"] for row in references}
+        if texts.keys() != answers.keys() or len(texts) != len(predictions):
+            raise ValueError("predictions and references must have the same ids, each once")
+        if self.config_name == "1.1":
+            return score_1(texts, answers)
+        given = {row["id"]: row["no_answer_probability"] for row in predictions}
+        return score_2(texts, answers, None if None in given.values() else given)
+
+
+def score_1(texts: dict[str, str], answers: dict[str, list[str]]) -> dict[str, float]:
+    """Version 1.1: id -> predicted text, id -> gold answers."""
+    matches = [best_of(exact, texts[name], gold) for name, gold in answers.items()]
+    overlaps = [best_of(lambda a, b: f1(a, b, False), texts[name], gold) for name, gold in answers.items()]
+    return {"exact_match": 100.0 * sum(matches) / len(answers), "f1": 100.0 * sum(overlaps) / len(answers)}
+
+
+def score_2(
+    texts: dict[str, str], answers: dict[str, list[str]], no_answer: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Version 2.0: an unanswerable question has no gold answers, and the empty text is right. The best scores are those
+    of the same texts where every question above some probability of no answer has the empty text."""
+    has_answer = {name: bool(gold) for name, gold in answers.items()}
+    scores: dict[str, dict[str, float]] = {"exact": {}, "f1": {}}
+    for name in answers:
+        gold = gold_of_version_2(answers[name])
+        scores["exact"][name] = best_of(exact, texts[name], gold)
+        scores["f1"][name] = best_of(lambda a, b: f1(a, b, True), texts[name], gold)
+    result: dict[str, float] = {}
+    groups = {"": list(answers)}
+    groups["HasAns_"] = [name for name in answers if has_answer[name]]
+    groups["NoAns_"] = [name for name in answers if not has_answer[name]]
+    for prefix, names in groups.items():
+        if names:
+            for kind, values in scores.items():
+                result[prefix + kind] = 100.0 * sum(values[name] for name in names) / len(names)
+            result[f"{prefix}total"] = len(names)
+    if no_answer:
+        for kind, values in scores.items():
+            result[f"best_{kind}"], result[f"best_{kind}_thresh"] = best_threshold(values, texts, no_answer, has_answer)
+    return result

@@ -1,0 +1,372 @@
+"""WNLI as a ranking of noun phrases (paper, section 5.1, task-specific modifications: WNLI).
+
+Each noun phrase of a SuperGLUE WSC text is put at the pronoun's position, masked, and the masked-LM head scores it; the
+queried phrase is the answer where no other candidate scores higher. Training uses positive rows only. Extraction and
+losses are those of fairseq's examples/roberta/wsc; the margin loss is that of Kocijan et al. (2019).
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.input_files import parse_json, path_or_hub_id, read_text, resolve_path
+from roberta_recipe.log import logger
+from roberta_recipe.training.modeling import RobertaForMaskedLM
+
+# Words that are written onto the word before them, and brackets that are written onto the word behind them.
+_JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
+_JOINS_RIGHT = {"(", "[", "“"}
+_PRONOUN_EDGES = '.,;:!?"“”'
+_NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is a word behind its index
+_ARTICLES = {"a", "an", "the"}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A row of SuperGLUE's WSC: does the pronoun `text[start:end]` stand for `query`? `label` is None where unknown."""
+
+    idx: int
+    text: str
+    start: int
+    end: int
+    query: str
+    label: bool | None
+    where: str  # file and line
+
+
+def read_wsc(path: str | Path) -> list[Schema]:
+    """The rows of a SuperGLUE WSC file (JSON lines; `span2_index` counts words), spaced as running text.
+
+    Pronouns are found with other case, with punctuation on them, and up to two words beside their index. Queries that
+    their text does not have word for word ("A and B" of a longer list) are kept as they are, and listed in a warning.
+    Raises `InputError` that names file and line where a row is malformed, or its pronoun is not found.
+    """
+    path = resolve_path(path)
+    lines = read_text(path, "; name a .jsonl file of SuperGLUE's WSC").split("\n")
+    schemas = [_schema(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not schemas:
+        raise InputError(f"{path} has no rows; name a .jsonl file of SuperGLUE's WSC")
+    absent = [s for s in schemas if not _pattern(s.query).search(s.text)]
+    if absent:
+        listed = ", ".join(f"{s.where.rsplit(':', 1)[1]} ({s.query!r})" for s in absent)
+        logger.warning(f"{path}: {len(absent)} queries are not in their text and count as written, in lines {listed}")
+    return schemas
+
+
+def _schema(line: str, where: str) -> Schema:
+    row = parse_json(line, where)
+    try:
+        target = row["target"]
+        values = [row["idx"], row["text"], target["span1_text"], target["span2_text"], target["span2_index"]]
+        label = row.get("label")
+    except KeyError as error:
+        raise InputError(f"{where} has no field {error}; name a file of SuperGLUE's WSC") from None
+    except (TypeError, AttributeError):
+        raise InputError(f"{where}: the row and its `target` must be JSON objects, as in SuperGLUE's WSC") from None
+    names = ("idx", "text", "span1_text", "span2_text", "span2_index")
+    for name, value, kind in zip(names, values, (int, str, str, str, int), strict=True):
+        if type(value) is not kind or not str(value).strip():
+            raise InputError(f"{where}: {name} is {value!r}, and must be {'a whole number' if kind is int else 'text'}")
+    if label is not None and type(label) is not bool:
+        raise InputError(f"{where}: label is {label!r}, and must be true or false, or absent")
+    idx, text, query, pronoun, index = values
+    text, starts = _join(text.split())
+    found = None
+    # the pronoun may be written as "it," where its word is "it"
+    pattern = _pattern(pronoun.strip(_PRONOUN_EDGES + " ") or pronoun)
+    for near in (index + shift for shift in _NEAR):
+        if 0 <= near < len(starts) and (found := pattern.match(text, starts[near])):
+            break
+    if found is None:
+        raise InputError(
+            f"{where}: span2_text {pronoun!r} is not at word {index} (or two beside it) of {text!r}; fix it"
+        )
+    query = _join(query.split())[0]
+    if query[-1:] in (".", ","):  # some queries of the test set end like a sentence
+        query = query[:-1]
+    if not query:
+        raise InputError(f"{where}: span1_text {values[2]!r} has no words; fix the row")
+    return Schema(idx, text, *found.span("span"), query, label, where)
+
+
+def _pattern(span: str) -> re.Pattern:
+    """Finds `span` as whole words, whatever its case and spacing, behind punctuation or none."""
+    words = r"\s*".join(map(re.escape, span.split()))
+    return re.compile(rf"\W*(?<!\w)(?P<span>{words})(?!\w)", re.IGNORECASE)
+
+
+def _join(words: Sequence[str]) -> tuple[str, list[int]]:
+    """The words as running text ("Singer 's heels ." is "Singer's heels."), and the character at which each begins."""
+    text, starts, glued = "", [], True
+    for word in words:
+        closing = word == '"' and text.count('"') % 2 == 1
+        if not (glued or closing or _JOINS_LEFT.match(word)):
+            text += " "
+        starts.append(len(text))
+        text += word
+        glued = word in _JOINS_RIGHT or (word == '"' and not closing)
+    return text, starts
+
+
+def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
+    """The candidates in `text` beside the query, in the text's order; `parse` is a spaCy `Doc` of it, or what has the
+    same `noun_chunks` (`start`, `end`, in tokens) and tokens (`idx`, in characters, `text`, `pos_`).
+
+    As in fairseq, candidates are noun chunks and runs of NOUN or of PROPN tokens, without phrases of PRON tokens only,
+    and without phrases that contain the query or lie in it, case aside. A phrase that occurs twice is two candidates;
+    a chunk around the pronoun ("his son") stays.
+    """
+    tokens = list(parse)
+    spans = {(chunk.start, chunk.end) for chunk in parse.noun_chunks}
+    start = 0
+    for end in range(1, len(tokens) + 1):
+        if end == len(tokens) or tokens[end].pos_ != tokens[start].pos_:
+            if tokens[start].pos_ in ("NOUN", "PROPN"):
+                spans.add((start, end))
+            start = end
+    phrases, low = [], query.lower()
+    for first, end in sorted(spans):
+        phrase = text[tokens[first].idx : tokens[end - 1].idx + len(tokens[end - 1].text)]
+        pronoun = all(token.pos_ == "PRON" for token in tokens[first:end])
+        if not pronoun and low not in phrase.lower() and phrase.lower() not in low:
+            phrases.append(phrase)
+    return phrases
+
+
+def load_spacy(model: str = "en_core_web_lg") -> Callable[[str], Any]:
+    """spaCy's English pipeline (fairseq's is `en_core_web_lg`): called on a text, it gives a `Doc`.
+
+    Raises `InputError` with the command to run where spaCy or the model is not installed.
+    """
+    try:
+        import spacy
+    except ImportError:
+        raise InputError(
+            f"WNLI needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`"
+        ) from None
+    try:
+        return spacy.load(model)
+    except OSError:
+        raise InputError(
+            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, or name an installed model"
+        ) from None
+
+
+def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:
+    """A checkpoint with its masked-LM head; a RoBERTa as this repository's class, which runs the head at masks only.
+    With `random_weights`, the checkpoint's architecture with fresh weights.
+
+    Raises `InputError` where there is no checkpoint, or where weights are missing (tied weights aside): a fresh head
+    scores by chance.
+    """
+    path = path_or_hub_id(model_name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        ours = config.model_type == "roberta"
+        if random_weights:
+            logger.info("Weights     random")
+            return RobertaForMaskedLM(config) if ours else AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
+        cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
+        model, loaded = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(
+            f"no masked-LM model at model_name_or_path={model_name_or_path!r}: {first_line(error)}"
+        ) from None
+    missing = sorted(loaded["missing_keys"])  # without weights that are tied to a weight in the file
+    if missing:
+        raise InputError(
+            f"model_name_or_path={model_name_or_path!r} has no weights for {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: WNLI is scored by the masked-LM head; "
+            "name a checkpoint that was saved with it"
+        )
+    return model
+
+
+def build_features(
+    schema: Schema, candidates: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> dict[str, Any]:
+    """The text with the query, then with each candidate, at the pronoun's position, where it is masked.
+
+    `input_ids` and `targets` have a list for each phrase: `targets` holds the phrase's own ids where `input_ids` is
+    `<mask>`, else -100. `label` is 1, 0, or -100 where unknown. The whole text is encoded at once, so that the space
+    before the phrase belongs to it. Raises `InputError` where the text is longer than `max_length` tokens (by default
+    the tokenizer's maximum), or a phrase has no tokens.
+    """
+    if tokenizer.mask_token_id is None or not tokenizer.is_fast:
+        lacks = "mask token" if tokenizer.is_fast else "character offsets (it is a slow tokenizer)"
+        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}, which WNLI needs; name another")
+    max_length = max_length or tokenizer.model_max_length
+    inputs, targets = [], []
+    for phrase in (schema.query, *candidates):
+        text = schema.text[: schema.start] + phrase + schema.text[schema.end :]
+        encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+        ids = encoding["input_ids"]
+        if len(ids) > max_length:
+            raise InputError(
+                f"{schema.where}: {len(ids)} tokens with the phrase {phrase!r}, more than the {max_length} that fit: "
+                f"{text!r}; shorten the text"
+            )
+        start, end = schema.start, schema.start + len(phrase)
+        # Byte-level BPE's offsets leave out a token's space. A token that is only a space has (start, start), and
+        # belongs to the phrase, as the space of " the" does; special tokens have (0, 0), where no space can be.
+        inside = [
+            first < end and (last > start or first == last == start > 0) for first, last in encoding["offset_mapping"]
+        ]
+        if not any(inside):
+            raise InputError(f"{schema.where}: the tokenizer has no tokens for the phrase {phrase!r}; leave it out")
+        inputs.append([tokenizer.mask_token_id if hit else token for token, hit in zip(ids, inside, strict=True)])
+        targets.append([token if hit else IGNORED for token, hit in zip(ids, inside, strict=True)])
+    return {
+        "input_ids": inputs,
+        "targets": targets,
+        "label": IGNORED if schema.label is None else int(schema.label),
+    }
+
+
+def training_features(features: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The features that can be learnt from (positive, with a candidate beside the query), and counts of the rest."""
+    kept, left_out = [], Counter()
+    for row in features:
+        if row["label"] != 1:
+            left_out["negative" if row["label"] == 0 else "without a label"] += 1
+        elif len(row["input_ids"]) == 1:
+            left_out["without another candidate"] += 1
+        else:
+            kept.append(row)
+    return kept, left_out
+
+
+@dataclass
+class WscCollator:
+    """A batch of schemas from `build_features`. Each schema is a group of rows: the query's, then its candidates'.
+
+    Returns int64 `input_ids`, `attention_mask` and `targets` (rows, longest row), `group_sizes` (schemas,) in rows, and
+    `labels` (schemas,), so that `num_items_in_batch` is the number of schemas in all micro-batches of a step. It needs
+    `remove_unused_columns=False`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        rows = [torch.tensor(ids) for example in examples for ids in example["input_ids"]]
+        targets = [torch.tensor(ids) for example in examples for ids in example["targets"]]
+        lengths = torch.tensor([len(row) for row in rows])
+        pad, pad_id = torch.nn.utils.rnn.pad_sequence, self.tokenizer.pad_token_id
+        return {
+            "input_ids": pad(rows, batch_first=True, padding_value=pad_id),
+            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+            "targets": pad(targets, batch_first=True, padding_value=IGNORED),
+            "group_sizes": torch.tensor([len(example["input_ids"]) for example in examples]),
+            "labels": torch.tensor([example["label"] for example in examples]),
+        }
+
+
+def score(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """(rows,): the mean log-probability, in nats, of each row's masked tokens, which are all masked at once."""
+    predicted = targets != IGNORED
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets).logits
+    if logits.dim() == 3:  # a stock model; this repository's gives the predicted positions only
+        logits = logits[predicted]
+    log_probs = -functional.cross_entropy(logits.float(), targets[predicted], reduction="none")
+    return log_probs.new_zeros(targets.shape).masked_scatter(predicted, log_probs).sum(dim=1) / predicted.sum(dim=1)
+
+
+def wsc_loss(
+    query_score: torch.Tensor,
+    candidate_scores: torch.Tensor,
+    form: Literal["margin", "cross_entropy"] = "cross_entropy",
+    alpha: float = 5.0,
+    beta: float = 0.4,
+) -> torch.Tensor:
+    """A schema's loss from the scores of its query () and of the other candidates (candidates,).
+
+    "margin": the sum over candidates of -query + alpha x max(0, candidate - query + beta), as in the paper (fairseq's
+    default alpha and beta are 1 and 0; its WinoGrande command has 5 and 0.4). "cross_entropy": of the query among all
+    candidates, which fairseq found better (92.3 against about 90 on SuperGLUE's validation set).
+    """
+    if form == "margin":
+        return (-query_score + alpha * (candidate_scores - query_score + beta).clamp(min=0)).sum()
+    if form == "cross_entropy":
+        return torch.logsumexp(torch.cat([query_score.view(1), candidate_scores]), dim=0) - query_score
+    raise InputError(f"form={form!r} must be 'margin' or 'cross_entropy'")
+
+
+def margin(query_score: torch.Tensor, candidate_scores: torch.Tensor) -> torch.Tensor:
+    """(): the query's score - the highest score of another candidate. From 0 on, the query is the answer (fairseq gives
+    it the tie, too); without candidates the margin is infinite."""
+    return query_score - torch.cat([query_score.new_tensor([-torch.inf]), candidate_scores]).max()
+
+
+def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss` goes to `wsc_loss`.
+
+    The caller divides by the number of schemas in the whole effective batch, not in this micro-batch, so that the
+    gradient is the same for any accumulation. Schemas that are not positive add nothing to the sum.
+    """
+    scores = score(model, batch["input_ids"], batch["attention_mask"], batch["targets"])
+    groups = scores.split(batch["group_sizes"].tolist())
+    # 0 x scores: without a positive schema, the sum still has a gradient
+    total = 0.0 * scores.sum()
+    for group, label in zip(groups, batch["labels"].tolist(), strict=True):
+        if label == 1:
+            total = total + wsc_loss(group[0], group[1:], **loss)
+    return total, torch.stack([margin(group[0], group[1:]) for group in groups])
+
+
+def to_wnli_rows(
+    predictions: Sequence[bool], schemas: Sequence[Schema], wnli_rows: Sequence[tuple[str, str]]
+) -> list[int]:
+    """WNLI's labels (1: entailed) in the order of `wnli_rows`, each (sentence1, sentence2), from WSC predictions.
+
+    A row belongs to the schema whose text is sentence1, and contains sentence2 around the pronoun's position once the
+    query stands there. Case, accents, spacing and punctuation do not count; articles and possessive 's are ignored only
+    where no schema matches with them. Raises `InputError` that names the rows (from 1) that match no schema.
+    """
+    labels, unmatched = [], []
+    keys = [{}, {}]  # sentence1 -> its schemas, by exact words, and by words without articles and 's
+    for prediction, schema in zip(predictions, schemas, strict=True):
+        before, after = schema.text[: schema.start], schema.text[schema.end :]
+        for loose, known in enumerate(keys):
+            words = [_words(text, loose) for text in (before, schema.query, after)]
+            known.setdefault(tuple(_words(schema.text, loose)), []).append((words, prediction))
+    for number, (sentence1, sentence2) in enumerate(wnli_rows, 1):
+        found = [
+            prediction
+            for loose, known in enumerate(keys)
+            for words, prediction in known.get(tuple(_words(sentence1, loose)), [])
+            if _has_around(*words, _words(sentence2, loose))
+        ]
+        if found:
+            labels.append(int(found[0]))
+        else:
+            unmatched.append(f"row {number} ({sentence1!r}, {sentence2!r})")
+    if unmatched:
+        more = f", and {len(unmatched) - 1} more rows" if len(unmatched) > 1 else ""
+        raise InputError(f"WNLI's {unmatched[0]} matches no schema{more}; give the SuperGLUE file of the same split")
+    return labels
+
+
+def _words(text: str, loose: bool) -> list[str]:
+    """Lower-case words without accents and punctuation; if `loose`, also without articles and possessive 's."""
+    plain = unicodedata.normalize("NFKD", text.replace("’", "'").replace("`", "'").lower())
+    plain = "".join(letter for letter in plain if not unicodedata.combining(letter))
+    words = re.findall(r"\w+(?:'\w+)*", _join(plain.split())[0])
+    return [word.removesuffix("'s") for word in words if word not in _ARTICLES] if loose else words
+
+
+def _has_around(before: list[str], query: list[str], after: list[str], wanted: list[str]) -> bool:
+    """Whether `wanted` is a run of the words before + query + after that holds the whole query."""
+    words, start, end = before + query + after, len(before), len(before) + len(query)
+    return any(words[first : first + len(wanted)] == wanted for first in range(max(0, end - len(wanted)), start + 1))

@@ -1,0 +1,226 @@
+r"""How much of the evaluation sets is in the pretraining corpus, by source, with examples.
+
+    python -m roberta_recipe.tools.contamination --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
+        --squad_file dev-v1.1.json --race_dir RACE --output contamination.json              # or: make contamination
+
+Word n-grams of each set are looked up in every document (GPT-3, arXiv 2005.14165, appendix C: 13-grams, lower case, no
+punctuation). A hit is compared word by word, so no hash collision counts. The corpus is streamed once; memory is that
+of the evaluation sets' n-grams. A core reads about 7 MB of text a second.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from roberta_recipe import durable
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.data.corpus import Corpus, read_corpus
+from roberta_recipe.data.documents import documents
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.tasks import glue, race, squad
+
+MOSTLY = 0.8  # of a text's n-grams
+_FACTOR = np.int64(0x5851F42D4C957F2D)  # odd: the hash of an n-gram is a polynomial of its words' hashes
+_EXAMPLES = 3  # of each set
+
+
+@dataclass
+class Text:
+    """A text of an evaluation set, and which of its n-grams which source has."""
+
+    of: str  # name of the set
+    id: str
+    words: list[str]
+    found: dict[str, set[int]] = field(default_factory=dict)  # source -> first words of n-grams
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words without punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
+def ngram_hashes(words: list[str], length: int) -> np.ndarray:
+    """(words - length + 1,) int64; another process has other hashes."""
+    hashes = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
+    count = len(words) - length + 1
+    total = np.zeros(max(count, 0), dtype=np.int64)
+    with np.errstate(over="ignore"):
+        for position in range(length if count > 0 else 0):
+            total = total * _FACTOR + hashes[position : position + count]
+    return total
+
+
+class Index:
+    """The n-grams of evaluation texts, in which the n-grams of documents are looked up."""
+
+    def __init__(self, texts: list[Text], length: int):
+        self.texts, self.length = texts, length
+        by_text = [ngram_hashes(text.words, length) for text in texts]
+        counts = [len(hashes) for hashes in by_text]
+        every = np.concatenate([*by_text, np.zeros(0, dtype=np.int64)])
+        order = np.argsort(every, kind="stable")
+        self.hashes = every[order]
+        self.owner = np.repeat(np.arange(len(texts), dtype=np.int32), counts)[order]
+        # whether some n-gram has these low bits: most n-grams of a corpus fail this test, at a tenth of a search's cost
+        self.bits = np.int64((1 << max(len(every) * 16, 2).bit_length()) - 1)
+        self.seen = np.zeros(int(self.bits) + 1, dtype=bool)
+        self.seen[every & self.bits] = True
+        self.position = np.concatenate([*map(np.arange, counts), np.zeros(0, dtype=np.int64)]).astype(np.int32)[order]
+
+    def look_up(self, document: str, source: str) -> None:
+        """Note in the texts which of their n-grams the document has."""
+        words = words_of(document)
+        hashes = ngram_hashes(words, self.length)
+        maybe = np.flatnonzero(self.seen[hashes & self.bits])
+        for start, entry in zip(maybe, np.searchsorted(self.hashes, hashes[maybe]), strict=True):
+            while entry < len(self.hashes) and self.hashes[entry] == hashes[start]:
+                text, position = self.texts[self.owner[entry]], int(self.position[entry])
+                if text.words[position : position + self.length] == words[start : start + self.length]:
+                    text.found.setdefault(source, set()).add(position)
+                entry += 1
+
+
+def summarise(texts: Iterable[Text], length: int, sources: list[str]) -> dict[str, dict[str, Any]]:
+    """By set: the number of texts, how many are too short for an n-gram, how many have an n-gram in the corpus (also by
+    source), how many have most of theirs there, and the worst examples."""
+    sets: dict[str, list[Text]] = {}
+    for text in texts:
+        sets.setdefault(text.of, []).append(text)
+    return {name: _summary_of_set(of_set, length, sources) for name, of_set in sets.items()}
+
+
+def _summary_of_set(texts: list[Text], length: int, sources: list[str]) -> dict[str, Any]:
+    asked = [text for text in texts if len(text.words) >= length]
+    shares = {}
+    for number, text in enumerate(asked):
+        if text.found:
+            shares[number] = len(set.union(*text.found.values())) / (len(text.words) - length + 1)
+    worst = sorted(shares, key=lambda number: -shares[number])[:_EXAMPLES]
+    return {
+        "texts": len(texts),
+        "too_short": len(texts) - len(asked),
+        "with_an_ngram": len(shares),
+        "mostly": sum(share >= MOSTLY for share in shares.values()),
+        "by_source": {source: sum(source in text.found for text in asked) for source in sources},
+        "examples": [
+            {
+                "id": asked[number].id,
+                "share": round(shares[number], 3),
+                "sources": sorted(asked[number].found),
+                "text": " ".join(_found_words(asked[number], length)[:40]),
+            }
+            for number in worst
+        ],
+    }
+
+
+def _found_words(text: Text, length: int) -> list[str]:
+    """The words of the first run of overlapping n-grams that were found."""
+    positions = set.union(*text.found.values())
+    first = last = min(positions)
+    while last + 1 in positions:
+        last += 1
+    return text.words[first : last + length]
+
+
+def table(summary: dict[str, dict[str, Any]], length: int) -> str:
+    """The summary as text, a line for each set."""
+    lines = [f"{'':<44}{'texts':>8}{'asked':>8}{f'{length}-gram':>9}{'mostly':>8}  by source"]
+    for name, row in summary.items():
+        asked = row["texts"] - row["too_short"]
+        sources = ", ".join(f"{source} {count:,}" for source, count in row["by_source"].items() if count)
+        name = name if len(name) < 44 else f"...{name[-40:]}"
+        lines.append(f"{name:<44}{row['texts']:>8,}{asked:>8,}{row['with_an_ngram']:>9,}{row['mostly']:>8,}  {sources}")
+    return "\n".join(lines)
+
+
+def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str | None) -> Iterator[Text]:
+    """Every sentence, context, question and passage of the sets that are there; answers and options are too short to
+    count. Raises `InputError` where a set cannot be read."""
+    if glue_dir:
+        for name, task in {**glue.TASKS, "ax": glue.AX}.items():
+            for split, (file, _) in task.splits.items():
+                if Path(glue_dir, task.folder, file).is_file() and split != "train":
+                    rows = glue.read_split(task, name, split, glue_dir)
+                    for number, texts in enumerate(rows.texts):
+                        for text in texts:
+                            yield Text(f"{name} {split}", f"row {number}", words_of(text))
+    for path in squad_files:
+        questions = squad.read_file(Path(path), version_2=None)
+        contexts = {question.context: question.id for question in reversed(questions)}  # id of its first
+        for context, name in contexts.items():
+            yield Text(f"{path} contexts", f"context of {name}", words_of(context))
+        for question in questions:
+            yield Text(f"{path} questions", question.id, words_of(question.question))
+    for split in race.FOLDERS if race_dir else ():
+        for level in race.LEVELS:
+            if Path(race_dir, race.FOLDERS[split], level).is_dir():
+                questions = race.read_folder(Path(race_dir), split, (level,))
+                articles = {question.article: question.id.partition(",")[0] for question in reversed(questions)}
+                for article, name in articles.items():
+                    yield Text(f"race {split} {level} articles", name, words_of(article))
+                for question in questions:
+                    yield Text(f"race {split} {level} questions", question.id, words_of(question.question))
+
+
+def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
+    """Look up every document of the corpus; returns the number of documents of each source."""
+    counts = {}
+    for source in corpus.sources:
+        number = 0
+        for document in tqdm(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
+            if max_documents and number >= max_documents:
+                break
+            index.look_up(document, source.name)
+            number += 1
+        counts[source.name] = number
+    return counts
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--corpus", required=True, help="corpus preset")
+    parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files: the validation and test sets there")
+    parser.add_argument("--squad_file", nargs="*", default=[], help="files in SQuAD's JSON format")
+    parser.add_argument("--race_dir", help="folder of RACE's official files, training set included")
+    parser.add_argument("--ngram", type=int, default=13, help="words of an n-gram; shorter texts do not count")
+    parser.add_argument("--max_documents", type=int, help="of each source; without it, all")
+    parser.add_argument("--output", help="JSON file of all counts and examples")
+    args = parser.parse_args(argv)
+    if args.ngram < 1:
+        raise InputError(f"ngram={args.ngram} must be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line `argv`; prints the table, and returns all counts and examples. Raises `InputError`."""
+    set_up_logging()
+    args = parse(argv)
+    texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
+    if not texts:
+        raise InputError("no evaluation set: name glue_dir, squad_file or race_dir")
+    corpus = read_corpus(args.corpus)
+    index = Index(texts, args.ngram)
+    logger.info(f"{len(texts):,} texts, {len(index.hashes):,} {args.ngram}-grams")
+    counts = look_up_corpus(index, corpus, args.max_documents)
+    summary = summarise(texts, args.ngram, list(counts))
+    print(table(summary, args.ngram))
+    for name, row in summary.items():
+        for example in row["examples"][:1]:
+            where = f"{example['id']} ({example['share']:.0%}, {', '.join(example['sources'])})"
+            print(f"\n{name}, {where}: {example['text']}")
+    result = {"corpus": corpus.name, "ngram": args.ngram, "documents": counts, "sets": summary}
+    if args.output:
+        durable.write_json(args.output, result)
+    return result
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

@@ -1,0 +1,370 @@
+"""What a recipe costs, by arithmetic, before anything runs: parameters, data, FLOPs, memory per GPU, days, dollars.
+
+    python -m roberta_recipe.tools.estimate --config presets/mlm/roberta_base.yaml --hardware 8xH200
+
+Nothing is trained and no text is read. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for
+approximately one day". By the FLOPs counted here that is 7.6% of their peak (`PAPER_UTILISATION`).
+"""
+
+import math
+import re
+import sys
+from dataclasses import dataclass, replace
+
+from transformers import RobertaConfig
+
+from roberta_recipe.args import setting
+from roberta_recipe.arithmetic import round_up
+from roberta_recipe.data import token_cache
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.hardware import DEVICES, Device
+from roberta_recipe.log import set_up_logging
+from roberta_recipe.presets import did_you_mean
+from roberta_recipe.training import batch, environment, pretraining
+from roberta_recipe.training.modeling import flops_per_token, load_config
+
+# Share of the peak that training reaches. NVIDIA's own BERT-large at length 512 (DeepLearningExamples, README of
+# TensorFlow2/LanguageModeling/BERT; 80 predictions a sequence: 1.02 TFLOP by our formula) does 96.5, 749.7 and 22,506
+# sequences/s on 1, 8 and 256 A100: 32%, 31% and 29%.
+DEFAULT_UTILISATION = 0.3
+PAPER_UTILISATION = 0.076  # 100K x 8192 x 512 tokens x 2.010 GFLOP / (1024 x 125 TFLOP/s x 86,400 s)
+
+BYTES_PER_TOKEN = 4.5  # of English text in a 50K byte-level BPE: an assumption, for a corpus whose tokens are not known
+FITS = 0.95  # share of the card's memory to plan with, ours: CUDA's context, cuBLAS, NCCL, fragmentation take the rest
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`count` GPUs of one kind, a name in `DEVICES`."""
+
+    count: int
+    name: str
+
+
+def parse_hardware(text: str) -> Hardware:
+    """`8xH200`, or `H200` for one; upper or lower case. Raises `InputError`."""
+    count, name = re.fullmatch(r"(?:(-?\d+)\s*[xX*]\s*)?(.*)", text.strip()).groups()
+    known = {key.upper(): key for key in DEVICES}
+    if name.upper() not in known:
+        longer = [key for key in known if key.startswith(name.upper())]  # A100: of 40 or 80 GB?
+        hint = did_you_mean(name.upper(), longer or known)
+        raise InputError(f"hardware={text!r}: no GPU {name!r} is known{hint}; such as 8xH200, of {', '.join(DEVICES)}")
+    if count is not None and int(count) < 1:
+        raise InputError(f"hardware={text!r}: {count} GPUs train nothing; give at least 1")
+    return Hardware(int(count or 1), known[name.upper()])
+
+
+def parameter_count(config: RobertaConfig) -> int:
+    """Parameters of `RobertaForMaskedLM`; the decoder shares the embedding's weights."""
+    hidden = config.hidden_size
+    embeddings = (config.vocab_size + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
+    layer = _matmul_weights(config) + 9 * hidden + config.intermediate_size  # biases; scale and shift of two LayerNorms
+    head = hidden * hidden + 3 * hidden + config.vocab_size
+    return embeddings + config.num_hidden_layers * layer + head
+
+
+def _matmul_weights(config: RobertaConfig) -> int:
+    """Weights of the matrices of one layer."""
+    return 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+
+
+# What autograd keeps (`activation_bytes`): bytes of an element that matrices read or write; copies of the layer's
+# input; bytes of an element of the residual stream, which LayerNorm reads; bytes a channel of the head, a predicted
+# position. In fp32 and in pure half precision the three projections share the layer's input. Under autocast the
+# residual stream is fp32, and each projection casts it for itself: only weights are cast once.
+_KEPT = {"fp32": (4, 1, 4, 16), "autocast": (2, 3, 4, 10), "half": (2, 1, 2, 8)}
+
+
+def activation_bytes(config: RobertaConfig, tokens: int, kind: str, mask_bytes: int = 1) -> tuple[int, int]:
+    """Bytes that autograd keeps for one layer, and for the embeddings, of a micro-batch of `tokens`, without the head.
+
+    `kind` is fp32, autocast (`Trainer`'s bf16 and fp16) or half (DeepSpeed's). A layer in half precision comes to
+    34 bytes a token and channel, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) without their attention
+    matrix: fused attention keeps query, key, value, output, one fp32 a head and row, and on CUDA a random state for
+    its dropout. CUDA keeps a dropout mask in 1 byte an element, the CPU (`mask_bytes`) in the activation's own type.
+    """
+    element, inputs, stream, _ = _KEPT[kind]
+    hidden, mask = config.hidden_size, mask_bytes if config.hidden_dropout_prob else 0
+    channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
+    inner = 2 * element * config.intermediate_size  # before and after GELU
+    rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
+    embeddings = (stream + mask) * hidden + 33  # three int64 indices, one LayerNorm, where labels are
+    return tokens * (channel * hidden + inner + rows), tokens * embeddings
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak, by what takes them, and on the host for each process (what is offloaded)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What memory depends on in a DeepSpeed configuration; stage 0 is `Trainer` without DeepSpeed."""
+
+    stage: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    fp32_accumulation: bool = False  # data_types.grad_accum_dtype: fp32; without it gradients add up in half precision
+    reduce_bucket_size: int = 500_000_000  # elements of the buffer that gradients are reduced through: its default
+
+    def __post_init__(self):
+        if (self.offload_optimizer and not self.stage) or (self.offload_parameters and self.stage < 3):
+            raise InputError(f"ZeRO {self.stage}: the optimizer can be offloaded from stage 1, parameters at stage 3")
+
+    @classmethod
+    def from_deepspeed(cls, settings: dict, hidden_size: int) -> "Zero":
+        """Of a DeepSpeed configuration as its JSON has it, "auto" as Transformers resolves it."""
+        zero = settings.get("zero_optimization", {})
+        bucket = zero.get("reduce_bucket_size", cls.reduce_bucket_size)
+        return cls(
+            stage=zero.get("stage", 0),
+            offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") != "none",
+            offload_parameters=zero.get("offload_param", {}).get("device", "none") != "none",
+            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32"),
+            reduce_bucket_size=hidden_size**2 if bucket == "auto" else int(bucket),
+        )
+
+
+def memory_per_gpu(
+    config: RobertaConfig,
+    *,
+    micro_batch: int,
+    seq_len: int,
+    mlm_probability: float,
+    precision: str,
+    processes: int = 1,
+    zero: Zero = Zero(),
+    activation_checkpointing: bool = False,
+) -> Memory:
+    """Peak memory of a backward pass that adds to gradients already there; `precision` is fp32, bf16 or fp16.
+
+    ZeRO after Rajbhandari et al. 2020 (arXiv 1910.02054, section 3: 2 + 2 + 12 bytes a parameter), with what DeepSpeed
+    0.19 does: gradients are reduced through a buffer, and stage 3 keeps parameters gathered that it needs again soon.
+    """
+    half, count = precision != "fp32", parameter_count(config)
+    own = math.ceil(count / processes)  # parameters of a process's partition
+    host = casts = 0
+    if zero.stage == 0:
+        if half:  # autocast's copies of the weights of matrices, which autograd holds on to; all else is fp32
+            layers = 1 if activation_checkpointing else config.num_hidden_layers
+            head = config.hidden_size * (config.hidden_size + config.vocab_size)
+            casts = 2 * (layers * _matmul_weights(config) + head)
+        parameters = 4 * count + casts
+        gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are a copy (gradient_as_bucket_view: false)
+        optimizer = 8 * count  # Adam's two moments
+    else:
+        element = 2 if half else 4
+        accumulated = 4 if zero.fp32_accumulation else element
+        parameters = element * count  # whole at stage 3 too: released where not used within 10^9 others
+        gradients = element * zero.reduce_bucket_size
+        optimizer = 12 * own  # fp32 master weights and two moments
+        if zero.stage == 1:
+            gradients = accumulated * (count + zero.reduce_bucket_size)
+            if zero.fp32_accumulation and precision == "bf16":  # an optimizer of its own: no buffer, both gradients
+                gradients = (accumulated + element) * count
+        elif not zero.offload_optimizer:
+            gradients += accumulated * own
+        if zero.offload_optimizer:  # with fp32 gradients, accumulated gradients, and below stage 3 a staging copy
+            host += (12 + 4 + accumulated + (element if zero.stage < 3 else 0)) * own
+            optimizer = 0
+        if zero.offload_parameters:
+            host += element * own
+        elif zero.stage == 3:
+            parameters += element * own
+    kind = "fp32" if not half else "half" if zero.stage else "autocast"
+    tokens, (_, _, stream, head) = micro_batch * seq_len, _KEPT[kind]
+    layer, embeddings = activation_bytes(config, tokens, kind)
+    kept = stream * tokens * config.hidden_size if activation_checkpointing else layer
+    activations = embeddings + config.num_hidden_layers * kept
+    # What comes on top of them is largest at the loss: log-probabilities and the gradients on both sides of them, all
+    # fp32. Small micro-batches peak at the end, where all is gone but two terms of the embedding's gradient, the
+    # decoder's and the lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
+    predicted = math.ceil(tokens * mlm_probability)
+    loss = predicted * (12 * config.vocab_size + head * config.hidden_size)
+    embedding = (2 if kind == "half" else 4) * config.vocab_size * config.hidden_size
+    logits = max(loss, 3 * embedding - activations - casts, layer + embedding if activation_checkpointing else 0)
+    return Memory(parameters, gradients, optimizer, activations, logits, host)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A recipe on a machine. `tokens_per_pass`: of the corpus, where known, else from `corpus_bytes`.
+
+    Raises `InputError` where values are out of range, or the GPU has no bf16.
+    """
+
+    config: RobertaConfig  # vocab_size with the rows of padding
+    hardware: Hardware  # one process a GPU
+    seq_len: int
+    mlm_probability: float
+    micro_batch: int  # sequences
+    accumulation: int  # micro-batches of each process for an optimizer step
+    max_steps: int
+    precision: str  # fp32, bf16, fp16
+    zero: Zero = Zero()
+    activation_checkpointing: bool = False
+    utilisation: float = DEFAULT_UTILISATION
+    gpu_hour_price: float | None = None  # USD; by default the device's
+    tokens_per_pass: float | None = None
+    corpus_bytes: float | None = None
+
+    def __post_init__(self):
+        if self.gpu_hour_price is None:
+            object.__setattr__(self, "gpu_hour_price", self.device.gpu_hour_price)
+        if not 0 < self.utilisation <= 1:
+            raise InputError(f"utilisation={self.utilisation} must be above 0 and at most 1, a share of the GPUs' peak")
+        if not 0 <= self.gpu_hour_price < float("inf"):
+            raise InputError(f"gpu_hour_price={self.gpu_hour_price} must be a number of dollars from 0 on")
+        if self.precision == "bf16" and not self.device.bf16:
+            raise InputError(f"bf16=true: {self.hardware.name} has no bf16; set --bf16 false --fp16")
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.hardware.name]
+
+    @property
+    def blocks(self) -> int:
+        return self.max_steps * self.hardware.count * self.micro_batch * self.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """At most: every block full."""
+        return self.blocks * self.seq_len
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the corpus; None where its size is not known."""
+        a_pass = self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN
+        return self.tokens / a_pass if a_pass else None
+
+    @property
+    def flops(self) -> float:
+        return self.tokens * flops_per_token(self.config, self.seq_len, self.mlm_probability)
+
+    @property
+    def days(self) -> float:
+        return self.flops / (self.hardware.count * self.device.peak_flops * self.utilisation) / 86_400
+
+    @property
+    def cost(self) -> float:
+        """USD."""
+        return self.days * 24 * self.hardware.count * self.gpu_hour_price
+
+    @property
+    def memory(self) -> Memory:
+        names = ("micro_batch", "seq_len", "mlm_probability", "precision", "zero", "activation_checkpointing")
+        return memory_per_gpu(self.config, processes=self.hardware.count, **{n: getattr(self, n) for n in names})
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= FITS * self.device.memory_bytes
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The largest power of two that fits and divides a process's share of the batch; 0 where not even 1 fits."""
+        size, share = 0, self.micro_batch * self.accumulation
+        while share % (more := 2 * size or 1) == 0 and replace(self, micro_batch=more).fits:
+            size = more
+        return size
+
+
+@dataclass
+class EstimateArguments:
+    """What the estimate needs beside the preset."""
+
+    _argument_group_name = "estimate"
+
+    hardware: str = setting("8xH200", "GPUs, such as 1024xV100-32GB.", "start")
+    utilisation: float = setting(DEFAULT_UTILISATION, "Share of the GPUs' peak that is reached.", "start")
+    gpu_hour_price: float | None = setting(None, "Dollars; without it, a list price of the GPU.", "start")
+
+
+def main(argv: list[str] | None = None) -> Estimate:
+    """Run the command line `argv`: print what the preset costs. Raises `InputError`."""
+    set_up_logging()
+    cost = read_estimate(sys.argv[1:] if argv is None else argv)
+    print(table(cost))
+    return cost
+
+
+def read_estimate(argv: list[str]) -> Estimate:
+    """What the preset costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named."""
+    argv = [*argv, "--use_cpu", "true"]  # here is no GPU, and bf16 would be refused
+    (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
+    pretraining.check_text(args)
+    pretraining.check_model(args)
+    config = load_config(args.config_name or args.model_name_or_path)
+    config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
+    hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
+    at_once = micro_batch * hardware.count
+    sequences = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
+    sizes = [source.size_gb for source in pretraining.read_corpus(args).sources]
+    return Estimate(
+        config=config,
+        hardware=hardware,
+        seq_len=args.max_seq_length,
+        mlm_probability=args.mlm_probability,
+        micro_batch=micro_batch,
+        accumulation=batch.accumulation_steps(sequences, micro_batch, hardware.count),
+        max_steps=training_args.max_steps,
+        precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
+        zero=Zero.from_deepspeed(environment.deepspeed_settings(training_args), config.hidden_size),
+        activation_checkpointing=bool(training_args.activation_checkpointing),
+        utilisation=chosen.utilisation,
+        gpu_hour_price=chosen.gpu_hour_price,
+        tokens_per_pass=token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None,
+        corpus_bytes=1e9 * sum(sizes) if all(sizes) else None,
+    )
+
+
+def table(estimate: Estimate) -> str:
+    """All of it as a table, a unit in every line."""
+    config, memory, device, largest = estimate.config, estimate.memory, estimate.device, estimate.largest_micro_batch
+    stage = f"ZeRO {estimate.zero.stage}" if estimate.zero.stage else "plain data parallelism"
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "total")
+    epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown, as the size of the corpus is"
+    if estimate.corpus_bytes and not estimate.tokens_per_pass:
+        epochs += f" of {estimate.corpus_bytes / 1e9:,.1f} GB at {BYTES_PER_TOKEN} bytes a token (an assumption)"
+    room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
+    advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
+    if not largest:
+        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
+    verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
+    note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
+    lines = [
+        f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
+        f"Model       {parameter_count(config):,} parameters, vocabulary {config.vocab_size:,}",
+        f"Batch       {estimate.blocks // estimate.max_steps:,} sequences = {estimate.hardware.count} processes x "
+        f"{estimate.micro_batch} x {estimate.accumulation} accumulated",
+        f"Steps       {estimate.max_steps:,} optimizer steps",
+        f"Data        {estimate.blocks:,} blocks, at most {estimate.tokens / 1e9:,.3f} B tokens, {epochs}",
+        f"Compute     {estimate.flops / estimate.tokens / 1e9:.3f} GFLOP a token by formula, "
+        f"{estimate.flops / 1e15:,.1f} PFLOP in all",
+        f"Memory      per GPU, {estimate.precision}, {stage}",
+        *(f"  {name:<12}{getattr(memory, name) / GIB:9.2f} GiB" for name in names),
+        *([f"  {'on the host':<12}{memory.host / GIB:9.2f} GiB a process"] if memory.host else []),
+        f"  {verdict}",
+        f"  largest micro-batch that fits, of the powers of two that divide the batch: {largest} sequences",
+        f"Time        {estimate.days:,.2f} days at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
+        f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
+        f"Cost        ${estimate.cost:,.0f} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
+        "\nUtilisation and price are assumptions: --utilisation (a measured run logs its own as mfu; the paper's 1024 "
+        f"V100 come to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

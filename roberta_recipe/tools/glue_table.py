@@ -1,0 +1,100 @@
+"""The finished GLUE tasks of a folder as a row of Table 5 (paper, section 5.1), and their files for the GLUE server.
+
+    python -m roberta_recipe.tools.glue_table --folder runs/glue                     # or: make glue-all
+    python -m roberta_recipe.tools.glue_table --folder runs/glue --submission        # or: make glue-submission
+
+A task is finished where `<folder>/<task>/summary.json` is. The submission, `<folder>/submission.zip`, needs the files
+of every task, which `finetune_glue.py --do_predict` writes.
+"""
+
+import argparse
+import zipfile
+from pathlib import Path
+
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.input_files import read_text
+from roberta_recipe.record import SUMMARY_NAME, percent, picked_setting, read_record
+from roberta_recipe.tasks import glue
+
+COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--folder", required=True, help="folder of the tasks, each in a folder of its name")
+    parser.add_argument("--sweep", action="store_true", help="the tasks as --sweep ran them")
+    parser.add_argument("--submission", action="store_true", help="zip the predictions of all tasks")
+    parser.add_argument("--other_rows", action="store_true", help="take predictions whose number of rows is not GLUE's")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, str]:
+    """Run the command line `argv`; returns the median of each finished task, times 100. Raises `InputError`."""
+    args = parse(argv)
+    below = glue.SWEEP_FOLDER if args.sweep else ""
+    medians = finished_tasks(args.folder, below)
+    rows = {"RoBERTa-large, Table 5": glue.PAPER["large"], "RoBERTa-base, fairseq": glue.PAPER["base"], "ours": medians}
+    print(" " * 24 + "".join(f"{name:>9}" for name in COLUMNS))
+    for title, row in rows.items():
+        missing = "not run" if row is medians else "-"
+        print(f"{title:<24}" + "".join(f"{row.get(name, missing):>9}" for name in COLUMNS))
+    if args.submission:
+        tasks = {**glue.TASKS, "ax": glue.AX}
+        folders = {name: Path(args.folder, "mnli" if name == "ax" else name, below, "submission") for name in tasks}
+        path = Path(args.folder, below, "submission.zip")
+        path.parent.mkdir(exist_ok=True)
+        print(f"{path}: {', '.join(zip_submission(tasks, folders, path, official_rows=not args.other_rows))}")
+    return medians
+
+
+def finished_tasks(folder: str, below: str) -> dict[str, str]:
+    """The median of each task with a summary in `<folder>/<task>/<below>`. Raises `InputError` where there is none."""
+    paths = {name: Path(folder, name, below, SUMMARY_NAME) for name in COLUMNS}
+    finished = {name: read_record(path) for name, path in paths.items() if path.is_file()}
+    if not finished:
+        where = Path("<task>", below, SUMMARY_NAME)
+        raise InputError(f"folder={folder} holds no finished task ({where}): make glue TASK=rte makes one")
+    return {name: percent(picked_setting(summary)["median"]) for name, summary in finished.items()}
+
+
+def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: Path, official_rows: bool) -> list[str]:
+    """The eleven files, each checked (header, order, rows, labels), as the zip that the GLUE server takes; their names.
+
+    `folders`: task -> where its files are. Raises `InputError` that names what is missing or wrong.
+    """
+    files, faults = {}, []
+    for name, task in tasks.items():
+        for split, file in task.submission.items():
+            source = folders[name] / file
+            files[file] = source
+            fault = _fault(task, source, task.splits[split][1] if official_rows else None)
+            faults += [f"{source}: {fault}"] if fault else []
+    if faults:
+        raise InputError(f"no submission: {len(faults)} of {len(files)} files are not in order. " + "; ".join(faults))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file, source in files.items():
+            archive.write(source, file)
+    return list(files)
+
+
+def _fault(task: glue.Task, path: Path, rows: int | None) -> str | None:
+    if not path.is_file():
+        return "missing; run its task with --do_predict"
+    header, *lines = read_text(path).splitlines() or [""]
+    if header != "index\tprediction":
+        return f"its first line is {header!r}"
+    if rows is not None and len(lines) != rows:
+        return f"{len(lines)} rows, and the test set has {rows}"
+    allowed = set(glue.submission_labels(task))
+    for number, line in enumerate(lines):
+        index, _, prediction = line.partition("\t")
+        if index != str(number):
+            return f"index {index} stands where {number} should"
+        if not (prediction in allowed if allowed else glue.is_score(prediction)):
+            return f"row {number}: {prediction!r} is no label of {task.folder}"
+    return None
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

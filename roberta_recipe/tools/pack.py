@@ -1,0 +1,65 @@
+"""Tokenize and pack a pretraining preset's corpus once, into its token cache, or fix what is damaged of it.
+
+    python -m roberta_recipe.tools.pack --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
+    python -m roberta_recipe.tools.pack ... --machine 2/4       # the second of four machines, on one file system
+
+No GPU is needed. A file that is packed already is packed again only where its shard is not what was written.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from roberta_recipe.args import setting
+from roberta_recipe.data import token_cache, tokenization
+from roberta_recipe.data.documents import check_sources
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.training import pretraining
+
+
+@dataclass
+class PackArguments:
+    """What packing needs beside the preset."""
+
+    _argument_group_name = "packing"
+
+    num_proc: int | None = setting(None, "Processes that pack; without it, one for each core.", "start")
+    machine: str = setting("1/1", "This machine's share of the files: 2/4 is the second of four.", "start")
+
+
+def main(argv: list[str] | None = None) -> bool:
+    """Run the command line `argv`; returns whether the cache is complete. Raises `InputError` and `RunError`."""
+    set_up_logging()
+    argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]  # a preset's bf16 is for the GPUs later on
+    (packing, args, _), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
+    pretraining.check_text(args)
+    if not args.token_cache:
+        raise InputError("token_cache is not set: name the folder to pack into")
+    if packing.num_proc is not None and packing.num_proc < 1:
+        raise InputError(f"num_proc={packing.num_proc} must be at least 1")
+    machine, machines = share_of_machine(packing.machine)
+    corpus = pretraining.read_corpus(args)
+    check_sources(corpus)
+    reader = pretraining.text_reader(args, corpus, tokenization.load_tokenizer(args.tokenizer_name), seed=0)
+    num_proc = packing.num_proc or cpu_cores()
+    complete = token_cache.build(args.token_cache, reader, num_proc=num_proc, machine=machine, machines=machines)
+    if complete:
+        logger.info(f"The token cache is complete: {args.token_cache}")
+    else:
+        logger.info(
+            f"The share of machine {packing.machine} is packed; the cache is complete when all are: {args.token_cache}"
+        )
+    return complete
+
+
+def share_of_machine(text: str) -> tuple[int, int]:
+    """(number from 0 on, of how many) of "2/4". Raises `InputError`."""
+    machine, _, machines = text.partition("/")
+    if not (machine.isdecimal() and machines.isdecimal() and 1 <= int(machine) <= int(machines)):
+        raise InputError(f"machine={text!r} must read like 2/4, from 1/4 to 4/4")
+    return int(machine) - 1, int(machines)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

@@ -1,0 +1,100 @@
+"""Batch arithmetic. The paper's batch (section 4.3 and Table 9: 8K sequences) is a property of the recipe, so
+accumulation is derived from it."""
+
+import logging
+
+import torch
+from transformers import TrainingArguments
+
+from roberta_recipe.arithmetic import largest_divisor, round_up
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.hardware import is_out_of_memory
+
+logger = logging.getLogger("recipe")
+
+
+def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
+    """Micro-batches that each process takes for one optimizer step of `global_batch_size` sequences."""
+    if global_batch_size < 1 or per_device < 1:
+        raise InputError(
+            f"global_batch_size={global_batch_size} and per_device_train_batch_size={per_device} must be at least 1"
+        )
+    at_once = per_device * processes
+    if global_batch_size % at_once:
+        below, above = global_batch_size // at_once * at_once, round_up(global_batch_size, at_once)
+        nearest = " or ".join(str(size) for size in (below, above) if size)
+        raise InputError(
+            f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per "
+            f"device = {at_once}; the nearest that is: {nearest}, or choose another per_device_train_batch_size"
+        )
+    return global_batch_size // at_once
+
+
+def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> int:
+    """Set `gradient_accumulation_steps` on `args` and return the global batch size (sequences an optimizer step)."""
+    at_once = args.per_device_train_batch_size * args.world_size
+    if global_batch_size is None:
+        return at_once * args.gradient_accumulation_steps
+    steps = accumulation_steps(global_batch_size, args.per_device_train_batch_size, args.world_size)
+    if args.gradient_accumulation_steps not in (1, steps):
+        raise InputError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {at_once} is not "
+            f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived"
+        )
+    args.gradient_accumulation_steps = steps
+    return global_batch_size
+
+
+def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) -> int:
+    """The largest micro-batch up to `at_most` of which every process takes a whole number for one step."""
+    accumulation_steps(global_batch_size, 1, processes)
+    share = global_batch_size // processes
+    return largest_divisor(share, max(min(at_most, share), 1))
+
+
+def lower_to_memory(
+    args: TrainingArguments, model: torch.nn.Module, global_batch_size: int, seq_len: int, mlm_probability: float
+) -> None:
+    """Halve `per_device_train_batch_size` until forward and backward of full blocks fit into memory beside the
+    optimizer, in all processes; accumulation is derived again. Raises `RunError` where not even one block fits.
+
+    It is what `auto_find_batch_size` asks for; Trainer's own search would shrink the global batch.
+    """
+    args.auto_find_batch_size = False
+    micro = args.per_device_train_batch_size
+    while not _fits(args, model, micro, seq_len, mlm_probability):
+        if micro == 1:
+            raise RunError(f"not even one block of {seq_len} tokens fits into memory: take a smaller model, or ZeRO")
+        micro = largest_divisor(micro, micro // 2)
+        logger.info(f"Out of memory: trying per_device_train_batch_size={micro}")
+    if args.world_size > 1:
+        smallest = torch.tensor(micro, device=args.device)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
+        micro = int(smallest)
+    args.per_device_train_batch_size = micro
+    args.gradient_accumulation_steps = accumulation_steps(global_batch_size, micro, args.world_size)
+
+
+def _fits(args: TrainingArguments, model: torch.nn.Module, micro: int, seq_len: int, mlm_probability: float) -> bool:
+    """Whether one micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved."""
+    device, half = args.device, torch.bfloat16 if args.bf16 else torch.float16
+    reserved = (8 + 4 * (args.world_size > 1)) * model.num_parameters()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model.to(device).train()
+            optimizer = torch.empty(reserved, dtype=torch.uint8, device=device)
+            input_ids = torch.full((micro, seq_len), 4, device=device)
+            labels = torch.where(torch.rand(input_ids.shape, device=device) < mlm_probability, input_ids, -100)
+            with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
+                loss = model(input_ids, labels=labels).loss
+            loss.backward()
+            del loss, optimizer
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,135 @@
+"""Which checkpoint a run is resumed from, and whether it is the same run (Table 9: 500K steps, seldom in one start)."""
+
+import logging
+import os
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainingArguments
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+
+logger = logging.getLogger("recipe")
+
+STATE_NAME = "recipe_state.json"
+STATE_VERSION = 2  # of its content
+PARTIAL = ".partial"  # below the output folder: the checkpoint that is being written
+
+
+def newest_first(output_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, newest first, whether they are whole or not."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
+    return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+
+def resume(
+    args: TrainingArguments,
+    fingerprint: dict[str, Any],
+    despite_changes: bool | None = None,
+    data: Container[str] = (),
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The checkpoint to resume from (`find`) and its state (`load_state`); None and None for a run that begins."""
+    path = find(args)
+    return path, path and load_state(path, fingerprint, layout(args), despite_changes, data)
+
+
+def find(args: TrainingArguments) -> str | None:
+    """The checkpoint to resume from, the same in all processes; None for a run that begins.
+
+    It is the newest checkpoint of the output folder that is as it was written; the checkpoints that are passed over are
+    named. Where the folder has none, it is `resume_from_checkpoint`. Raises `InputError` where there are checkpoints
+    and none is whole.
+    """
+    found: list[Any] = [None]
+    if args.process_index == 0:
+        try:
+            found = [_find(args.output_dir, args.resume_from_checkpoint)]
+        except InputError as error:
+            found = [error]
+    if args.world_size > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], InputError):
+        raise found[0]
+    return found[0]
+
+
+def _find(output_dir: str, explicit: str | None) -> str | None:
+    if half := sorted(Path(output_dir, PARTIAL).glob("*")):
+        logger.warning(f"Passed over {half[-1]}: writing it was not finished")
+    there = newest_first(output_dir)
+    if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in there[1:]]:
+        raise InputError(
+            f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints ({there[0].name}); to go back, "
+            "move them away"
+        )
+    for path in there:
+        if (fault := durable.fault(path)) is None:
+            return str(path)
+        logger.warning(f"Passed over {path}: {fault}")
+    if there:
+        raise InputError(
+            f"no checkpoint in output_dir={output_dir} is whole (passed over: {', '.join(p.name for p in there)}); "
+            "move them away to start from the beginning"
+        )
+    if explicit is None:
+        return None
+    if not Path(explicit).is_dir():
+        raise InputError(f"resume_from_checkpoint={explicit} is no folder; {output_dir} has no checkpoint either")
+    if fault := durable.fault(explicit):
+        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {fault}")
+    return explicit
+
+
+def layout(args: TrainingArguments) -> dict[str, Any]:
+    """How a run is spread out, which may change between two starts of it, but not under DeepSpeed."""
+    plugin = args.deepspeed_plugin
+    return {"processes": args.world_size, "zero_stage": plugin.zero_stage if plugin else None}
+
+
+def load_state(
+    checkpoint: str,
+    fingerprint: dict[str, Any],
+    layout_now: dict[str, Any],
+    despite_changes: bool | None = None,
+    data: Container[str] = (),
+) -> dict[str, Any]:
+    """The `recipe_state.json` of a checkpoint, as this run can resume from it.
+
+    Raises `InputError` where what is resumed is not what was started, unless `despite_changes` (None: the script has no
+    such flag). Then, where a name of the fingerprint that is in `data` (what the positions of blocks depend on) has
+    changed, the data begin at their beginning. Under DeepSpeed the layout must be that of the checkpoint.
+    """
+    state = durable.read_json(os.path.join(checkpoint, STATE_NAME))
+    if state.get("version") != STATE_VERSION:
+        raise InputError(
+            f"{checkpoint} was written by another version of this recipe: resume it with that version, or take the "
+            f"weights alone into a new run with --model_name_or_path {checkpoint}"
+        )
+    before = state["layout"]
+    if before != layout_now and {before["zero_stage"], layout_now["zero_stage"]} != {None}:
+        raise InputError(
+            f"{checkpoint} was written by {_in_words(before)}, and this run is {_in_words(layout_now)}: DeepSpeed's "
+            "optimizer state cannot be divided otherwise. Start as before (accumulation makes up for another "
+            "per_device_train_batch_size), or take the weights alone into a new run with --model_name_or_path "
+            f"{checkpoint}"
+        )
+    if changed := durable.differences(state["fingerprint"], fingerprint):
+        listed = "; ".join(changed.values())
+        if not despite_changes:
+            override = "" if despite_changes is None else ", or resume all the same with --resume_despite_changes true"
+            raise InputError(
+                f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
+                f"output_dir{override}"
+            )
+        logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
+        if any(name in data for name in changed):
+            state |= {"position": 0, "states": None}
+    return state
+
+
+def _in_words(layout: dict[str, Any]) -> str:
+    stage = f" under ZeRO {layout['zero_stage']}" if layout["zero_stage"] is not None else " without DeepSpeed"
+    return f"{layout['processes']} process{'es' * (layout['processes'] > 1)}{stage}"

@@ -1,0 +1,253 @@
+"""`Trainer` for runs that are killed: checkpoints that are whole or absent, the gradient of the whole effective batch
+for every objective, and errors that say what is safe. `trainer_internals` lists what it builds on."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from roberta_recipe import durable
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.errors import RunError, first_line
+from roberta_recipe.hardware import is_out_of_memory
+from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
+
+
+class DurableTrainer(Trainer):
+    """`Trainer` whose checkpoints are whole or absent, and that is resumed from the newest whole checkpoint as if it
+    had not been interrupted: each has a `recipe_state.json`, whose content at the start is `resumed`.
+
+    `fingerprint` says what must not change between two starts of a run. `objectives` maps each objective to the batch
+    column of its targets (-100: no target). A step's loss is the sum, over objectives, of the losses of all targets of
+    the effective batch / their number (`num_items_in_batch`: one denominator an objective, over all micro-batches and
+    processes). A callback's `on_save` is called when a checkpoint is whole; nothing here touches the Hub, whatever
+    `args.push_to_hub` says.
+    """
+
+    memory_advice = ""  # beside a smaller micro-batch
+    loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already
+
+    def __init__(
+        self,
+        *,
+        args: TrainingArguments,
+        fingerprint: dict[str, Any],
+        objectives: dict[str, str],
+        resumed: dict[str, Any] | None,
+        **kwargs,
+    ):
+        # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
+        args.push_to_hub = False
+        super().__init__(args=args, **kwargs)
+        self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
+        self.restarts: int = resumed.get("restarts", -1) + 1
+        self._first_step: int = resumed.get("step", 0)
+        # losses since the last log line: of this process, by objective; and what the checkpoint had of them
+        self._objective_losses = torch.zeros(len(objectives), device=self.args.device)
+        self._logged_step: int = resumed.get("logged_step", 0)
+        self._losses_before: list[list[float]] = resumed.get("losses", [])
+        self._earlier_s: float = resumed.get("train_seconds", 0.0)
+        self._start_s = time.monotonic()
+
+    # What subclasses add
+
+    def count_consumed(self) -> None:
+        """Add up, over processes, what was consumed since the last call; called in all of them."""
+
+    def recipe_state(self) -> dict[str, Any]:
+        """What a checkpoint holds for `resumed`, beside `Trainer`'s own."""
+        return {
+            "version": STATE_VERSION,
+            "step": self.state.global_step,
+            "fingerprint": self.fingerprint,
+            "layout": layout(self.args),
+            "restarts": self.restarts,
+            "logged_step": self._logged_step,
+            "train_seconds": self.train_seconds,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """What a run record holds of this kind of run alone."""
+        return {}
+
+    # Loss
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """(objectives,): the targets of each objective in all micro-batches of a step, in all processes."""
+        counts = [
+            sum((batch[column] != IGNORED).sum() for batch in batch_samples) for column in self.objectives.values()
+        ]
+        return self.sum_over_processes(torch.stack(counts).to(device))
+
+    def loss_of_batch(self, losses: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        """(): what a micro-batch adds to the loss of the step, of its sums of losses (objectives,).
+
+        An objective without a target in the whole batch has a sum of 0, divided by 1. Gradients of processes are
+        averaged and the denominators are of all processes, so the sum is multiplied by their number.
+        """
+        losses = losses * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
+        self._objective_losses += losses.detach()
+        return losses.sum()
+
+    def log(self, logs, start_time=None):
+        if "loss" in logs:
+            means = self.sum_over_processes(self._objective_losses.clone())
+            means /= self.args.world_size * max(self.state.global_step - self._logged_step, 1)
+            if len(self.objectives) > 1:
+                logs |= {f"{name}_loss": mean for name, mean in zip(self.objectives, means.tolist(), strict=True)}
+            self._objective_losses.zero_()
+            self._logged_step = self.state.global_step
+        super().log(logs, start_time)
+
+    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, "sum")
+
+    # Training
+
+    def train(self, *args, **kwargs):
+        self._start_s = time.monotonic()
+        try:
+            return super().train(*args, **kwargs)
+        except Exception as error:
+            if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
+                raise RunError(
+                    "fp16 gradients overflowed with the loss scale at its floor: train in bf16 (--bf16 true --fp16 "
+                    f"false), or lower learning_rate={self.args.learning_rate}. {self._last_good()}"
+                ) from error
+            if not is_out_of_memory(error):
+                raise
+            micro = self.args.per_device_train_batch_size
+            raise RunError(
+                f"out of memory at step {self.state.global_step + 1} ({first_line(error)}): lower "
+                f"per_device_train_batch_size={micro}{self.memory_advice}; the global batch stays what it is. "
+                f"{self._last_good()}"
+            ) from error
+
+    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
+            self.control.should_training_stop = True
+            return
+        if self._losses_before and self.state.global_step == self._first_step:
+            # the mean that is logged next counts the steps before the checkpoint too
+            before = torch.tensor(self._losses_before, device=self.args.device)  # (processes, 1 + objectives)
+            same = len(before) == self.args.world_size
+            before = before[self.args.process_index] if same else before.mean(0)
+            self._tr_loss += before[0]
+            self._objective_losses += before[1:]
+            self._globalstep_last_logged = self._logged_step
+        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    @property
+    def train_seconds(self) -> float:
+        """Of this start and of all starts before it."""
+        return self._earlier_s + time.monotonic() - self._start_s
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial):
+        return os.path.join(self.args.output_dir, PARTIAL)
+
+    def _save_checkpoint(self, model, trial):
+        """Write aside, with a manifest, sync, rename: a crash or a full disk leaves the last complete checkpoint."""
+        self.count_consumed()  # what was consumed behind the last log line belongs to the checkpoint
+        losses = torch.cat([self._tr_loss.detach().reshape(1), self._objective_losses])[None]
+        losses = self.accelerator.gather(losses).tolist()  # (processes, 1 + objectives)
+        name = f"checkpoint-{self.state.global_step}"
+        aside, target = Path(self.args.output_dir, PARTIAL, name), Path(self.args.output_dir, name)
+        self._refuse_bad_weights()
+        if self.args.should_save:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        failure = None
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:
+            failure = write_failure(error)
+        self._end_writing(failure, name)
+        try:
+            if self.args.should_save:
+                durable.write_json(aside / STATE_NAME, {**self.recipe_state(), "losses": losses})
+                durable.move_into_place(aside, target)
+        except OSError as error:
+            failure = error
+        self._end_writing(failure, name)
+        if self.args.should_save:
+            shutil.rmtree(aside.parent, ignore_errors=True)
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+
+    def _master_weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights that DeepSpeed's optimizer steps, whole, on the first process; every process must call.
+
+        The model itself holds them in half precision under bf16 and fp16, and in shards under ZeRO 3.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self.model.named_parameters():  # a tied parameter comes once
+            whole = safe_get_full_fp32_param(parameter)
+            if self.args.should_save:
+                weights[name] = whole.cpu()
+        return weights
+
+    def _refuse_bad_weights(self) -> None:
+        """Raise `RunError` where a weight is not finite, in all processes."""
+        bad = sum((~torch.isfinite(p)).any().float() for p in self.model.parameters() if p.numel())
+        if self.sum_over_processes(torch.as_tensor(bad, device=self.args.device)):
+            raise RunError(
+                f"the weights are not finite after step {self.state.global_step}, so no checkpoint of them is written. "
+                f"Lower learning_rate={self.args.learning_rate} or warm up longer. {self._last_good()}"
+            )
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.is_deepspeed_enabled:
+            state_dict = self._master_weights()
+        super()._save(output_dir, state_dict)
+        if self.is_deepspeed_enabled and self.args.should_save:
+            self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+        if self.args.should_save:  # a pickle; preset.yaml says it all
+            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if _internal_call:  # within a checkpoint, whose writing is watched as a whole
+            return super().save_model(output_dir, _internal_call)
+        failure = None
+        try:
+            super().save_model(output_dir, _internal_call=True)
+        except Exception as error:
+            failure = write_failure(error)
+        self._end_writing(failure, "the model")
+
+    def _end_writing(self, failure: Exception | None, what: str) -> None:
+        """Raise `RunError` in all processes where writing failed in one of them (under DeepSpeed, whose own writing
+        waits for all, in that process alone: the launcher ends the others)."""
+        failed = torch.tensor(float(failure is not None), device=self.args.device)
+        if not (failure and self.is_deepspeed_enabled):
+            failed = self.sum_over_processes(failed)
+        if failed:
+            if self.args.should_save:  # makes room for the user
+                shutil.rmtree(Path(self.args.output_dir, PARTIAL), ignore_errors=True)
+            raise RunError(
+                f"{what} could not be written to {self.args.output_dir}: "
+                f"{first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make room, "
+                "then start the same command again"
+            ) from failure
+
+    def _last_good(self) -> str:
+        there = newest_first(self.args.output_dir)
+        return f"The last complete checkpoint is {there[0]}." if there else "There is no checkpoint yet."
+
+
+def write_failure(error: Exception) -> Exception:
+    """`error` where it says that a file could not be written; any other exception is raised again."""
+    torchs_own = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "Writer" in str(error))
+    if not (isinstance(error, (OSError, SafetensorError)) or torchs_own):
+        raise error
+    return error

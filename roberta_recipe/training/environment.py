@@ -1,0 +1,118 @@
+"""Around a training process: cores, launcher, precision, output folder, the end of a process group."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import is_first_process
+from roberta_recipe.record import HUB_NAME, PRESET_NAME, RECORD_NAME
+from roberta_recipe.training.checkpoint import PARTIAL, newest_first
+
+
+def use_all_cores() -> None:
+    """Share the cores among this machine's processes where they train on them.
+
+    `accelerate launch` gives a CPU process OMP_NUM_THREADS=1 and leaves the other cores idle; any other value of it is
+    somebody's choice and stays.
+    """
+    if not torch.cuda.is_available() and os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Raise `InputError` where the folder holds something else than a run that can be resumed, so that nothing is
+    overwritten."""
+    if not is_first_process():
+        return  # the first process may have begun to write
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"output_dir={output_dir} is a file; name a folder")
+    if (path / RECORD_NAME).exists():
+        raise InputError(
+            f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
+            "this folder away"
+        )
+    # a run that was stopped before its first checkpoint leaves a preset and a half-written checkpoint
+    others = (
+        [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, HUB_NAME, PARTIAL)]
+        if path.is_dir()
+        else []
+    )
+    if others and not newest_first(path):
+        raise InputError(
+            f"output_dir={output_dir} already holds files, and no checkpoint to resume from; name another folder with "
+            "--output_dir, or move this folder away"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
+
+
+def check_precision(args: TrainingArguments) -> None:
+    """Raise `InputError` where `accelerate` was told another precision than the preset: `Trainer` would take either.
+
+    `accelerate launch` passes on the precision of `--mixed_precision`, its launch file or `accelerate config`.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    preset = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if launched not in ("no", preset):
+        raise InputError(
+            f"accelerate launch has mixed_precision={launched}, the preset bf16={str(args.bf16).lower()} and "
+            f"fp16={str(args.fp16).lower()}; precision belongs to the preset: drop --mixed_precision (or the line in "
+            "accelerate's configuration), or set bf16 or fp16"
+        )
+
+
+def check_processes(args: TrainingArguments) -> None:
+    """Raise `InputError` where a launcher started several processes and each would train for itself, or where one
+    process would train on several GPUs."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != args.world_size:
+        raise InputError(
+            f"{started} processes were started, and each trains alone, as there is no GPU: add --use_cpu, which joins "
+            "them on the CPU"
+        )
+    if args.n_gpu > 1:  # `Trainer` would split each micro-batch over them with DataParallel
+        raise InputError(
+            f"one process and {args.n_gpu} GPUs: start a process for each with accelerate launch --num_processes "
+            f"{args.n_gpu} ..., or show it a single GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def check_deepspeed(args: TrainingArguments) -> None:
+    """Raise `InputError` for a DeepSpeed configuration by flag, which would be resolved before the batch is derived."""
+    if args.deepspeed:
+        raise InputError(
+            f"deepspeed={args.deepspeed}: name a launch file instead, e.g. accelerate launch --config_file "
+            "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
+        )
+
+
+def build_models_whole() -> None:
+    """Under ZeRO 3, make `from_pretrained` build whole models, where it would leave each process a shard of them.
+
+    An edit of sharded weights (a padded vocabulary) would edit nothing. `Trainer` restores the setting.
+    """
+    unset_hf_deepspeed_config()
+
+
+def leave_process_group() -> None:
+    """End together: no process closes its connections while another still works."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
+    """DeepSpeed's configuration as its JSON has it, given by `--deepspeed` or by the launcher; empty without it."""
+    if args.deepspeed:
+        return args.deepspeed if isinstance(args.deepspeed, dict) else durable.read_json(args.deepspeed)
+    return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}

@@ -1,0 +1,234 @@
+"""Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+from transformers import BatchEncoding
+
+from roberta_recipe import durable
+from roberta_recipe.data.order import random_order
+from roberta_recipe.errors import InputError
+from roberta_recipe.record import BEST_NAME, loss_at_steps
+from roberta_recipe.training.checkpoint import PARTIAL
+from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
+from roberta_recipe.training.heads import layer_rates
+
+SCORES = "validation_scores.npy"  # in the folder of the best epoch
+_BATCHES_SORTED_TOGETHER = 50
+_EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Indices of one epoch after another: each batch of `global_batch_size` has features of like length.
+
+    A function of (lengths, batch, seed, epoch) alone: batch k of an epoch has the same features for any number of
+    processes and any accumulation. All features are shuffled, sorted by length within 50 batches, cut into batches,
+    and the batches are shuffled. What fills no whole batch is left out, other features in every epoch.
+    """
+
+    def __init__(self, lengths: list[int], global_batch_size: int, seed: int):
+        if len(lengths) < global_batch_size:
+            raise InputError(
+                f"global_batch_size={global_batch_size} is more than the {len(lengths)} training examples; lower it"
+            )
+        self.lengths, self.batch, self.seed, self.epoch = np.asarray(lengths), global_batch_size, seed, 0
+
+    def __len__(self):
+        return len(self.lengths) // self.batch * self.batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = random_order(self.seed, _EPOCH_ORDER, (self.epoch,), len(self.lengths))[: len(self)]
+        together = self.batch * _BATCHES_SORTED_TOGETHER
+        groups = [order[start : start + together] for start in range(0, len(order), together)]
+        order = np.concatenate([group[np.argsort(self.lengths[group], kind="stable")] for group in groups])
+        batches = order.reshape(-1, self.batch)
+        shuffled = random_order(self.seed, _BATCH_ORDER, (self.epoch,), len(batches))
+        return iter(batches[shuffled].ravel().tolist())
+
+
+def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
+    """Model inputs of one row as arrays, a tenth of the memory of Python's lists; the attention mask is left to the
+    collator."""
+    kinds = {"input_ids": np.int32, "token_type_ids": np.int8}
+    return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
+
+
+def padded_to(max_seq_length: int) -> int | None:
+    """Multiple to pad to, for the sake of a GPU's kernels; None where that would go beyond the longest sequence."""
+    return None if max_seq_length % 8 else 8
+
+
+def length_of(feature: dict[str, Any]) -> int:
+    """Tokens of a feature: its `length`, which says how long its longest sequence will be, or its `input_ids`."""
+    return feature["length"] if "length" in feature else len(feature["input_ids"])
+
+
+class FinetuneTrainer(DurableTrainer):
+    """`Trainer` whose gradient is that of the whole batch, and which keeps the best epoch.
+
+    `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
+    loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
+    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts, see
+    `length_of`; `fingerprint` has the `global_batch_size`. `layer_decay`: see `layer_rates`.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
+        measure: Callable[[np.ndarray], dict[str, float]],
+        best_metric: str,
+        layer_decay: float,
+        resumed: dict[str, Any] | None,
+        **kwargs,
+    ):
+        super().__init__(objectives={"task": "labels"}, resumed=resumed, **kwargs)
+        self.layer_decay = layer_decay
+        self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
+        self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
+        self._sampler, self._train_seconds = None, None
+        self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # without padding, with it
+
+    # Training
+
+    def _get_train_sampler(self, train_dataset=None):
+        lengths = [length_of(feature) for feature in self.train_dataset]
+        self._sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], self.args.seed)
+        return self._sampler
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.layer_decay < 1:
+            model, decayed, groups = model or self.model, set(self.get_decay_parameter_names(self.model)), {}
+            for name, rate in layer_rates(self.model, self.args.learning_rate, self.layer_decay).items():
+                groups.setdefault((rate, self.args.weight_decay if name in decayed else 0.0), []).append(name)
+            parameters = dict(model.named_parameters())
+            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = cls(
+                [
+                    {"params": [parameters[name] for name in names], "lr": rate, "weight_decay": weight_decay}
+                    for (rate, weight_decay), names in sorted(groups.items(), reverse=True)  # the log shows the first
+                ],
+                **kwargs,
+            )
+        return super().create_optimizer(model)
+
+    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
+        self._sampler.set_epoch(epoch)  # with several processes, it is out of reach once batches are skipped to resume
+        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def train(self, *args, **kwargs):
+        output = super().train(*args, **kwargs)
+        self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
+        return output
+
+    @property
+    def train_seconds(self) -> float:
+        return self._train_seconds or super().train_seconds
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        total, scores = self.loss_sum(model, inputs)
+        loss = self.loss_of_batch(total[None], num_items_in_batch)
+        return (loss, scores) if return_outputs else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def count_consumed(self) -> None:
+        tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
+        self.state.num_input_tokens_seen += tokens
+        self.computed_tokens += computed
+        self._tokens.zero_()
+
+    def recipe_state(self):
+        return {**super().recipe_state(), "computed_tokens": self.computed_tokens}
+
+    def record(self):
+        scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
+        best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
+        return {"computed_tokens": self.computed_tokens, **best}
+
+    def log(self, logs, start_time=None):
+        logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
+        super().log(logs, start_time)
+
+    # What is stored
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """By the model's own class, which may keep weights in files of its own."""
+        stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        self.model.load_state_dict(stored.state_dict())
+
+    # Evaluation
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            _, scores = self.loss_sum(model, inputs)
+        return None, scores.float(), None
+
+    def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
+        """(features, ...): the model's scores, in the order of `features`; computed in order of length."""
+        order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
+        random_state = torch.get_rng_state()
+        found = self.predict([features[number] for number in order]).predictions
+        torch.set_rng_state(random_state)  # its data loader has drawn from it
+        scores = np.empty_like(found)
+        scores[order] = found
+        return scores
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        scores = self.scores(self.eval_dataset)
+        metrics = self.measure(scores)
+        logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(dict(logged))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
+        value = metrics[self.best_metric]
+        if self.state.best_metric is None or value > self.state.best_metric:
+            self.state.best_metric = value if math.isfinite(value) else -math.inf
+            self.state.best_global_step = self.state.global_step
+            self._keep_as_best(scores)
+        return logged
+
+    def _keep_as_best(self, scores: np.ndarray) -> None:
+        """The weights, tokenizer and validation scores of now in `<output_dir>/best`, whole or as they were."""
+        aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
+        try:
+            self.save_model(str(aside), _internal_call=True)
+            if self.args.should_save:
+                np.save(aside / SCORES, scores)
+                durable.move_into_place(aside, Path(self.args.output_dir, BEST_NAME))
+        except Exception as error:
+            failure = write_failure(error)
+        self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
+
+    def load_best(self) -> np.ndarray:
+        """Put the best epoch's weights into the model; returns its validation scores."""
+        self.accelerator.wait_for_everyone()
+        self._load_from_checkpoint(str(Path(self.args.output_dir, BEST_NAME)))
+        return validation_scores(self.args.output_dir)
+
+
+def validation_scores(output_dir: str | Path) -> np.ndarray:
+    """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
+    path = Path(output_dir, BEST_NAME, SCORES)
+    if not path.is_file():
+        raise InputError(f"{path} is missing: move {output_dir} away to have it run again")
+    return np.load(path)
+
+
+def free_memory() -> None:
+    """Between two runs of one process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

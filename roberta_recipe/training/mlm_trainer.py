@@ -1,0 +1,296 @@
+"""`Trainer` for pretraining runs of weeks: exact figures, and a stop that loses nothing.
+
+The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals` lists what this builds on.
+"""
+
+import functools
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from roberta_recipe.data import masking, order
+from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.errors import RunError
+from roberta_recipe.hardware import model_flops_utilisation
+from roberta_recipe.record import SourceMetrics
+from roberta_recipe.training.durable_trainer import DurableTrainer
+
+logger = logging.getLogger("recipe")
+
+MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at its floor after 16
+_DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
+
+
+class StepWatch(TrainerCallback):
+    """Ends training early, at the same step in all processes: on SIGTERM, with a checkpoint; after `minutes`; where
+    the loss is not finite, without a checkpoint."""
+
+    def __init__(self, minutes: float | None = None):
+        self.minutes, self.time_over, self.preempted = minutes, False, False
+        self.told = torch.zeros(1).share_memory_()  # to stop; data workers look at it too
+        self.trainer: MlmTrainer | None = None
+        self._handler = None
+
+    def _tell(self, *_: Any) -> None:
+        self.told[0] = 1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start_s = time.monotonic()
+        self._handler = signal.signal(signal.SIGTERM, self._tell)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # the first process's clock decides, or some processes would train on alone
+        over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
+        flags = torch.tensor([float(self.told), float(bool(over))], device=args.device)
+        told, over, not_finite = self.trainer.sum_over_processes(torch.cat([flags, self.trainer.not_finite])).tolist()
+        self.trainer.end_step(bool(not_finite))
+        if over and state.global_step < state.max_steps:
+            self.time_over = control.should_training_stop = True
+            logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
+        if told:
+            self.preempted = control.should_save = control.should_training_stop = True
+            logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
+
+
+class MlmTrainer(DurableTrainer):
+    """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
+
+    The model's `objectives` maps each objective to its label column, and its output's `loss_sums` has the sum of losses
+    of each (`modeling.RobertaForMaskedLM`); "mlm" is one of them. Stock evaluation averages the means of batches; here
+    the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
+    batch, and eval_loss is the sum of these. Batches carry `num_tokens`, `digest` and perhaps `states`. `watch` ends
+    training early; `resumed` is the `recipe_state.json` of the checkpoint that training is resumed from.
+    """
+
+    memory_advice = ", or let --auto_find_batch_size find what fits"
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        flops_per_token: float,
+        resumed: dict[str, Any] | None,
+        watch: StepWatch,
+        **kwargs,
+    ):
+        super().__init__(model=model, objectives=model.objectives, resumed=resumed, **kwargs)
+        self.watch, watch.trainer = watch, self
+        self.add_callback(watch)
+        self.flops_per_token, resumed = flops_per_token, resumed or {}
+        self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
+        self.skipped_steps: int = resumed.get("skipped_steps", 0)  # by fp16, as gradients overflowed
+        self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
+        self._skipped_in_a_row = 0
+        self._first_position, self._states = resumed.get("position", 0), None
+        self._tokens = self._digest = 0  # of this process, since last counted
+        self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The process's own blocks, in order: `TrainBlocks` has divided them already."""
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            worker_init_fn=functools.partial(_outlive_preemption, self.watch.told),
+            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
+        )
+
+    @property
+    def position(self) -> int:
+        """Blocks consumed: the position from which the next step takes its blocks."""
+        steps = self.state.global_step - self._first_step
+        return self._first_position + steps * self.fingerprint["global_batch_size"]
+
+    # Training
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        # rate and decay are those of the command line; they differ from the checkpoint's only where that was asked for
+        args, scheduler = self.args, self.lr_scheduler
+        scheduler.base_lrs = [args.learning_rate] * len(scheduler.base_lrs)
+        for group in self.optimizer.param_groups:
+            group.update(initial_lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
+            group["lr"] = args.learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss_sums = model(**inputs).loss_sums
+        return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.objectives]), num_items_in_batch)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
+            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
+        self._tokens += inputs.pop("num_tokens")
+        self._digest += inputs.pop("digest")
+        self._states = inputs.pop("states", None)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.not_finite += ~torch.isfinite(loss)
+        return loss
+
+    def end_step(self, not_finite: bool) -> None:
+        """After each optimizer step, in all processes alike: count the steps that fp16 skipped, and end a lost run."""
+        self.not_finite.zero_()
+        skipped = self.accelerator.optimizer_step_was_skipped
+        self.skipped_steps += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        step, rate = self.state.global_step, self.args.learning_rate
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise RunError(
+                f"fp16 gradients overflowed in {self._skipped_in_a_row} steps in a row, up to step {step}: train in "
+                f"bf16 (--bf16 true --fp16 false), lower learning_rate={rate}, or warm up longer. {self._last_good()}"
+            )
+        if not_finite and not (skipped and self.args.fp16):  # in bf16, DeepSpeed would skip it and train on
+            batch = self.fingerprint["global_batch_size"]
+            raise RunError(
+                f"the loss of step {step} is not finite (blocks {self.position - batch:,} to {self.position - 1:,}); "
+                f"nothing of it was saved. Lower learning_rate={rate} or warm up longer (warmup_steps="
+                f"{self.args.warmup_steps:g}), with --resume_despite_changes true. {self._last_good()}"
+            )
+
+    def count_consumed(self) -> None:
+        """Add the tokens and the digests of all processes since the last call to what was seen."""
+        counted = torch.tensor([self._tokens, self._digest % _DIGEST_MODULUS], device=self.args.device)
+        tokens, digest = self.sum_over_processes(counted).tolist()
+        self.state.num_input_tokens_seen += tokens
+        self.digest = (self.digest + digest) % _DIGEST_MODULUS
+        self._tokens = self._digest = 0
+
+    def log(self, logs, start_time=None):
+        logged_loss = "loss" in logs
+        if logged_loss:
+            elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
+            self.count_consumed()
+            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
+            logs["tokens_per_second"] = round(rate)
+            if self.args.bf16 or self.args.fp16:  # the known peaks are of half precision
+                utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
+                logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
+            if self.args.fp16:
+                logs["skipped_steps"] = self.skipped_steps
+            logs["tokens_seen"] = self.state.num_input_tokens_seen
+            self._logged_s, self._evaluating_s = time.monotonic(), 0.0
+            self._logged_tokens = self.state.num_input_tokens_seen
+        # Trainer would add its "epoch", which on an endless stream is the share of max_steps
+        epoch, self.state.epoch = self.state.epoch, None
+        super().log(logs, start_time)
+        self.state.epoch = epoch
+        if logged_loss:  # not among the metrics that trackers draw
+            self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
+
+    def recipe_state(self):
+        states = {"position": self.position, "states": self._states}
+        return {**super().recipe_state(), **states, "digest": self.digest, "skipped_steps": self.skipped_steps}
+
+    def record(self):
+        return {"digest": f"{self.digest:012x}", "skipped_steps": self.skipped_steps}
+
+    # Evaluation
+
+    def evaluate(self, *args, **kwargs):
+        start_s, random_state = time.monotonic(), torch.get_rng_state()
+        metrics = super().evaluate(*args, **kwargs)
+        torch.set_rng_state(random_state)  # the data loader drew from it; evaluations change nothing
+        self._evaluating_s += time.monotonic() - start_s
+        return metrics
+
+    def evaluate_sources(self, corpus: Corpus, validation: list[dict]) -> dict[str, SourceMetrics]:
+        """What is measured on the blocks that each source has in `validation`, of which `eval_dataset` is the masked
+        form; empty for one source."""
+        found: dict[str, SourceMetrics] = {}
+        for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
+            indices = [index for index, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
+            masked = [self.eval_dataset[index] for index in indices]
+            if not any((example["labels"] != masking.IGNORED).any() for example in masked):
+                logger.warning(f"{source.name}: nothing is predicted in its {len(indices)} validation blocks")
+                continue
+            prefix = f"eval_{source.name}"
+            metrics = self.evaluate(masked, metric_key_prefix=prefix)
+            found[source.name] = {
+                **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits")},
+                "unigram_entropy": masking.unigram_entropy(
+                    [validation[index] for index in indices], self.data_collator
+                ),
+                "blocks": len(indices),
+                "tokens": sum(len(validation[index]["input_ids"]) for index in indices),
+            }
+        return found
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        # not the DDP wrapper, whose forward waits for processes that may have one batch less
+        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        model.eval()
+        # (objectives, 2): sum of losses, targets; and the number of blocks
+        sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
+        blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        for inputs, counts in self._equally_many(dataloader):
+            del inputs["num_tokens"], inputs["digest"]
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                loss_sums = model(**inputs).loss_sums
+            if not counts:
+                continue
+            for row, (name, column) in zip(sums, self.objectives.items(), strict=True):
+                row += torch.stack([loss_sums[name].double(), (inputs[column] != masking.IGNORED).sum().double()])
+            blocks += len(inputs["labels"])
+        totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
+        metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        examples = int(self.sum_over_processes(blocks))
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
+
+    def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+        """The batches of `dataloader`, each with whether it counts.
+
+        Under ZeRO 3 a forward gathers weights from all processes, so a process that has fewer batches, or none, adds
+        batches of a block that does not count.
+        """
+        own = most = len(dataloader)
+        if self.is_deepspeed_enabled:
+            most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
+        yield from ((inputs, True) for inputs in dataloader)
+        for _ in range(most - own):
+            yield self.data_collator([dataloader.dataset[0]]), False
+
+
+def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
+    """What an evaluation reports of the mean loss of each objective in nats; perplexity and bits are the masked-LM's.
+    An objective without targets is left out."""
+    mlm = losses["mlm"]  # the script has seen that something is predicted
+    metrics = {"loss": sum(losses.values()), "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
+    return metrics | ({f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {})
+
+
+def _outlive_preemption(told: torch.Tensor, worker: int) -> None:
+    """A data worker survives a SIGTERM that its trainer has got too, which ends its step and saves first."""
+
+    def end_unless_told(*_: Any) -> None:
+        for _ in range(20):
+            if told:
+                return
+            time.sleep(0.05)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_unless_told)

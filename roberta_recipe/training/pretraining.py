@@ -1,0 +1,300 @@
+"""The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
+read its presets."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe import args as flags
+from roberta_recipe import durable
+from roberta_recipe.args import parse, setting
+from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import masking, token_cache
+from roberta_recipe.data.stream import TextReader
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.record import SourceMetrics
+from roberta_recipe.training import environment, modeling
+from roberta_recipe.training.arguments import MlmTrainingArguments
+
+DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
+# of two alternatives, a flag for one replaces the preset's value for the other
+ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
+
+Reader = TextReader | token_cache.TokenCache
+
+
+@dataclass
+class TextArguments:
+    """Which text, and how it is read."""
+
+    _argument_group_name = "text"
+
+    corpus: str | None = setting(None, "Corpus preset (presets/corpus/*.yaml).", "content")
+    train_file: list[str] | None = setting(
+        None, "Text, JSONL or Parquet to train on, in place of `corpus`: files, folders or globs.", "content"
+    )
+    validation_file: list[str] | None = setting(
+        None, "Held-out text for `train_file`; without it, 1%% of its documents.", "content"
+    )
+    text_column: str = setting("text", "Column of `train_file` and `validation_file` that holds the text.", "content")
+    token_cache: str | None = setting(
+        None, "Folder for the packed corpus: made where it is not complete, then read in place of the text.", "free"
+    )
+    shuffle_window: int = setting(
+        4096,
+        "Blocks of a source that are shuffled together; 0 keeps its order. With a token cache, more costs nothing.",
+        "data",
+    )
+    max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
+    max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
+
+
+@dataclass
+class BlockArguments:
+    """How text becomes blocks, and blocks become examples."""
+
+    _argument_group_name = "blocks and masks"
+
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
+    input_format: Literal["full_sentences", "contiguous"] = setting(
+        "full_sentences",
+        "Whole sentences across documents (paper, section 4.2), or chunks of fixed size.",
+        "data",
+        shown=True,
+    )
+    max_seq_length: int = setting(512, "Tokens in a block, <s> and </s> included.", "data", shown=True)
+    mlm_probability: float = setting(0.15, "Share of positions that are predicted.", "fixed", shown=True)
+    mask_count: Literal["bernoulli", "exact"] = setting(
+        "bernoulli",
+        "Each position by itself (Hugging Face), or an exact number per block (fairseq).",
+        "fixed",
+        shown=True,
+    )
+
+
+@dataclass
+class ModelArguments:
+    """Which model."""
+
+    _argument_group_name = "model"
+
+    config_name: str | None = setting(
+        None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
+    )
+    model_name_or_path: str | None = setting(
+        None, "Checkpoint whose weights to continue from, in place of `config_name`.", "content"
+    )
+    pad_vocab_to_multiple_of: int | None = setting(
+        None, "Pad the embedding (never the tokenizer) to a multiple of this.", "content"
+    )
+
+
+@dataclass
+class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclass has the fields of its last base first
+    """What `TrainingArguments` has no name for."""
+
+    _argument_group_name = "run"
+
+    global_batch_size: int | None = setting(
+        None, "Sequences an optimizer step; accumulation is derived from it.", "fixed", shown=True
+    )
+    max_train_minutes: float | None = setting(
+        None, "Stop training, then evaluate and save, after so many minutes.", "free"
+    )
+    resume_despite_changes: bool = setting(
+        False, "Resume from a checkpoint although data, batch, rate or the like have changed.", "start"
+    )
+    fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.", "free")
+
+
+def read_arguments(
+    argv: list[str], description: str, cls: type = MlmArguments, own: tuple[type, ...] = ()
+) -> tuple[list[Any], dict[str, Any]]:
+    """The filled dataclasses `own` (a tool's), `cls`, `MlmTrainingArguments`, and the resolved values as a preset."""
+    return parse([*own, cls, MlmTrainingArguments], argv, DEMONSTRATION, description, ALTERNATIVES)
+
+
+def check_text(args: MlmArguments) -> None:
+    """Raise `InputError` for text and blocks that are not named, out of range, or exclude each other."""
+    if args.shuffle_window < 0:
+        raise InputError(f"shuffle_window={args.shuffle_window} must be at least 0; 0 keeps the order of the corpus")
+    if args.max_seq_length < 8:
+        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
+    if not 0 < args.mlm_probability < 1:
+        raise InputError(f"mlm_probability={args.mlm_probability} must be between 0 and 1; the paper has 0.15")
+    if not args.tokenizer_name:
+        raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
+    if args.validation_file and not args.train_file:
+        raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
+    if not args.corpus and not args.train_file:
+        raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
+    for name in ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
+
+
+def check_model(args: MlmArguments) -> None:
+    """Raise `InputError` where no model is named."""
+    if not args.config_name and not args.model_name_or_path:
+        raise InputError(
+            "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
+        )
+
+
+def check_training(training_args: MlmTrainingArguments) -> None:
+    """Raise `InputError` for values out of range, and for a launcher that contradicts the preset."""
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+        if not 0 <= getattr(training_args, name) < float("inf"):
+            raise InputError(f"{name}={getattr(training_args, name)} must be a number from 0 on")
+    for name in ("seed", "data_seed"):
+        if getattr(training_args, name) is not None and not 0 <= getattr(training_args, name) < 2**32:
+            raise InputError(f"{name}={getattr(training_args, name)} must be from 0 to 2^32 - 1")
+    if training_args.per_device_eval_batch_size < 1:
+        raise InputError(f"per_device_eval_batch_size={training_args.per_device_eval_batch_size} must be at least 1")
+    if not training_args.output_dir:
+        raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
+    environment.check_processes(training_args)
+    environment.check_precision(training_args)
+    environment.check_deepspeed(training_args)
+
+
+def data_seed(training_args: MlmTrainingArguments) -> int:
+    """What order and masks are drawn from."""
+    return training_args.seed if training_args.data_seed is None else training_args.data_seed
+
+
+def read_corpus(args: MlmArguments) -> corpora.Corpus:
+    """The sources: `train_file` where given, else the corpus preset."""
+    if args.train_file:
+        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+    return corpora.read_corpus(args.corpus)
+
+
+def text_reader(
+    args: MlmArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> TextReader:
+    """What makes blocks from the corpus."""
+    return TextReader(
+        corpus,
+        tokenizer,
+        input_format=args.input_format,
+        max_seq_length=args.max_seq_length,
+        seed=seed,
+        shuffle_window=args.shuffle_window,
+    )
+
+
+def build_readers(
+    args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Reader, Reader]:
+    """What training and validation blocks come from: the token cache, which is completed first, or the text."""
+    seeds = data_seed(training_args), masking.EVAL_SEED
+    if not args.token_cache:
+        if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        return tuple(text_reader(args, corpus, tokenizer, seed) for seed in seeds)
+    token_cache.ensure(
+        args.token_cache,
+        text_reader(args, corpus, tokenizer, seeds[0]),
+        num_proc=max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        process=training_args.process_index,
+        processes=training_args.world_size,
+    )
+    return tuple(
+        token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
+        for seed in seeds
+    )
+
+
+def build_model(
+    args: MlmArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    cls: type[modeling.RobertaForMaskedLM] = modeling.RobertaForMaskedLM,
+) -> modeling.RobertaForMaskedLM:
+    """A `cls` with fresh weights, or with those of a checkpoint; whole on every process."""
+    environment.build_models_whole()
+    return modeling.build_model(
+        tokenizer,
+        config_name=args.config_name,
+        model_name_or_path=args.model_name_or_path,
+        max_seq_length=args.max_seq_length,
+        pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
+        cls=cls,
+    )
+
+
+def build_collator(
+    args: MlmArguments, training_args: MlmTrainingArguments, tokenizer: PreTrainedTokenizerBase
+) -> masking.MlmCollator:
+    """Dynamic masks: another mask for each block and epoch."""
+    return masking.MlmCollator(
+        tokenizer,
+        mlm_probability=args.mlm_probability,
+        pad_to_multiple_of=8,
+        seed=data_seed(training_args),
+        mask_count=args.mask_count,
+    )
+
+
+def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[dict[str, Any]]:
+    """Held-out blocks, the same for every seed, in the proportions of the mixture as far as each source's text goes."""
+    stream = reader.validation(args.max_eval_samples)
+    bar = tqdm(
+        stream, desc="Reading validation", unit=" blocks", total=args.max_eval_samples, mininterval=1, leave=False
+    )
+    blocks = list(bar)
+    if len(blocks) < training_args.per_device_eval_batch_size:
+        raise InputError(
+            f"validation has {len(blocks)} blocks, less than one batch of per_device_eval_batch_size="
+            f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
+            f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
+        )
+    return blocks
+
+
+def mask_validation(
+    args: MlmArguments, blocks: list[dict[str, Any]], collator: masking.MlmCollator
+) -> list[dict[str, Any]]:
+    """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted."""
+    examples = masking.fixed_masks(blocks, collator)
+    if not any((example["labels"] != masking.IGNORED).any() for example in examples):
+        raise InputError(
+            f"mlm_probability={args.mlm_probability} predicts none of the positions of {len(blocks)} validation "
+            "blocks; raise it, or validate on more"
+        )
+    return examples
+
+
+def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
+    """The loss on the held-out text beside its unigram entropy (nats), and the loss of each source."""
+    below = entropy - metrics["eval_loss"]
+    print(
+        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
+        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
+        f"of {entropy:.3f}"
+    )
+    for name, source in by_source.items():
+        print(
+            f"    {name:<16} {source['loss']:.3f} nats, perplexity {source['perplexity']:.2f}; unigram entropy "
+            f"{source['unigram_entropy']:.3f}; {source['blocks']:,} blocks, {source['tokens']:,} tokens"
+        )
+
+
+def run_fingerprint(
+    args: MlmArguments, training_args: MlmTrainingArguments, model: modeling.RobertaForMaskedLM, reader: Reader
+) -> tuple[dict[str, Any], set[str]]:
+    """What must not change between two starts of a run, for it to be the same run; and the names in it that the
+    positions of the blocks depend on."""
+    data = {
+        **reader.fingerprint(),
+        "shares": [round(share, 6) for share in reader.corpus.shares],
+        "data_seed": data_seed(training_args),
+    }
+    config = {**model.config.to_dict(), "transformers_version": None}
+    fixed = {**flags.fixed_values(args), **flags.fixed_values(training_args), "model": durable.fingerprint(config)}
+    own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
+    return {**fixed, **data}, own | set(data)

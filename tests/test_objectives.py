@@ -1,0 +1,200 @@
+"""The seam for further objectives: columns and losses that the library does not know travel through all of it."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_documents, run_python, write_parquet
+from toy_objective import ToyModel, halves
+from transformers import TrainerCallback
+
+from roberta_recipe.data import packing, token_cache
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.masking import MlmCollator, fixed_masks
+from roberta_recipe.data.stream import TextReader, TrainBlocks
+from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+
+COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
+
+
+@pytest.fixture
+def toy_config(config):
+    config.type_vocab_size = 2
+    return config
+
+
+@pytest.fixture
+def reader(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(packing.PACKERS, "halves", halves)
+    path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
+    corpus = Corpus("c", [Source("s", files=path)], validation_share=0.3)
+    return TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1, shuffle_window=16)
+
+
+def taken(blocks, count):
+    return list(itertools.islice(blocks, count))
+
+
+def same(block, other):
+    return block.keys() == other.keys() and all(np.array_equal(block[name], other[name]) for name in block)
+
+
+def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(reader, tokenizer, tmp_path):
+    blocks = taken(TrainBlocks(reader, batch_size=4), 40)
+    assert all(set(block) - {"states"} == COLUMNS | {"epoch", "block_id"} for block in blocks)
+    assert {block["toy_label"] for block in blocks} == {-100, 0, 1}
+
+    token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    cache = token_cache.TokenCache(tmp_path / "cache", reader.corpus, seed=1, shuffle_window=16)
+    cached = taken(TrainBlocks(cache, batch_size=4), 40)
+    for block, other in zip(blocks, cached, strict=True):
+        block.pop("states", None)
+        assert same(block, other) and other["token_type_ids"].dtype == np.uint8 and type(other["toy_label"]) is int
+    held_out, from_cache = list(reader.validation(None)), list(cache.validation(None))
+    assert len(held_out) > 8 and all(map(same, held_out, from_cache))
+
+    repeated = taken(TrainBlocks(cache, batch_size=4, limit=8), 24)
+    assert {block["epoch"] for block in repeated} == {0, 1, 2} and all(set(block) >= COLUMNS for block in repeated)
+
+    collator = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
+    batch = collator(cached[:6])
+    assert batch["toy_label"].tolist() == [block["toy_label"] for block in cached[:6]]
+    assert batch["token_type_ids"].shape == batch["input_ids"].shape and batch["token_type_ids"].dtype == torch.int64
+    for row, block in zip(batch["token_type_ids"], cached, strict=False):
+        wanted = np.zeros(len(row), dtype=int)
+        wanted[: len(block["token_type_ids"])] = block["token_type_ids"]
+        assert row.tolist() == wanted.tolist()
+    changed = [{**block, "toy_label": 1 - max(block["toy_label"], 0)} for block in cached[:6]]
+    assert collator(changed)["digest"] != batch["digest"]  # the checksum is of all that the model sees
+    assert all(set(example) == COLUMNS | {"labels"} for example in fixed_masks(held_out, collator))
+
+
+class KeepGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def one_step(config, tokenizer, blocks, micro_batch, folder):
+    """(log line, gradients) of a step over all `blocks`, and metrics of an evaluation of them."""
+    torch.manual_seed(0)
+    keep, collator = KeepGradients(), MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
+    trainer = MlmTrainer(
+        model=ToyModel(config),
+        args=MlmTrainingArguments(
+            output_dir=str(folder),
+            max_steps=1,
+            learning_rate=0.0,
+            per_device_train_batch_size=micro_batch,
+            per_device_eval_batch_size=micro_batch,
+            gradient_accumulation_steps=len(blocks) // micro_batch,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=TrainBlocks(Listed(blocks), batch_size=micro_batch),
+        eval_dataset=fixed_masks(blocks, collator),
+        data_collator=collator,
+        callbacks=[keep],
+        flops_per_token=1.0,
+        fingerprint={"global_batch_size": len(blocks)},
+        resumed=None,
+        watch=StepWatch(),
+    )
+    trainer.train()
+    return trainer.state.log_history[0], keep.gradients, trainer.evaluate()
+
+
+class Listed:
+    """A reader of blocks that are there already."""
+
+    def __init__(self, listed):
+        self.listed = listed
+
+    def blocks(self, batches, start, states):
+        return iter(self.listed)
+
+
+def by_definition(config, tokenizer, blocks):
+    """Loss of each objective and gradients: all blocks at once, each sum of losses / its number of targets."""
+    torch.manual_seed(0)
+    model = ToyModel(config)
+    batch = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)(blocks)
+    labels, toy_label = batch["labels"], batch["toy_label"]
+    hidden = model.roberta(
+        batch["input_ids"], attention_mask=batch.get("attention_mask"), token_type_ids=batch["token_type_ids"]
+    )[0]
+    logits = model.lm_head(hidden)[labels != -100]
+    mlm = torch.nn.functional.cross_entropy(logits, labels[labels != -100])  # means
+    toy = torch.nn.functional.cross_entropy(
+        model.toy_head(hidden[:, 0])[toy_label != -100], toy_label[toy_label != -100]
+    )
+    (mlm + toy).backward()
+    return {"mlm": mlm.item(), "toy": toy.item()}, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batch", [16, 8, 4, 1])
+def test_the_gradient_is_that_of_both_means_in_any_layout(reader, toy_config, tokenizer, tmp_path, micro_batch):
+    blocks = taken(reader.validation(None), 16)
+    assert 0 < sum(block["toy_label"] != -100 for block in blocks) < 16  # another denominator than the blocks
+    losses, gradients = by_definition(toy_config, tokenizer, blocks)
+    logged, found, metrics = one_step(toy_config, tokenizer, blocks, micro_batch, tmp_path / "run")
+    assert logged["loss"] == pytest.approx(sum(losses.values()), rel=1e-5)
+    assert logged["mlm_loss"] == pytest.approx(losses["mlm"], rel=1e-5)
+    assert logged["toy_loss"] == pytest.approx(losses["toy"], rel=1e-5)
+    assert found.keys() == gradients.keys() and "toy_head.weight" in found
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    # nothing was learnt (rate 0), and the toy's targets are the same in training and evaluation
+    assert metrics["eval_toy_loss"] == pytest.approx(losses["toy"], rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(metrics["eval_mlm_loss"] + metrics["eval_toy_loss"], rel=1e-6)
+    assert metrics["eval_bits"] == pytest.approx(metrics["eval_mlm_loss"] / np.log(2))
+
+
+KEYS = ("loss", "mlm_loss", "toy_loss", "grad_norm", "digest")
+
+
+def run_toy(root, preset, folder, *argv, launch_file=None):
+    """(log lines of training, run record) of the toy script by its command line."""
+    script, launcher = root / "tests" / "toy_objective.py", []
+    if launch_file:
+        path = root / "ds_configs" / "accelerate" / f"{launch_file}.yaml"
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
+        launcher += ["--main_process_port", "0"]
+    flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", "4", *argv]
+    done = run_python(*launcher, script, *flags, cwd=root)
+    assert done.returncode == 0, done.stderr
+    log = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    record = json.loads((folder / "run_record.json").read_text())
+    return [{key: line[key] for key in KEYS} for line in log if "loss" in line], record
+
+
+@pytest.fixture
+def toy_preset(preset, toy_config, tmp_path):
+    toy_config.to_json_file(tmp_path / "config.json")
+    return preset
+
+
+def test_two_processes_and_zero_give_the_losses_of_one_process(root, toy_preset, tmp_path):
+    one, record = run_toy(root, toy_preset, tmp_path / "one")
+    assert len(one) == 4 and {"eval_mlm_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
+    for launch_file in ("two_cpus", "zero2", "zero3"):
+        small = ["--per_device_train_batch_size", "2"]
+        lines, other = run_toy(root, toy_preset, tmp_path / launch_file, *small, launch_file=launch_file)
+        for line, wanted in zip(lines, one, strict=True):
+            assert line.pop("digest") == wanted["digest"]
+            assert line == pytest.approx({key: wanted[key] for key in line}, rel=1e-4), launch_file
+        for name in ("eval_mlm_loss", "eval_toy_loss"):
+            assert other["metrics"][name] == pytest.approx(record["metrics"][name], rel=1e-4), launch_file
+
+
+def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(root, toy_preset, tmp_path):
+    lines = ["--logging_steps", "4"]
+    whole, _ = run_toy(root, toy_preset, tmp_path / "whole", *lines)
+    run_toy(root, toy_preset, tmp_path / "begun", *lines, "--save_steps", "2")
+    start = ["--resume_from_checkpoint", tmp_path / "begun" / "checkpoint-2"]
+    resumed, _ = run_toy(root, toy_preset, tmp_path / "resumed", *lines, *start)
+    assert resumed == whole and len(whole) == 1

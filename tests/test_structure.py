@@ -1,0 +1,127 @@
+"""The house keeps its rooms: imports go one way, flags are declared once, scripts stay short."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+import finetune_glue
+import finetune_race
+import finetune_squad
+import train_mlm
+from roberta_recipe.args import Flag, fixed_values, flag_of, flags_of, setting, shown_names
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.training.arguments import (
+    TRAINER_FLAGS,
+    FinetuneTrainingArguments,
+    MlmTrainingArguments,
+)
+
+ROOMS = ["", "data", "training", "tasks", "publishing", "tools"]  # each may import from those before it
+MODULES = sorted((ROOT / "roberta_recipe").rglob("*.py"))
+SCRIPTS = ["train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py"]
+OWN = [
+    train_mlm.MlmArguments,
+    finetune_glue.GlueArguments,
+    finetune_squad.SquadArguments,
+    finetune_race.RaceArguments,
+]
+
+
+def room(module: str) -> str:
+    """Of a dotted name below roberta_recipe: its package, or "" for a module beside the packages."""
+    first = module.split(".")[1] if "." in module else ""
+    return first if first in ROOMS else ""
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports of this repository, scripts among them."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    scripts = {Path(script).stem for script in SCRIPTS}
+    return {name for name in names if name.split(".")[0] in {"roberta_recipe", *scripts}}
+
+
+def test_imports_go_one_way():
+    checked = 0
+    for path in MODULES:
+        dotted = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for name in imported(path):
+            assert name.startswith("roberta_recipe"), f"{dotted} imports the script {name}"
+            assert ROOMS.index(room(name)) <= ROOMS.index(room(dotted)), f"{dotted} imports {name}"
+            checked += 1
+    assert len(MODULES) > 35 and checked > 150
+
+
+def test_every_module_says_what_it_is_and_none_is_called_by_an_empty_word():
+    for path in MODULES:
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+        assert path.stem not in ("run", "utils", "common", "helpers", "misc", "core", "base", "report"), path
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_main_is_a_table_of_contents(script):
+    tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
+    (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    assert main.end_lineno - main.lineno + 1 <= 80
+    assert not [node for node in ast.walk(main) if isinstance(node, ast.FunctionDef) and node is not main]
+
+
+def test_flags_of_ours_are_few_and_in_named_groups():
+    assert len(dataclasses.fields(train_mlm.MlmArguments)) <= 20
+    for cls in OWN:
+        assert len(dataclasses.fields(cls)) <= 30
+        owners = {
+            next(c for c in cls.__mro__ if field.name in vars(c).get("__annotations__", {}))
+            for field in dataclasses.fields(cls)
+        }
+        titles = {owner._argument_group_name for owner in owners}
+        assert len(titles) == len(owners) >= 2
+
+
+@pytest.mark.parametrize("cls", [*OWN, MlmTrainingArguments, FinetuneTrainingArguments], ids=lambda cls: cls.__name__)
+def test_every_flag_states_what_it_means_for_a_resumed_run(cls):
+    inherited = getattr(cls, "inherited_flags", {})
+    silent = [
+        f.name for f in dataclasses.fields(cls) if f.init and "flag" not in f.metadata and f.name not in inherited
+    ]
+    assert not silent, f"{cls.__name__}: state `resume` of {silent} in `setting`, or in training/arguments.py"
+    scopes = {flag.resume for flag in flags_of(cls).values()}
+    assert scopes <= {"start", "free", "content", "fixed", "data"} and "fixed" in scopes
+
+
+def test_the_table_of_inherited_flags_is_that_of_the_installed_transformers():
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    assert set(TRAINER_FLAGS) == inherited and len(inherited) > 100
+    assert "learning_rate" in TRAINER_FLAGS and TRAINER_FLAGS["hub_token"].resume == "start"
+
+
+def test_a_new_flag_is_in_fingerprint_and_card_by_its_declaration_alone():
+    @dataclasses.dataclass
+    class Arguments(train_mlm.MlmArguments):
+        changes_the_data: int = setting(1, "A flag that somebody adds.", "data", shown=True)
+        named_by_content: str = setting("a", "Another.", "content")
+        undeclared: int = 3  # counts as fixed, so that a change of it is never silent
+
+    args = Arguments(changes_the_data=2)
+    values = fixed_values(args)
+    assert values["changes_the_data"] == 2 and values["undeclared"] == 3 and "named_by_content" not in values
+    assert values["mlm_probability"] == 0.15 and "corpus" not in values
+    assert shown_names(args)[-1] == "changes_the_data"
+    (field,) = [field for field in dataclasses.fields(Arguments) if field.name == "undeclared"]
+    assert flag_of(Arguments, field) == Flag("fixed")
+
+
+def test_the_map_of_the_readme_is_short_and_true():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1]
+    rows = re.findall(r"^\| `", section, re.M)
+    assert 5 < len(rows) <= 12
+    for name in re.findall(r"^\| `([^`]+)`", section, re.M):
+        assert (ROOT / name).exists(), name

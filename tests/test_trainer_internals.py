@@ -1,0 +1,48 @@
+"""What our trainers override and read of `Trainer` is what the list says, and the installed transformers has it."""
+
+import ast
+import inspect
+
+import pytest
+import transformers
+from transformers import Trainer
+
+from roberta_recipe.training import durable_trainer, finetune_trainer, mlm_trainer
+from roberta_recipe.training.trainer_internals import CHECKED_WITH, INTERNALS
+
+TRAINERS = [durable_trainer.DurableTrainer, mlm_trainer.MlmTrainer, finetune_trainer.FinetuneTrainer]
+
+
+def relied_on(cls):
+    """Names of `Trainer` that a subclass overrides, and underscored names of it that the subclass reads or sets."""
+    tree = ast.parse(inspect.getsource(cls)).body[0]
+    overridden = {name for name in vars(cls) if name in vars(Trainer) and not name.startswith("__")}
+    source = inspect.getsource(Trainer)
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()", "watch.trainer")
+        if node.attr.startswith("_") and not node.attr.startswith("__")
+    }
+    return overridden | {name for name in read if hasattr(Trainer, name) or f"self.{name} =" in source}
+
+
+def test_the_list_is_complete_and_holds_nothing_else():
+    found = set().union(*map(relied_on, TRAINERS))
+    assert found == {internal.name for internal in INTERNALS} and len(found) > 15
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name)
+def test_it_is_there_in_the_installed_transformers(internal):
+    advice = (
+        f"Trainer.{internal.name} is another than in transformers {CHECKED_WITH}, and {transformers.__version__} is "
+        "installed: read the release notes in between and roberta_recipe/training/trainer_internals.py"
+    )
+    if internal.parameters is None:
+        assert f"self.{internal.name}" in inspect.getsource(Trainer), advice
+    else:
+        assert tuple(inspect.signature(getattr(Trainer, internal.name)).parameters) == internal.parameters, advice
+
+
+def test_the_pin_is_the_version_that_was_checked(root):
+    assert f"transformers=={CHECKED_WITH} " in (root / "requirements.txt").read_text()

@@ -1,0 +1,59 @@
+"""`train_mlm.py` with a toy sentence-level objective and columns of its own: what a new objective has to bring.
+
+As a script it takes train_mlm.py's command line. Its input format gives each block token types (first half, second
+half) and a label, by the number of its file's block: none, 0 or 1 in turn. Its model predicts the label from `<s>`.
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+import train_mlm
+from roberta_recipe.args import setting
+from roberta_recipe.data import packing
+from roberta_recipe.errors import exit_on_error
+from roberta_recipe.training.modeling import RobertaForMaskedLM
+from roberta_recipe.training.pretraining import MlmArguments, build_model
+
+
+def halves(documents, state, **how):
+    """FULL-SENTENCES with two columns more."""
+    for columns in packing.full_sentences(documents, state, **how):
+        length = len(columns["input_ids"])
+        token_type_ids = (np.arange(length) >= length // 2).astype(np.uint8)
+        yield {**columns, "token_type_ids": token_type_ids, "toy_label": (-100, 0, 1)[state.blocks % 3]}
+
+
+class ToyModel(RobertaForMaskedLM):
+    """RoBERTa with a second head."""
+
+    objectives = {"mlm": "labels", "toy": "toy_label"}  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.toy_head = torch.nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def other_losses(self, hidden, toy_label):
+        logits = self.toy_head(hidden[:, 0]).float()
+        return {"toy": torch.nn.functional.cross_entropy(logits, toy_label, ignore_index=-100, reduction="sum")}
+
+
+@dataclass
+class ToyArguments(MlmArguments):
+    """train_mlm.py's flags, with the toy's input format."""
+
+    input_format: str = setting("halves", "The toy's.", "data", shown=True)
+
+
+if __name__ == "__main__":
+    packing.PACKERS["halves"] = halves
+    train_mlm.MlmArguments = ToyArguments
+    train_mlm.build_model = functools.partial(build_model, cls=ToyModel)
+    exit_on_error(train_mlm.main)
