@@ -20,14 +20,14 @@ $(VENV)/.installed: requirements.txt
 	$(BIN)/pip install --quiet -r requirements.txt
 	touch $@
 
-demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (in runs/demo, from its start)
+demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (in runs/demo, from the start)
 	rm -rf runs/demo tokenizer/docstrings
 	$(ACCELERATE) train_mlm.py
 
 test: setup       ## the whole suite, CPU, offline
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-lint: setup       ## ruff, checks and format
+lint: setup       ## ruff: checks and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -79,7 +79,7 @@ push: setup       ## a finished run to the Hub, with its card: make push MODEL=r
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
 
-bench: setup      ## speed of the parts beside the stock Hugging Face path
+bench: setup      ## speed of the data pipeline and a training step beside stock Hugging Face
 	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/mlm_step.py
 

@@ -1,11 +1,11 @@
-"""One curve for any layout: micro-batches, accumulation, processes and ZeRO stages, on the CPU in fp32.
+"""The same curve in any layout: micro-batches, accumulation, processes and ZeRO stages, on the CPU in fp32.
 
     python benchmarks/batch_invariance.py [--steps 50] [--bound 1e-5]
 
 Trains a small model without dropout on generated text, always 16 sequences a step, through the command line of the
 recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each with three micro-batches. Prints the
-largest relative difference of the logged losses from those of one process that takes the batch whole; exit code 1 where
-it is above the bound. Some five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
+largest relative difference of the logged losses from a single process that takes the whole batch at once; exit code 1
+above the bound. About five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LAUNCHES += [(f"ZeRO {stage}, two processes", f"zero{stage}", 2) for stage in (1
 
 
 def write_inputs(folder: Path) -> Path:
-    """Text, tokenizer, model config and a preset that names them; returns the preset."""
+    """Write text, tokenizer, model config and a preset that names these files; returns the preset."""
     rng = random.Random(0)
     words = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 7))) for _ in range(300)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]  # Zipf's law, so that there is something to learn
@@ -60,7 +60,7 @@ def write_inputs(folder: Path) -> Path:
         "disable_tqdm": True,
     }
     preset = folder / "preset.yaml"
-    preset.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+    preset.write_text(json.dumps(values), encoding="utf-8")  # JSON is valid YAML
     return preset
 
 

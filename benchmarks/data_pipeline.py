@@ -1,9 +1,9 @@
-"""Where the time between text and batch goes.
+"""Speed of each stage between text and batch.
 
     python benchmarks/data_pipeline.py [--corpus presets/corpus/docstrings.yaml] [--tokenizer_name tokenizer/docstrings]
 
-Each stage by itself, over the same documents, in tokens a second and as a ratio to tokenizing; then masking beside the
-stock collator. All in one process, so that the ratios are of one machine in one state.
+Each stage runs alone over the same documents: tokens a second, and the ratio to tokenizing; then masking beside the
+stock collator. All run in a single process, so that the ratios are measured on the machine in the same state.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from roberta_recipe.data.packing import PackState, full_sentences
 
 
 def timed(function):
-    """Seconds and result of one call."""
+    """(seconds, result) of a call."""
     start_s = time.perf_counter()
     result = function()
     return time.perf_counter() - start_s, result

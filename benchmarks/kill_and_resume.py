@@ -2,10 +2,10 @@
 
     python benchmarks/kill_and_resume.py [--runs 20]
 
-Every run is a small model with dropout on text made here, through the command line, in one of four layouts: one or two
-processes, from text with two data workers each or from a token cache. Killed twice and started again with the same
-command, it must end with the losses, gradient norms and data digests of every step, and the weights, of the run that
-was not killed in the same layout, to the last bit. Exits with 1 where a run does not.
+Every run trains a small model with dropout on generated text, through the command line, in one of four layouts: one or
+two processes, from text with data workers or from a token cache. A run that was killed twice and started again with the
+same command must end with the losses, gradient norms and data digests of every step, and the weights, of the run of the
+same layout that was not killed, to the last bit. The exit code is 1 where a run differs.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def make_inputs(folder: Path, steps: int) -> None:
 
 
 def start(folder: Path, layout: str, output_dir: Path) -> subprocess.Popen:
-    """The command of a layout, in a process group of its own; its log is `<output_dir>.log`."""
+    """Start the command of a layout in its own process group; the log is `<output_dir>.log`."""
     processes, flags = LAYOUTS[layout]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     command = [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_mlm.py")]
@@ -86,8 +86,8 @@ def start(folder: Path, layout: str, output_dir: Path) -> subprocess.Popen:
 
 
 def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> int:
-    """SIGKILL to the command and all that it started, `then_s` after its log has so many steps; returns how many steps
-    the log has in the end."""
+    """SIGKILL to the command and its children, `then_s` after the log has `steps` steps; returns the number of steps
+    that the log has in the end."""
     while log.read_text().count("'loss'") < steps and process.poll() is None:
         time.sleep(0.01)
     time.sleep(then_s)
@@ -101,7 +101,7 @@ def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> 
 
 
 def outcome(output_dir: Path, steps: int) -> dict:
-    """What must be equal: every logged step, the digest of the data, the weights."""
+    """The outcome that must be equal: every logged step, the digest of the data, the weights."""
     history = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "digest", "eval_loss")
     record = json.loads((output_dir / "run_record.json").read_text())

@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--launch_file one_gpu] [--micro_batch 4 8 16] --config presets/mlm/roberta_base.yaml \\
         --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings
 
-`tools/estimate.py` gives the formula's figure, and `train_mlm.py` trains three steps of two micro-batches; flags that
-this script does not know are passed on to both. On a GPU the measured figure is the allocator's peak, and the ratio
+`tools/estimate.py` gives the formula's figure, and `train_mlm.py` trains three steps of two micro-batches; both get the
+flags that this script does not know. On a GPU the measured figure is the allocator's peak, and the ratio
 says how good the formula is. On a CPU it is resident memory, which includes Python and its libraries, so only what a
 larger micro-batch adds can be compared, and only with a --config_name without dropout: the CPU's fused attention has no
 dropout, so a model with dropout keeps the attention matrix and fp32 masks. MALLOC_MMAP_THRESHOLD_=131072 in the
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def launch(launch_file: str, processes: int, command: list[str]) -> str:
-    """What the command (a script, or `-m` and a module, and its flags) printed."""
+    """Launch `command` (a script, or `-m` and a module, and its flags); returns its output."""
     done = subprocess.run(
         [
             *[sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"],

@@ -1,8 +1,8 @@
-"""One training step beside the stock `RobertaForMaskedLM`: what the head on predicted positions is worth.
+"""A training step beside the stock `RobertaForMaskedLM`: the gain of a head on predicted positions only.
 
     python benchmarks/mlm_step.py [--config_name presets/model/small.json] [--batch 4] [--seq_len 512]
 
-Forward and backward, alternating between the two models so that both see the same machine; medians, and the ratio.
+Forward and backward, alternating between the two models so that both run under the same load; prints medians and ratio.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token
 
 
 def step_s(model, batch: dict[str, torch.Tensor], dtype: torch.dtype | None) -> float:
-    """Seconds of one forward and backward."""
+    """Seconds of a forward and backward pass."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start_s = time.perf_counter()
@@ -59,7 +59,7 @@ def main() -> None:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             elapsed_s = step_s(model, {"input_ids": ids, "labels": labels}, dtype)
-            if step >= 2:  # the first two warm up
+            if step >= 2:  # the first two steps warm up
                 times[name].append(elapsed_s)
             if device == "cuda":
                 peak[name] = torch.cuda.max_memory_allocated()

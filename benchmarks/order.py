@@ -1,12 +1,12 @@
-"""How well blocks are mixed, and what it costs to resume in the middle of a pass.
+"""How well blocks are mixed, and the time to resume in the middle of a pass.
 
     python benchmarks/order.py --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings \\
         --token_cache DIR [--batch 256]
 
 Mixing, by shuffle window: of all pairs of blocks that are neighbours in a file, the share that meets in the same batch
 (an order without memory has batch / blocks of the source). Resuming, after 1, 10 and 50% of a pass: seconds to the
-first batch from the token cache, and from text with the states that a checkpoint at that step holds, beside the seconds
-of a fresh start.
+first batch from the token cache, and from text with the states of a checkpoint at that step, beside the seconds of a
+fresh start.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
         shown = (
             f"{name} {100 * met:.2f}% ({100 * least:.2f}%)" for name, met, least in mixing(cache, args.batch, blocks)
         )
-        print(f"window {window:>8}: neighbours in one batch (without memory): {', '.join(shown)}")
+        print(f"window {window:>8}: neighbours in the same batch (without memory): {', '.join(shown)}")
 
     cache = token_cache.TokenCache(args.token_cache, corpus, seed=0, shuffle_window=args.window)
     text = TextReader(corpus, tokenizer, **settings, shuffle_window=args.window)

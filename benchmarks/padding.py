@@ -1,12 +1,12 @@
-"""What batches of like length are worth: on GLUE beside padding every example to 128, as the stock run_glue.py does,
-and on RACE beside padding every sequence to 512.
+"""The gain of batches of like length: on GLUE beside padding every example to 128, as the stock run_glue.py does, and
+on RACE beside padding every sequence to 512.
 
     python benchmarks/padding.py --model_name_or_path FacebookAI/roberta-base [--data_dir glue] [--race_dir RACE]
 
-Speed: forward and backward of the same number of batches, alternating between the two ways so that both see the same
-machine; examples/s, and tokens that count / tokens computed.
-With --epochs, RTE is trained for so many epochs both ways, the stock way by Trainer with its defaults and the stock
-loss (rate and batch alike), and the validation scores are shown: of a single seed, which says little.
+Speed: forward and backward of the same number of batches, alternating between the two ways so that both run under
+the same load; prints examples/s, and tokens without padding / tokens computed.
+With --epochs, RTE is trained for that number of epochs both ways at the same rate and batch, the stock way by Trainer
+with its defaults and the stock loss. The validation scores are of a single seed, which says little.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RACE_LENGTH = 512
 
 
 def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple[list[dict], list[dict], int]:
-    """Our features (cut to 512), the stock way's (cut to 128), and how many the stock way cuts."""
+    """(our features, cut to 512; stock features, cut to 128; number of examples that the stock way cuts)."""
     task = glue.TASKS[name]
     examples = glue.read_split(task, name, split, data_dir)
     args = finetune_glue.GlueArguments(max_seq_length=512)
@@ -52,7 +52,7 @@ def examples_of(name: str, split: str, data_dir: str | None, tokenizer) -> tuple
 
 
 def step_s(model, batch: dict[str, torch.Tensor]) -> float:
-    """Seconds of a forward and backward."""
+    """Seconds of a forward and backward pass."""
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def speed(name: str, model, features: dict[str, list[dict]], collate, batch: int
         "stock": np.random.default_rng(0).permutation(len(lengths)).tolist(),
     }
     seconds, counted, computed = {}, {}, {}
-    for number in range(-2, batches):  # two to warm up
+    for number in range(-2, batches):  # two batches warm up
         for way in features:
             start = max(number, 0) * batch
             tensors = collate([features[way][index] for index in order[way][start : start + batch]])
@@ -88,7 +88,7 @@ def speed(name: str, model, features: dict[str, list[dict]], collate, batch: int
 
 
 def measure_glue(args, name: str, model, tokenizer) -> list[dict]:
-    """Speed on a GLUE task, beside padding to 128; returns the stock features."""
+    """Print the speed on a GLUE task, beside padding to 128; returns the stock features."""
     ours, stock, cut = examples_of(name, "train", args.data_dir, tokenizer)
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     speed(name, model, {"ours": ours, "stock": stock}, collate, args.batch, args.batches, "examples")
@@ -97,7 +97,7 @@ def measure_glue(args, name: str, model, tokenizer) -> list[dict]:
 
 
 def measure_race(args, tokenizer, device: str) -> None:
-    """Speed of RACE, four sequences a question, beside padding each to 512."""
+    """Print the speed on RACE, four sequences a question, beside padding each sequence to 512."""
     model = AutoModelForMultipleChoice.from_pretrained(args.model_name_or_path).train().to(device)
     questions = race.read_folder(Path(args.race_dir), "train", race.LEVELS)
     rows = race.features(questions, tokenizer, RACE_LENGTH, 128).rows
@@ -129,7 +129,7 @@ def trained_stock(arguments, tokenizer, train: list[dict], validation: list[dict
 
 
 def trained_ours(arguments) -> float:
-    """Validation accuracy of RTE after finetune_glue.py, at the best epoch of a single seed."""
+    """Validation accuracy of RTE after finetune_glue.py, at the best epoch of the seed."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             **{"model_name_or_path": arguments.model_name_or_path, "output_dir": folder, "seeds": 1, "keep": "none"},

@@ -1,4 +1,4 @@
-"""Fixtures: text made here, tokenizers trained on it, models of a few thousand parameters. No network, no Hub."""
+"""Fixtures: generated text, tokenizers trained on it, models of a few thousand parameters. No network, no Hub."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 
 
 def run_python(*argv, cwd, env=None):
-    """A Python process of its own, with what it printed; it fails the test when it takes five minutes."""
+    """Run a Python process; returns its exit code and output. Fails the test after five minutes."""
     return subprocess.run(
         [sys.executable, *map(str, argv)],
         cwd=cwd,
@@ -48,7 +48,7 @@ def run_python(*argv, cwd, env=None):
 
 
 def copied(script, folder):
-    """`script` with `roberta_recipe` in an empty folder, as people begin a project of their own; its path there."""
+    """Copy `script` and `roberta_recipe` into an empty folder, as a new project begins; returns the copy's path."""
     shutil.copytree(ROOT / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
     return Path(shutil.copy(ROOT / script, folder / "mine.py"))
 
@@ -136,7 +136,7 @@ def config_file(config, tmp_path):
 
 @pytest.fixture
 def model_dir(config_file, tokenizer, tmp_path):
-    """A masked-LM checkpoint to fine-tune, no dropout in its body."""
+    """A masked-LM checkpoint to fine-tune, without dropout in its body."""
     torch.manual_seed(0)
     model = build_model(tokenizer, config_name=config_file, max_seq_length=64)
     model.save_pretrained(tmp_path / "model")
@@ -146,7 +146,7 @@ def model_dir(config_file, tokenizer, tmp_path):
 
 @pytest.fixture(scope="session")
 def wordpiece():
-    """One token a character sequence of letters, lower-cased by nobody, specials as BERT's."""
+    """A WordPiece tokenizer of single characters, case kept, with BERT's special tokens and layout."""
     words = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
     for letter in string.ascii_letters + string.digits + string.punctuation:
         words.setdefault(letter, len(words))
@@ -174,7 +174,7 @@ def validation_file(tmp_path):
 
 @pytest.fixture
 def preset(tmp_path, tokenizer_dir, config_file, train_file, validation_file):
-    """A preset that trains in a second; tests override it by flags."""
+    """A preset that trains in a second; tests override its values by flags."""
     path = tmp_path / "preset.yaml"
     path.write_text(
         f"""

@@ -1,5 +1,5 @@
-"""A Hub on loopback: what huggingface_hub asks of huggingface.co to make repositories, commit to them (small files in
-the commit, large files by the git-lfs protocol) and download from them.
+"""A Hub on loopback: it answers what huggingface_hub asks of huggingface.co to make repositories, commit to them (small
+files in the commit, large files by the git-lfs protocol) and download from them.
 
     python tests/hub_server.py 8765
 
@@ -15,14 +15,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-LARGE = 100_000  # bytes from which a file goes by git-lfs
+LARGE = 100_000  # bytes; a file of this size or more goes by git-lfs
 
 
 class HubServer(ThreadingHTTPServer):
     """`users` are names by token; `repositories` are {name: {branch: {file: content}}}.
 
-    `drops` are (method, pattern of the path): the first request that matches an entry has its connection closed without
-    an answer, and uses the entry up. `log` has a line for each request.
+    `drops` are (method, pattern of the path): the first request that matches an entry gets its connection closed
+    without an answer, and the entry is removed. `log` has a line for each request.
     """
 
     daemon_threads = True
@@ -34,7 +34,7 @@ class HubServer(ThreadingHTTPServer):
         self.commits: list[tuple[str, str, str]] = []  # (repository, branch, message)
         self.held: list[set[str]] = []  # names of the branch's files after each commit
         self.private: set[str] = set()
-        self.large: dict[str, bytes] = {}  # by SHA-256
+        self.large: dict[str, bytes] = {}  # file content by SHA-256
         self.drops: list[tuple[str, str]] = []
         self.log: list[str] = []
         self.lock = threading.Lock()
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def resolve(self, body, repo, branch, file):
         branches = self.server.repositories.get(repo, {})
-        if branch not in branches:  # the name of a commit, which is the head of a branch here
+        if branch not in branches:  # then it is the name of a commit, which here is the head of a branch
             branch = next((name for name, files in branches.items() if _head(files) == branch), branch)
         if (files := self._files(repo, branch)) is None:
             return

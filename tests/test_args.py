@@ -1,4 +1,4 @@
-"""Preset and command line: one parse, one type check, errors that name value and fix."""
+"""Preset and command line: one parse, one type check, errors that name the value and the fix."""
 
 import pytest
 import yaml
@@ -53,7 +53,7 @@ def test_resolved_arguments_are_a_preset_that_resolves_to_the_same(preset, tmp_p
     _, resolved_again = parsed([], str(again))
     assert resolved_again == resolved
     assert resolved["learning_rate"] == 6e-4 and resolved["mask_count"] == "exact" and resolved["bf16"] is True
-    # what no preset and no flag said is in it too, so that it means the same when a default changes
+    # values that no preset or flag gave are saved too, so that the file means the same when a default changes
     assert resolved["adam_beta2"] == 0.98 and resolved["seed"] == 42 and resolved["lr_scheduler_type"] == "linear"
 
 

@@ -1,4 +1,4 @@
-"""n-grams of evaluation sets in a corpus, against a search through all of it."""
+"""n-grams of evaluation sets in a corpus, against a search through the whole corpus."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from roberta_recipe.tools.contamination import Index, Text, ngram_hashes, summar
 
 
 def slow(texts, documents, length):
-    """(number of the text, first word) of every n-gram that a document has."""
+    """The reference: (number of the text, first word) of every n-gram that a document has."""
     there = set()
     for document in documents:
         words = words_of(document)
@@ -37,7 +37,7 @@ def test_it_finds_what_a_search_finds():
         index.look_up(document, ("even", "odd")[number % 2])
     found = {(number, start) for number, text in enumerate(texts) for where in text.found.values() for start in where}
     assert found == slow(texts, documents, 4) and len(found) > 300
-    assert {number for number, _ in found} > set(range(10)) | {60, 61}  # the same text twice is found twice
+    assert {number for number, _ in found} > set(range(10)) | {60, 61}  # texts 60 and 61 are copies of 0 and 1
     assert texts[0].found["even"] == set(range(34)) and not texts[62].found
 
 

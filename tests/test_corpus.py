@@ -1,4 +1,4 @@
-"""Sources: every format, what is held out, faults that pass and faults that do not, and errors before training."""
+"""Sources: every format, the held-out documents, faults that are retried or refused, and errors before training."""
 
 import gzip
 import itertools
@@ -18,9 +18,9 @@ from roberta_recipe.errors import InputError
 TEXTS = make_documents(60, seed=4)
 
 
-def texts_of(part="train", seed=0, epoch=0, share=0.01, **source):
+def texts_of(of_split="train", seed=0, epoch=0, share=0.01, **source):
     corpus = Corpus("c", [Source("s", **source)], validation_share=share)
-    return list(reading.documents(corpus, corpus.sources[0], part, seed=seed, epoch=epoch))
+    return list(reading.documents(corpus, corpus.sources[0], of_split, seed=seed, epoch=epoch))
 
 
 # Sources
@@ -37,7 +37,7 @@ def test_every_format_gives_the_same_documents(tmp_path, kind):
     assert [text.strip() for text in everything] == TEXTS
 
 
-def test_an_empty_line_parts_documents_whatever_the_line_ends(tmp_path):
+def test_an_empty_line_separates_documents_whatever_the_line_ends(tmp_path):
     (tmp_path / "a.txt").write_bytes("One.\nStill one.\n\n\n\nTwo é.\r\n\r\nThree.".encode())
     texts = texts_of(files=str(tmp_path / "a.txt"), share=1e-9)
     assert [t.strip() for t in texts] == ["One.\nStill one.", "Two é.", "Three."]
@@ -84,21 +84,21 @@ def test_file_folder_glob_and_list(tmp_path):
 
 
 def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
-    """As a Hub dataset is: its card says which files are which split of which config."""
+    """As for a dataset of the Hub, the card says which files belong to which split of which config."""
     (tmp_path / "card").mkdir()
-    write_parquet(tmp_path / "card" / "one.parquet", TEXTS[:20], column="body")
-    write_parquet(tmp_path / "card" / "two.parquet", TEXTS[20:], column="body")
+    write_parquet(tmp_path / "card" / "first.parquet", TEXTS[:20], column="body")
+    write_parquet(tmp_path / "card" / "second.parquet", TEXTS[20:], column="body")
     (tmp_path / "card" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: en\n  data_files:\n  - {split: train, path: one.parquet}\n"
-        "  - {split: test, path: two.parquet}\n---\n"
+        "---\nconfigs:\n- config_name: en\n  data_files:\n  - {split: train, path: first.parquet}\n"
+        "  - {split: test, path: second.parquet}\n---\n"
     )
-    place = dict(dataset=str(tmp_path / "card"), config="en", text_column="body", share=1e-9)
-    assert texts_of(**place) == TEXTS[:20]
-    assert texts_of(**place, split="test") == TEXTS[20:]
+    source = dict(dataset=str(tmp_path / "card"), config="en", text_column="body", share=1e-9)
+    assert texts_of(**source) == TEXTS[:20]
+    assert texts_of(**source, split="test") == TEXTS[20:]
     with pytest.raises(InputError, match=r"has no split 'dev'; it has \['test', 'train'\]"):
-        texts_of(**place, split="dev")
+        texts_of(**source, split="dev")
     with pytest.raises(InputError, match=r"cannot open dataset .*config 'fr'"):
-        texts_of(**{**place, "config": "fr"})
+        texts_of(**{**source, "config": "fr"})
 
 
 def test_filters(tmp_path):
@@ -113,12 +113,12 @@ def test_filters(tmp_path):
 
 
 def test_held_out_documents_are_no_training_documents(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", TEXTS + TEXTS[:30])  # half of them twice
-    train, validation = (texts_of(part=part, files=path, share=0.3) for part in ("train", "validation"))
-    assert not set(train) & set(validation)  # copies are on one side
+    path = write_parquet(tmp_path / "a.parquet", TEXTS + TEXTS[:30])  # half of the texts twice
+    train, validation = (texts_of(of_split=name, files=path, share=0.3) for name in ("train", "validation"))
+    assert not set(train) & set(validation)  # copies are in the same split
     assert set(train) | set(validation) == set(TEXTS) and len(train) + len(validation) == 90
     assert 5 < len(set(validation)) < 35
-    assert texts_of(part="validation", files=path, share=0.3, seed=9) == validation
+    assert texts_of(of_split="validation", files=path, share=0.3, seed=9) == validation
 
 
 def test_validation_files_are_used_where_given(tmp_path):
@@ -127,7 +127,7 @@ def test_validation_files_are_used_where_given(tmp_path):
         validation_files=write_parquet(tmp_path / "b.parquet", TEXTS[50:]),
     )
     assert texts_of(**source) == TEXTS[:50]
-    assert texts_of(part="validation", **source) == TEXTS[50:]
+    assert texts_of(of_split="validation", **source) == TEXTS[50:]
 
 
 def test_docstrings_are_documents(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_docstrings_are_documents(tmp_path, monkeypatch):
     texts = texts_of(builtin="docstrings", share=1e-9)
     assert 300_000 <= sum(len(text.encode()) for text in texts) < 400_000
     assert len(set(texts)) == len(texts) and all(text.strip() for text in texts)
-    assert any("Abstract Base Classes" in text for text in texts)  # of abc.py: the standard library comes first
+    assert any("Abstract Base Classes" in text for text in texts)  # abc.py's: the standard library comes first
     (cached,) = (tmp_path / "roberta_recipe").iterdir()
     written = cached.stat().st_mtime_ns
     assert texts_of(builtin="docstrings", share=1e-9) == texts and cached.stat().st_mtime_ns == written
@@ -273,7 +273,7 @@ def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "Fine."}\n{"text": "Caf\xe9"}\n')
     with pytest.raises(InputError, match=r"a.jsonl: line 2 is not UTF-8"):
         check(tmp_path / "a.jsonl", tmp_path)
-    with pytest.raises(InputError, match=r"a.jsonl: line 2 is not UTF-8"):  # past what is checked beforehand
+    with pytest.raises(InputError, match=r"a.jsonl: line 2 is not UTF-8"):  # beyond what is checked before training
         texts_of(files=str(tmp_path / "a.jsonl"))
 
 

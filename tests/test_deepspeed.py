@@ -1,4 +1,4 @@
-"""ZeRO through `accelerate launch` on two CPU processes, and what the configurations must not say."""
+"""ZeRO through `accelerate launch` on two CPU processes, and settings that the configurations must not hold."""
 
 import json
 import os
@@ -58,20 +58,20 @@ def start(config_file, tokenizer, tmp_path):
 @needs_compiler
 @pytest.mark.parametrize(
     ("stage", "eval_batch"),
-    [(1, 4), (2, 9), (3, 27)],  # 27 blocks: 4 batches and 3, 2 and 1, 1 and none
+    [(1, 4), (2, 9), (3, 27)],  # 27 blocks: processes evaluate 4 and 3 batches, 2 and 1, 1 and 0
 )
 def test_zero_gives_the_curve_and_the_weights_of_one_process(stage, eval_batch, preset, start, tmp_path):
     flags = [*start, "--per_device_eval_batch_size", str(eval_batch)]
-    one = train_mlm.main(["--config", preset, *flags, "--output_dir", str(tmp_path / "one")])
+    single = train_mlm.main(["--config", preset, *flags, "--output_dir", str(tmp_path / "single")])
     flags += ["--save_strategy", "steps", "--save_steps", "2"]
     done = launch(f"zero{stage}", preset, *flags, cwd=ROOT)
     zero = read_record(tmp_path / "run")
-    assert losses(zero) == pytest.approx(losses(one), rel=1e-5) and len(losses(zero)) == 4  # measured: 2e-7
-    assert zero["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=1e-5)
-    assert (zero["tokens_seen"], zero["parameters"]) == (one["tokens_seen"], one["parameters"])
+    assert losses(zero) == pytest.approx(losses(single), rel=1e-5) and len(losses(zero)) == 4  # measured: 2e-7
+    assert zero["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
+    assert (zero["tokens_seen"], zero["parameters"]) == (single["tokens_seen"], single["parameters"])
     assert "destroy_process_group" not in done.stderr and "Batch       8 sequences = 2 processes" in done.stderr
 
-    wanted = load_file(tmp_path / "one" / "model.safetensors")
+    wanted = load_file(tmp_path / "single" / "model.safetensors")
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
         assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
         weights = load_file(folder / "model.safetensors")
@@ -87,14 +87,14 @@ def test_zero_gives_the_curve_and_the_weights_of_one_process(stage, eval_batch, 
 @needs_compiler
 @pytest.mark.parametrize("launch_file", ["zero1", "zero3_offload"])
 def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path):
-    one = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "one")])
+    single = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "single")])
     launch(launch_file, preset, *start, "--bf16", "true", cwd=ROOT)
     half = read_record(tmp_path / "run")
-    assert losses(half) == pytest.approx(losses(one), rel=2e-3) and losses(half) != losses(one)  # measured: 2e-4
-    assert half["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=2e-3)
+    assert losses(half) == pytest.approx(losses(single), rel=2e-3) and losses(half) != losses(single)  # measured: 2e-4
+    assert half["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=2e-3)
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    # the optimizer's own: most of them are no bf16 numbers
+    # the weights are the optimizer's: bf16 cannot hold most of their values
     word = weights["roberta.embeddings.word_embeddings.weight"]
     assert (word != word.bfloat16().float()).float().mean() > 0.5
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").dtype == torch.float32
@@ -111,7 +111,7 @@ def test_deepspeed_configurations_leave_the_recipe_to_the_preset():
         scale = {key: values["fp16"][key] for key in ("loss_scale", "initial_scale_power", "loss_scale_window")}
         assert scale == {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}, path
         assert values["fp16"]["min_loss_scale"] == 1, path
-        # in half precision, a sum of hundreds of micro-batches loses the last ones
+        # in half precision, a sum of hundreds of micro-batches loses the last summands
         assert values["data_types"]["grad_accum_dtype"] == values["communication_data_type"] == "fp32", path
         zero = values["zero_optimization"]
         assert path.stem.startswith(f"zero{zero['stage']}"), path
@@ -155,7 +155,7 @@ def test_the_readme_names_every_file():
         assert re.search(rf"\b{path.stem}\b", text), path
 
 
-def test_precision_is_that_of_the_preset(preset, monkeypatch):
+def test_the_preset_sets_the_precision(preset, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=true and fp16=false; .*to the preset"):
         train_mlm.main(["--config", preset, "--bf16", "true"])
@@ -176,7 +176,7 @@ def test_processes_that_would_train_apart_are_refused(preset, monkeypatch):
 
 
 def test_one_process_on_several_gpus_is_refused(preset, monkeypatch):
-    """`Trainer` would split micro-batches over them with DataParallel, and the loss would be another."""
+    """`Trainer` would split micro-batches over the GPUs with DataParallel, which changes the loss."""
     arguments = _with(preset)
     monkeypatch.setattr(type(arguments[1]), "n_gpu", 4)
     with pytest.raises(InputError, match=r"one process and 4 GPUs.*--num_processes 4"):

@@ -1,4 +1,4 @@
-"""docs/adapting.md: its commands run as they are written, in a copy of the repository, with fewer steps."""
+"""The commands of docs/adapting.md run as they are written, in a copy of the repository, with fewer steps."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from conftest import make_documents, write_jsonl, write_text
 FEWER = ((r"--max_steps \d+", "--max_steps 4"), (r"--save_steps \d+", "--save_steps 2"))
 FEWER += ((r"--warmup_steps \d+ ", "--warmup_steps 1 "), (r"--num_train_epochs 3", "--num_train_epochs 1 --seeds 1 2"))
 FEWER += ((r'"num_hidden_layers": 3', '"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64'),)
-# what no test can have: the Hub, its 124.7 M parameters, a GPU
+# replaces what a test has not: the Hub, a model of 124.7 M parameters, a GPU
 ELSEWHERE = (("FacebookAI/roberta-base", "runs/mine"),)
 ELSEWHERE += (("--config presets/mlm/roberta_base.yaml", "--config presets/mlm/roberta_mini.yaml --use_cpu"),)
 ELSEWHERE += (("--global_batch_size 2048", "--global_batch_size 32"),)
@@ -28,7 +28,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def clone(root: Path, folder: Path) -> Path:
-    """The tracked files that a command of the page may need."""
+    """Copy the files that the page's commands need; returns `folder`."""
     for name in ("roberta_recipe", "presets", "ds_configs", "tokenizer"):
         others = shutil.ignore_patterns("__pycache__", *(p.name for p in (root / "tokenizer").iterdir() if p.is_dir()))
         shutil.copytree(root / name, folder / name, ignore=others)
@@ -38,7 +38,7 @@ def clone(root: Path, folder: Path) -> Path:
 
 
 def write_inputs(folder: Path) -> None:
-    """my_text/ and my_task/, as the page describes them; enough words for its 8,192 entries."""
+    """Write my_text/ and my_task/ as the page describes them, with enough words for its tokenizer's 8,192 entries."""
     rng = random.Random(0)
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(3000)]
     sentences = (" ".join(rng.choices(words, k=10)).capitalize() + "." for _ in range(1500 * 20))
@@ -55,7 +55,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def apply(diff: str, folder: Path) -> list[str]:
-    """Apply a unified diff of one file, by its context and not by its line numbers; the lines that it adds."""
+    """Apply a unified diff of one file, by its context and not by its line numbers; returns the added lines."""
     head, *hunks = re.split(r"^@@.*@@\n", diff, flags=re.M)
     path = folder / re.search(r"^\+\+\+ (.*)$", head, re.M)[1]
     text = path.read_text(encoding="utf-8")
@@ -107,8 +107,8 @@ def test_every_command_of_the_page_runs(root, tmp_path):
     summary = json.loads((folder / "runs/my_task/summary.json").read_text())
     assert summary["task"] == "mine" and set(summary["settings"][0]["medians"]) == {"accuracy", "f1"}
     assert "mine, validation accuracy x 100" in shown[6] and (folder / "runs/my_task/loss_curve.png").is_file()
-    # what a script copied for another task says of its data
+    # the record of a script copied for another task describes that task's data
     card = summary["dataset"]
     assert (card["name"], card["hub_id"], card["hub_config"]) == ("mine", None, None)
     assert set(card["hub_metrics"]) == {"accuracy", "f1"} and "glue" not in json.dumps(card).lower()
-    assert len(added) == 1  # line of the script
+    assert len(added) == 1  # a single line of the script changes

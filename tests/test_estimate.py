@@ -1,4 +1,4 @@
-"""The arithmetic of a dry run against real models, measured bytes, and runs that were made."""
+"""The estimate's arithmetic against real models, measured bytes, and the records of finished runs."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def preset_config(name, **changes):
 
 
 def make_config(layers, hidden, heads, intermediate, vocab_size, seq_len, dropout):
-    """Without dropout in attention, so that the CPU takes its flash kernel, which keeps what CUDA's keep."""
+    """Without attention dropout, so that the CPU takes its flash kernel, which keeps the same tensors as CUDA's."""
     return RobertaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
@@ -53,7 +53,7 @@ def make_batch(vocab_size, batch, seq_len):
 
 
 @pytest.mark.parametrize(("name", "count"), [("base", 124_697_433), ("large", 355_412_057), ("tiny", None)])
-def test_parameters_are_those_of_the_model(name, count):
+def test_parameters_equal_the_count_of_the_model(name, count):
     config = preset_config(name)
     with torch.device("meta"):
         model = RobertaForMaskedLM(config)
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_model(name, count):
 
 
 def test_measured_runs():
-    """What the run records say of parameters and tokens is what a dry run of their preset would have said."""
+    """An estimate of a run's preset gives the parameters and tokens of its run record."""
     records = sorted(ROOT.glob("results/*/run_record.json"))
     for path in records:
         record = json.loads(path.read_text())
@@ -89,7 +89,7 @@ def test_activations_are_what_autograd_keeps(shape, kind):
         model.to(torch.bfloat16)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     weights = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-    kept = {}  # by address; the tensors are held, so that no address comes twice
+    kept = {}  # tensors by address; they are held, so that no address is used twice
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in own:
@@ -103,7 +103,7 @@ def test_activations_are_what_autograd_keeps(shape, kind):
     ):
         model(input_ids=ids, labels=labels)
     casts = [t for t in kept.values() if kind == "autocast" and {t.shape, t.shape[::-1]} & weights]
-    assert len(casts) == (6 * config.num_hidden_layers + 2) * (kind == "autocast")  # the head's dense and the decoder
+    assert len(casts) == (6 * config.num_hidden_layers + 2) * (kind == "autocast")  # 2: dense, decoder of the head
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())
     measured -= sum(t.untyped_storage().nbytes() for t in casts)
     layer, embeddings = estimate.activation_bytes(config, batch * seq_len, kind, mask_bytes=KINDS[kind])
@@ -119,7 +119,7 @@ def test_a_layer_in_half_precision_is_korthikantis():
 
 
 class LiveBytes(TorchDispatchMode):
-    """Most bytes alive at once of the tensors made under it; `known` tensors do not count."""
+    """Peak of the bytes held by tensors made within the context; `known` tensors do not count."""
 
     def __init__(self, known):
         super().__init__()
@@ -145,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [(2, 128, 2, 512, 16000, 16, 64), (2, 128, 2, 512, 20000, 1, 64)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_peak_of_a_backward_pass(shape, precision, checkpointing):
-    """Of a micro-batch that peaks at the loss, and of one sequence, which peaks at the embedding's gradient."""
+    """A micro-batch peaks at the loss, a single sequence at the gradient of the embedding."""
     *dims, batch, seq_len = shape
     config = make_config(*dims, seq_len, dropout=0.0)
     model = RobertaForMaskedLM(config).train()
@@ -184,7 +184,7 @@ def test_zero_partitions_as_its_paper_says():
         assert memory.gradients == pytest.approx(gradients, abs=8)
         assert memory.optimizer == pytest.approx(12 * count / 8, abs=96)
         assert memory.parameters == pytest.approx(2 * count * (1 + (stage == 3) / 8), abs=8)
-        # one process partitions nothing: 2 + 2 + 12 bytes
+        # a single process partitions nothing: 2 + 2 + 12 bytes
         alone = memory_of(stage, processes=1)
         assert alone.gradients + alone.optimizer == 14 * count
     assert memory_of(2, reduce_bucket_size=10**6).gradients - memory_of(2).gradients == 2 * 10**6
@@ -294,7 +294,7 @@ def test_report():
     base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, gpu_hour_price=2.0, tokens_per_pass=30e9)
     text = estimate.table(base)
     days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
-    for part in (
+    for line in (
         "8xH200",
         "124,727,424 parameters",
         "8,192 sequences = 8 processes x 32 x 32 accumulated",
@@ -310,9 +310,9 @@ def test_report():
         "are assumptions: --utilisation",
         "--gpu_hour_price",
     ):
-        assert part in text, part
-    parts = [getattr(base.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "logits")]
-    assert sum(parts) == base.memory.total and min(parts) > 0
+        assert line in text, line
+    shares = [getattr(base.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "logits")]
+    assert sum(shares) == base.memory.total and min(shares) > 0
     assert math.isclose(base.epochs, base.tokens / 30e9)
 
 
@@ -326,7 +326,7 @@ def test_report_says_what_does_not_fit():
         assert dataclasses.replace(small, micro_batch=size).fits is fits
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
     assert huge.largest_micro_batch == 0 and "not even 1 sequence does" in estimate.table(huge)
-    # of 3 sequences a process, a power of two that divides them
+    # 3 sequences a process: the largest power of two that divides 3 is 1
     assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_micro_batch == 1
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
     assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)

@@ -1,4 +1,4 @@
-"""fairseq's layout, written and run here by hand, beside the converted model."""
+"""fairseq's layout and forward pass, written by hand, against the converted model."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm", "layernorm_embedding", "lay
 
 
 def by_hand(vocab_size, classes=3):
-    """Random weights under fairseq's names, none of them where training starts."""
+    """Random weights under fairseq's names; none has its initial value."""
     generator, weights = torch.Generator().manual_seed(0), {}
 
     def add(name, *shape):
@@ -50,7 +50,7 @@ def by_hand(vocab_size, classes=3):
 
 
 def forward(weights, ids, head=None):
-    """fairseq's computation, post-norm, positions from the padding id on; no padding here."""
+    """fairseq's forward pass: post-norm, positions count from padding id + 1; without padding."""
 
     def linear(x, name):
         return functional.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -144,7 +144,7 @@ def test_old_names_and_packed_projections(checkpoint, ids):
 
 
 def test_what_fairseq_lacks_is_folded_in(config, tokenizer, ids):
-    """The vector of the single token type, and rows of the embedding that no token has."""
+    """fairseq has no token-type vector, and no embedding rows without a token."""
     config.vocab_size, config.hidden_size, config.num_attention_heads = len(tokenizer) + 5, HIDDEN, HEADS
     config.num_hidden_layers = LAYERS
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""GLUE through the command line, on a few rows of each task in the official layout, written here."""
+"""GLUE through the command line, on a few generated rows of each task in the official layout."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def write_tsv(path, header, rows):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """All ten folders; the label says whether the first sentence is in the garden or at night."""
+    """The folders of all ten tasks; labels cycle with the row number."""
     folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
     for name, task in {**TASKS, "ax": AX}.items():
         for split, (file, _) in task.splits.items():
@@ -75,7 +75,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function from task and further flags to a command line that trains for a second."""
+    """A function that makes a command line of a second's training from a task and further flags."""
 
     def of(name, *others):
         values = {
@@ -91,7 +91,7 @@ def flags(root, data_dir, model_dir, tmp_path):
 
 
 def parse_by_articles(text):
-    """What looks like a spaCy Doc: every word a token, "the" and the word behind it a noun chunk."""
+    """A stand-in for a spaCy `Doc`: every word is a token, "the" with the next word is a noun chunk."""
     words, at, tokens = text.split(" "), 0, []
     for word in words:
         tokens.append(types.SimpleNamespace(idx=at, text=word.rstrip("."), pos_="X"))
@@ -189,10 +189,10 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     assert "7 rows from 2 runs" in done.stdout and "ensemble    validation accuracy" in done.stdout
     assert "Duplicates  0 of 9" in done.stderr
     kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
-    assert len(kept) == 1  # the best run's weights
+    assert len(kept) == 1  # only the best run's weights are kept
     again = run_python(*command, cwd=tmp_path)
     assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
-    # and what it leaves is a plain checkpoint
+    # the run leaves a plain checkpoint
     best = next((tmp_path / "glue").rglob("best"))
     for path in (tmp_path / "glue").rglob("best/model.safetensors"):
         best = path.parent
@@ -200,7 +200,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
 
 
 def test_predictions_asked_for_later(flags, tmp_path):
-    """From the weights that are kept; where they are gone, that is said."""
+    """Predictions come from the kept weights; where these are deleted, the error says so."""
     finetune_glue.main(flags("rte", "--seeds", 1, 2))
     records = sorted((tmp_path / "glue").rglob("run_record.json"))
     before = [path.read_bytes() for path in records]
@@ -230,10 +230,10 @@ def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
 
 
-def test_two_processes_give_the_curve_of_one_also_when_resumed(flags, root, tmp_path):
+def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, root, tmp_path):
     """Killed in the middle of an epoch, two processes resume with the batches that are left of the epoch."""
     saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
-    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "one"))
+    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "a"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
     command += ["--main_process_port", "0", root / "finetune_glue.py"]
     batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
@@ -244,7 +244,7 @@ def test_two_processes_give_the_curve_of_one_also_when_resumed(flags, root, tmp_
     assert killed.returncode != 0 and (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    two, single = record_of(tmp_path), durable.read_json(tmp_path / "one" / "lr0.001-batch8-seed1" / "run_record.json")
+    two, single = record_of(tmp_path), durable.read_json(tmp_path / "a" / "lr0.001-batch8-seed1" / "run_record.json")
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert done.stdout.count("rte, validation accuracy") == 1
@@ -266,7 +266,7 @@ finetune_glue.main()
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):
-    """With a checkpoint an epoch: the same losses, metrics and best weights as uninterrupted."""
+    """With a checkpoint an epoch, losses, metrics and best weights equal an uninterrupted run's."""
     saving = ["--save_strategy", "epoch", "--max_steps", 9]
     finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
     step = finetune_trainer.FinetuneTrainer.training_step
@@ -283,7 +283,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     finetune_glue.main(flags("rte", *saving))
     whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
     again = record_of(tmp_path)
-    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # gigabytes that a finished run does not need
+    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
     assert again["restarts"] == 1 and whole["restarts"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
         assert again[key] == whole[key], key
@@ -295,7 +295,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
 
 
 def test_killed_behind_the_last_step(flags, tmp_path):
-    """The scores and the record are made up for; no step is repeated."""
+    """The second start writes scores and record, and repeats no step."""
     saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
@@ -315,7 +315,7 @@ def test_a_folder_without_a_finished_task():
 
 
 def test_a_score_that_is_no_number(flags, tmp_path, monkeypatch, capsys):
-    """STS-B with constant predictions has no correlation: shown as nan, also by the second start."""
+    """STS-B with constant predictions has no correlation: both starts show nan."""
     monkeypatch.setattr(finetune_glue, "measure", lambda *_: {"pearson": float("nan"), "spearman": float("nan")})
     for _ in range(2):
         finetune_glue.main(flags("stsb"))
@@ -349,7 +349,7 @@ def test_micro_batches_fit_the_batch_and_the_processes():
 
 
 def test_the_papers_grid(flags, tmp_path, capsys):
-    grid = ["--sweep", "--seeds", 3, "--per_device_train_batch_size", 32]  # more than the first batch of the grid
+    grid = ["--sweep", "--seeds", 3, "--per_device_train_batch_size", 32]  # more than the grid's first batch size, 16
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
         finetune_glue.main(flags("rte", *grid))
     assert "rates 1e-05, 2e-05, 3e-05 x batches 16, 32, 10 epochs each: learning_rate" in capsys.readouterr().err
@@ -375,7 +375,7 @@ def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
 
 
 def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
-    """As the paper's test setting for RTE, MRPC and STS-B; a head of the right size is kept."""
+    """The paper's test setting for RTE, MRPC and STS-B; a head of the right size is kept."""
     finetune_glue.main(flags("mnli"))
     best = tmp_path / "glue" / "mnli" / "lr0.001-batch8-seed1" / "best"
     for name, said in (("rte", "fresh, as the checkpoint's has another size"), ("mnli", "kept")):
@@ -391,7 +391,7 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
 
 
 def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
-    """What pretraining is worth is measured against the same architecture without it."""
+    """The baseline that shows the gain of pretraining: the same architecture with random weights."""
     stored = load_file(f"{model_dir}/model.safetensors")["roberta.encoder.layer.0.output.dense.weight"]
     finetune_glue.main(
         flags("rte", "--random_weights", "true", "--learning_rate", 1e-12, "--seeds", 1, 2, "--keep", "all")
@@ -401,13 +401,13 @@ def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
         for seed in (1, 2)
     ]
     weights = [tensors["roberta.encoder.layer.0.output.dense.weight"] for tensors in found]
-    assert abs(weights[0].std() - 0.02) < 0.002  # of the config's initializer_range
+    assert abs(weights[0].std() - 0.02) < 0.002  # the config's initializer_range
     for first, second in ((weights[0], weights[1]), (weights[0], stored)):
         assert (first - second).abs().mean() > 0.01
 
 
 def test_the_hubs_columns(monkeypatch):
-    """Labels are numbers there, and -1 in a test set."""
+    """On the Hub, labels are numbers, and -1 in a test set."""
     rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
@@ -439,7 +439,7 @@ def test_batches_are_of_like_length_and_depend_on_nothing_else():
 
 
 def test_scores_come_back_in_the_order_of_the_file(flags, tmp_path, data_dir, tokenizer):
-    """By the saved model, each example by itself."""
+    """The reference: the saved model on each example alone."""
     finetune_glue.main(flags("rte"))
     best = tmp_path / "glue" / "rte" / "lr0.001-batch8-seed1" / "best"
     model = AutoModelForSequenceClassification.from_pretrained(best).eval()
@@ -460,7 +460,7 @@ def test_qnli_is_ranked_within_its_questions():
     assert qnli_ranking.rank(scores, questions, threshold=-2.0).tolist() == [1, 0, 1, 0, 1, 0]
     singles, truth = np.array([3.0, 2.0, 1.0, 0.0]), [0, 1, 0, 1]
     assert qnli_ranking.threshold_for_singles(singles, list("wxyz"), truth) == 0.0
-    # loss by hand: two groups, of three and of two
+    # loss by hand: a group of three pairs and a group of two
     logits = torch.tensor([[1.0], [2.0], [0.0], [3.0], [1.0]], requires_grad=True)
     batch = {"labels": torch.tensor([0, 0]), "group_sizes": torch.tensor([3, 2])}
     total, _ = qnli_ranking.ranking_loss(lambda **_: types.SimpleNamespace(logits=logits), batch)
@@ -469,7 +469,7 @@ def test_qnli_is_ranked_within_its_questions():
 
 
 def test_what_is_cut_is_counted(tokenizer):
-    """The longer text of a pair gives way, and every example stays one feature."""
+    """The longer text of a pair is cut, and every example stays a single feature."""
     long, short = " ".join(PLACES), PLACES[0]
     examples = glue.Examples([(short, short), (long, short), (short, long)], [0, 1, 0])
     args = finetune_glue.GlueArguments(max_seq_length=24)
@@ -488,7 +488,7 @@ def test_duplicates_are_counted():
 
 
 def test_quotes_tabs_and_line_ends(tmp_path):
-    """Quoting is off, \\r\\n is a line end, Unicode's other separators are not, nor is a byte order mark a name."""
+    """Quoting is off, \\r\\n ends a line, Unicode's other separators do not, and a byte order mark is in no name."""
     text = "\ufeffindex\tsentence1\tsentence2\tlabel\r\n"
     text += '0\tHe said "no.\tA\u2028b " c\tentailment\r\n1\t\tx\tnot_entailment\n'
     (tmp_path / "RTE").mkdir()
@@ -598,7 +598,7 @@ def test_the_card_names_glues_data_only_for_glues_rows():
     mnli = glue.dataset_card("mnli", TASKS["mnli"], False)
     assert mnli["split"] == "validation_matched" and list(mnli["hub_metrics"]) == ["accuracy", "accuracy_mismatched"]
     assert "SuperGLUE's WSC" in glue.dataset_card("wnli", TASKS["wnli"], False)["note"]
-    # a task of somebody's own, whatever its name
+    # a preset for a new task, whatever the task's name
     for name in ("mine", "rte"):
         own = glue.dataset_card(name, glue.Task("my_task", PAIR, labels=("no", "yes")), False)
         assert (own["name"], own["hub_id"], own["hub_config"], own["note"]) == (name, None, None, "")
@@ -615,7 +615,7 @@ def test_a_new_task_is_checked_before_it_runs(flags, monkeypatch):
 
 
 def test_the_table_of_tasks():
-    """Nine tasks, eleven files of the submission, none twice."""
+    """Nine tasks and AX, eleven submission files, each name once."""
     assert len(TASKS) == 9
     official = "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI diagnostic"
     assert [task.folder for task in [*TASKS.values(), AX]] == official.split()

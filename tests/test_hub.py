@@ -1,4 +1,4 @@
-"""Publishing, against a Hub on loopback: what arrives, what is refused, and that a token stays where it is."""
+"""Publishing to a Hub on loopback: what arrives, what is refused, and that no token is written anywhere."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TOKEN = "hf_aVerySecretTokenOfNobody"
 
 @pytest.fixture
 def server(monkeypatch):
-    """A Hub with two users, which this process and its children take for the only Hub."""
+    """A Hub with two users, which this process and its children use as the Hub."""
     with HubServer({TOKEN: "me", "hf_another": "you"}) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -63,7 +63,7 @@ print(model(**tokenizer("the cat", return_tensors="pt")).logits.sum().item())
 
 
 def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path, root, monkeypatch):
-    """The whole way by the command line; what arrived is downloaded and loaded on a machine without this repository."""
+    """By the command line; the pushed files are downloaded and loaded by a process without this repository."""
     done = run_python(
         *[root / "train_mlm.py", "--config", preset, "--max_steps", "4", "--save_strategy", "steps"],
         *["--save_steps", "2", "--push_to_hub", "true", "--hub_model_id", "small", "--hub_strategy", "checkpoint"],
@@ -145,7 +145,7 @@ def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_pat
 
 
 def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
-    """Every kind of request that a push makes: those that ask, the large file, the commit."""
+    """Every kind of request that a push makes: queries, the large file, the commit."""
     train(preset)
     kinds = [("POST", "/preupload/"), ("POST", "objects/batch"), ("PUT", "/large/"), ("POST", "/commit/")]
     server.drops = [("GET", "/tree/"), ("POST", "repos/create"), *kinds]
@@ -232,7 +232,7 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
 
 @pytest.mark.parametrize(
     ("error", "wanted"),
-    [  # what hf_xet, which no server here speaks to, raises of an answer
+    [  # what hf_xet raises for a server's answer; the loopback server does not speak its protocol
         (ConnectionError("HTTP status client error (401 Unauthorized) for url"), "does not know the token"),
         (PermissionError("HTTP status client error (403 Forbidden)"), "may not write"),
         (PermissionError("token refresh failed"), "does not know the token"),
@@ -253,7 +253,7 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     push = ("--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2")
     push += ("--hub_revision", "exp")
     train(preset, *push)
-    for path in (tmp_path / "run").glob("*"):  # as it was when killed behind step 2
+    for path in (tmp_path / "run").glob("*"):  # the state of a run killed after step 2
         if path.is_file() and path.name not in ("hub.json", "preset.yaml"):
             path.unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
@@ -310,7 +310,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     assert "validation_scores.npy" not in files
     head = card_of(files).data.to_dict()
     (result,) = head["model-index"][0]["results"]
-    # rows that are not GLUE's are not called so
+    # with other_rows the card does not claim GLUE's rows
     assert result["dataset"] == {"name": "rte (other_rows)", "type": "local/rte", "split": "validation"}
     (metric,) = result["metrics"]
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
@@ -323,7 +323,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
 
 
 def made_up_summary(**dataset):
-    """The summary of a fine-tuning of two seeds on a task that this repository does not know."""
+    """The summary of fine-tuning with two seeds on a task that this repository does not know."""
     scores = {"learning_rate": 1e-5, "global_batch_size": 16, "median": 0.5, "mean": 0.5, "lowest": 0.4, "highest": 0.6}
     scores |= {"seeds": {"1": 0.4, "2": 0.6}, "degenerate_seeds": [], "best_run": "lr1e-05-batch16-seed2"}
     medians = {"kappa": 0.5, "total": 100}
@@ -357,8 +357,8 @@ CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "
 
 
 def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
-    """Name, data, task type and metrics are the task's, and settings are shown as the flags declare; the card itself
-    knows no task."""
+    """Name, data, task type and metrics come from the job, settings from the flags' declarations; the card knows no
+    task."""
     summary = made_up_summary(note="with labels of our own")
     settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
     settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "max_steps": -1}

@@ -1,4 +1,4 @@
-"""Masks: the rates of the paper, a function of (seed, epoch, block) alone, and exact counts as an option."""
+"""Masks have the paper's rates, depend on (seed, epoch, block) alone, and have exact counts as an option."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_no_special_token_and_no_padding_row_is_drawn(tokenizer, blocks, mask_co
     replaced = drawn[~special(tokenizer, original)]
     assert not special(tokenizer, replaced).any()
     assert replaced.max() < len(tokenizer)
-    # and of some 22,000 draws, each of the other 395 ids gets one
+    # some 22,000 draws reach each of the other 395 ids
     assert set(replaced.tolist()) == set(range(len(tokenizer))) - set(tokenizer.all_special_ids)
 
 
@@ -60,10 +60,10 @@ def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, mask_co
     collator = MlmCollator(tokenizer, seed=1, mask_count=mask_count)
     whole = collator(blocks[:8])
     for rows in ([5, 2], [7], [0, 1, 2, 3]):
-        part = MlmCollator(tokenizer, seed=1, mask_count=mask_count)([blocks[row] for row in rows])
-        assert torch.equal(part["input_ids"], whole["input_ids"][rows])
-        assert torch.equal(part["labels"], whole["labels"][rows])
-    longer = {**blocks[0], "input_ids": blocks[0]["input_ids"][:30]}  # beside a longer one, so padded
+        few = MlmCollator(tokenizer, seed=1, mask_count=mask_count)([blocks[row] for row in rows])
+        assert torch.equal(few["input_ids"], whole["input_ids"][rows])
+        assert torch.equal(few["labels"], whole["labels"][rows])
+    longer = {**blocks[0], "input_ids": blocks[0]["input_ids"][:30]}  # padded beside a longer block
     alone, beside = collator([longer]), collator([longer, blocks[1]])
     assert torch.equal(beside["labels"][0, :30], alone["labels"][0])
 
@@ -83,11 +83,11 @@ def test_exact_counts_are_fairseqs(tokenizer, blocks):
     counts = (MlmCollator(tokenizer, seed=1, mask_count="exact")(short)["labels"] != IGNORED).sum(dim=1)
     assert set(counts.tolist()) == {7, 8}  # 7.5
     assert abs(counts.float().mean() - 7.5) < 4 * 0.5 / math.sqrt(len(blocks))
-    assert predicted[:, 0].float().mean() == pytest.approx(0.15, abs=0.07)  # <s> is predicted like any other
+    assert predicted[:, 0].float().mean() == pytest.approx(0.15, abs=0.07)  # <s> is predicted like other positions
 
 
 def test_same_law_as_the_stock_collator(tokenizer, blocks):
-    """Share of predicted positions at each place of the block, ours beside Hugging Face's."""
+    """The same rates and the same eligible positions as Hugging Face's collator."""
     stock = DataCollatorForLanguageModeling(tokenizer, seed=3)
     theirs = stock([{"input_ids": block["input_ids"].tolist()} for block in blocks])["labels"] != IGNORED
     ours = MlmCollator(tokenizer, seed=3)(blocks)["labels"] != IGNORED
@@ -107,7 +107,7 @@ def test_padding(tokenizer, blocks):
     assert (batch["labels"][0, 37:] == IGNORED).all()
 
 
-def test_validation_masks_are_those_of_every_run(tokenizer, blocks):
+def test_validation_masks_are_the_same_in_every_run(tokenizer, blocks):
     first = fixed_masks(blocks, MlmCollator(tokenizer, seed=1))
     second = fixed_masks(blocks, MlmCollator(tokenizer, seed=2))
     assert all(np.array_equal(a["labels"], b["labels"]) for a, b in zip(first, second, strict=True))
@@ -123,5 +123,5 @@ def test_unigram_entropy(tokenizer):
     assert unigram_entropy(four_alike, collator) == pytest.approx(math.log(4))
     skewed = [{"input_ids": np.array([0, 300, 300, 300, 301, 2], dtype=np.uint16)}]
     assert unigram_entropy(skewed, collator) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    exact = MlmCollator(tokenizer, mask_count="exact")  # there <s> and </s> are predicted too
+    exact = MlmCollator(tokenizer, mask_count="exact")  # "exact" predicts <s> and </s> too
     assert unigram_entropy(four_alike, exact) == pytest.approx(math.log(6))

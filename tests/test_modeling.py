@@ -1,4 +1,4 @@
-"""Head and loss: the gradient of the effective batch, and a checkpoint that is the stock class's."""
+"""Head and loss: the gradient of the effective batch, and a checkpoint that the stock class loads."""
 
 import numpy as np
 import pytest
@@ -44,13 +44,13 @@ class Blocks(torch.utils.data.IterableDataset):
 
 
 def stocks_view(batch):
-    """What the stock class takes of a batch."""
+    """The columns of a batch that the stock class takes."""
     return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
 
 
 def one_step(stock, config, tokenizer, blocks, batch, accumulation, tmp_path):
     """Loss in the log and gradients of one optimizer step over all of `blocks`, by the stock model and `Trainer` or by
-    ours."""
+    our own."""
     torch.manual_seed(0)
     keep, collator = KeepGradients(), MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)
     args = MlmTrainingArguments(
@@ -88,9 +88,9 @@ def one_step(stock, config, tokenizer, blocks, batch, accumulation, tmp_path):
 
 
 def difference(gradients, reference):
-    """Largest difference of any parameter's gradient, relative to the norm of that gradient.
+    """Largest difference of a parameter's gradient, relative to the norm of the parameter's gradient.
 
-    A key's bias shifts all scores of a row alike, so its gradient is 0 but for rounding: there, relative to the whole.
+    A key's bias shifts all scores of a row alike, so its gradient is rounding only: it is related to the norm of all.
     """
     whole = torch.stack([g.norm() for g in reference.values()]).norm()
     return max(
@@ -101,7 +101,7 @@ def difference(gradients, reference):
 
 @pytest.fixture
 def dense(config, tokenizer):
-    """Loss and gradients by the definition: stock model, all sequences at once, sum over predicted / their number."""
+    """Loss and gradients by the definition: stock model, all sequences at once, mean over the predicted positions."""
     torch.manual_seed(0)
     model = transformers.RobertaForMaskedLM(config)
     batch = MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)(make_blocks(tokenizer))
@@ -125,7 +125,7 @@ def test_gradient_of_the_batch_in_any_layout(config, tokenizer, dense, tmp_path,
 
 
 def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer, dense, tmp_path):
-    """What our loss fixes; should this fail one day, the stock class has fixed it too."""
+    """The fault that our loss fixes; when this test fails, the stock class has fixed it too."""
     loss, gradients = one_step(True, config, tokenizer, make_blocks(tokenizer), 4, 4, tmp_path)
     assert loss == pytest.approx(4 * dense[0], rel=0.05)
     assert difference(gradients, dense[1]) > 1
@@ -142,7 +142,7 @@ def test_a_micro_batch_with_nothing_predicted(config, tokenizer):
     assert model(ids, labels=torch.full_like(ids, IGNORED)).loss_sums["mlm"].item() == 0.0
 
 
-def test_logits_are_those_of_the_stock_class(config):
+def test_logits_equal_the_stock_class(config):
     torch.manual_seed(0)
     model = RobertaForMaskedLM(config).eval()
     stock = transformers.RobertaForMaskedLM(config).eval()
@@ -208,7 +208,7 @@ def test_padding_the_embedding_changes_no_loss_and_no_gradient(config, config_fi
     assert not rows[400:].any() and not padded.lm_head.bias.grad[400:].any()
     fresh = build_model(tokenizer, config_name=config_file, max_seq_length=64, pad_vocab_to_multiple_of=64)
     assert fresh.config.vocab_size == 448 and (fresh.lm_head.bias[400:] == -1e4).all()
-    # its checkpoint is taken up again, with the same flag
+    # training from the padded checkpoint with the same flag
     fresh.save_pretrained(tmp_path / "padded")
     again = build_model(
         tokenizer, model_name_or_path=str(tmp_path / "padded"), max_seq_length=64, pad_vocab_to_multiple_of=64

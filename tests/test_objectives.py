@@ -1,4 +1,4 @@
-"""The seam for further objectives: columns and losses that the library does not know travel through all of it."""
+"""The seam for further objectives: the library carries columns and losses that it does not know."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         wanted[: len(block["token_type_ids"])] = block["token_type_ids"]
         assert row.tolist() == wanted.tolist()
     changed = [{**block, "toy_label": 1 - max(block["toy_label"], 0)} for block in cached[:6]]
-    assert collator(changed)["digest"] != batch["digest"]  # the checksum is of all that the model sees
+    assert collator(changed)["digest"] != batch["digest"]  # the checksum covers every column
     assert all(set(example) == COLUMNS | {"labels"} for example in fixed_masks(held_out, collator))
 
 
@@ -78,7 +78,7 @@ class KeepGradients(TrainerCallback):
 
 
 def one_step(config, tokenizer, blocks, micro_batch, folder):
-    """(log line, gradients) of a step over all `blocks`, and metrics of an evaluation of them."""
+    """(log line, gradients, evaluation metrics) of a single step over all `blocks`."""
     torch.manual_seed(0)
     keep, collator = KeepGradients(), MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
     trainer = MlmTrainer(
@@ -109,7 +109,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
 
 
 class Listed:
-    """A reader of blocks that are there already."""
+    """A reader of blocks in a list."""
 
     def __init__(self, listed):
         self.listed = listed
@@ -119,7 +119,7 @@ class Listed:
 
 
 def by_definition(config, tokenizer, blocks):
-    """Loss of each objective and gradients: all blocks at once, each sum of losses / its number of targets."""
+    """(losses by objective, gradients) of all blocks at once, each loss a mean over its own targets."""
     torch.manual_seed(0)
     model = ToyModel(config)
     batch = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)(blocks)
@@ -128,7 +128,7 @@ def by_definition(config, tokenizer, blocks):
         batch["input_ids"], attention_mask=batch.get("attention_mask"), token_type_ids=batch["token_type_ids"]
     )[0]
     logits = model.lm_head(hidden)[labels != -100]
-    mlm = torch.nn.functional.cross_entropy(logits, labels[labels != -100])  # means
+    mlm = torch.nn.functional.cross_entropy(logits, labels[labels != -100])  # mean over the targets
     toy = torch.nn.functional.cross_entropy(
         model.toy_head(hidden[:, 0])[toy_label != -100], toy_label[toy_label != -100]
     )
@@ -137,9 +137,9 @@ def by_definition(config, tokenizer, blocks):
 
 
 @pytest.mark.parametrize("micro_batch", [16, 8, 4, 1])
-def test_the_gradient_is_that_of_both_means_in_any_layout(reader, toy_config, tokenizer, tmp_path, micro_batch):
+def test_the_gradient_of_both_means_is_the_same_in_any_layout(reader, toy_config, tokenizer, tmp_path, micro_batch):
     blocks = taken(reader.validation(None), 16)
-    assert 0 < sum(block["toy_label"] != -100 for block in blocks) < 16  # another denominator than the blocks
+    assert 0 < sum(block["toy_label"] != -100 for block in blocks) < 16  # fewer targets than blocks
     losses, gradients = by_definition(toy_config, tokenizer, blocks)
     logged, found, metrics = one_step(toy_config, tokenizer, blocks, micro_batch, tmp_path / "run")
     assert logged["loss"] == pytest.approx(sum(losses.values()), rel=1e-5)
@@ -148,7 +148,7 @@ def test_the_gradient_is_that_of_both_means_in_any_layout(reader, toy_config, to
     assert found.keys() == gradients.keys() and "toy_head.weight" in found
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    # nothing was learnt (rate 0), and the toy's targets are the same in training and evaluation
+    # the learning rate is 0, and the toy's targets are the same in training and evaluation
     assert metrics["eval_toy_loss"] == pytest.approx(losses["toy"], rel=1e-5)
     assert metrics["eval_loss"] == pytest.approx(metrics["eval_mlm_loss"] + metrics["eval_toy_loss"], rel=1e-6)
     assert metrics["eval_bits"] == pytest.approx(metrics["eval_mlm_loss"] / np.log(2))
@@ -158,7 +158,7 @@ KEYS = ("loss", "mlm_loss", "toy_loss", "grad_norm", "digest")
 
 
 def run_toy(root, preset, folder, *argv, launch_file=None):
-    """(log lines of training, run record) of the toy script by its command line."""
+    """Run the toy script by its command line; returns (log lines of training, run record)."""
     script, launcher = root / "tests" / "toy_objective.py", []
     if launch_file:
         path = root / "ds_configs" / "accelerate" / f"{launch_file}.yaml"
@@ -179,12 +179,12 @@ def toy_preset(preset, toy_config, tmp_path):
 
 
 def test_two_processes_and_zero_give_the_losses_of_one_process(root, toy_preset, tmp_path):
-    one, record = run_toy(root, toy_preset, tmp_path / "one")
-    assert len(one) == 4 and {"eval_mlm_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
+    single, record = run_toy(root, toy_preset, tmp_path / "single")
+    assert len(single) == 4 and {"eval_mlm_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
     for launch_file in ("two_cpus", "zero2", "zero3"):
         small = ["--per_device_train_batch_size", "2"]
         lines, other = run_toy(root, toy_preset, tmp_path / launch_file, *small, launch_file=launch_file)
-        for line, wanted in zip(lines, one, strict=True):
+        for line, wanted in zip(lines, single, strict=True):
             assert line.pop("digest") == wanted["digest"]
             assert line == pytest.approx({key: wanted[key] for key in line}, rel=1e-4), launch_file
         for name in ("eval_mlm_loss", "eval_toy_loss"):

@@ -23,14 +23,14 @@ def test_the_mixture_keeps_shares_at_every_position(sizes):
     shares = [size / sum(sizes) for size in sizes]
     sources, indices = mixture(shares, 0, 3000)
     for number, share in enumerate(shares):
-        mine = sources == number
-        ahead = np.cumsum(mine) - np.arange(1, 3001) * share
+        own = sources == number
+        ahead = np.cumsum(own) - np.arange(1, 3001) * share
         assert ahead.max() <= 1 + 1e-6 and ahead.min() >= -len(sizes) * share - 1e-6
-        assert (indices[mine] == np.arange(mine.sum())).all()
+        assert (indices[own] == np.arange(own.sum())).all()
 
 
 @pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_any_position_is_found_without_those_before_it(sizes):
+def test_any_position_is_found_without_earlier_positions(sizes):
     shares = [size / sum(sizes) for size in sizes]
     sources, indices = mixture(shares, 0, 3000)
     for start in [*range(200), 999, 2900]:
@@ -40,13 +40,13 @@ def test_any_position_is_found_without_those_before_it(sizes):
         assert taken_of_source(shares, start) == taken
     far = 8192 * 500_000
     joined = [
-        np.concatenate(parts) for parts in zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
+        np.concatenate(halves) for halves in zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
     ]
     assert all((a == b).all() for a, b in zip(joined, mixture(shares, far, 100), strict=True))
 
 
 @pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_streams_and_positions_are_mixed_by_one_rule(sizes):
+def test_streams_and_positions_are_mixed_by_the_same_rule(sizes):
     shares = [size / sum(sizes) for size in sizes]
     streams = [zip(itertools.repeat(number), itertools.count()) for number in range(len(sizes))]
     mixed = list(itertools.islice(interleave(streams, shares), 3000))
@@ -69,7 +69,7 @@ def test_step_k_takes_the_same_positions_in_every_layout(processes, workers, bat
     steps = [[] for _ in range(4)]
     for process in range(processes):
         loaders = [batches_of(start, batch_size, processes, process, workers, w) for w in range(workers)]
-        in_turn = (next(loaders[number % workers]) for number in itertools.count())  # as a DataLoader asks
+        in_turn = (next(loaders[number % workers]) for number in itertools.count())  # as a DataLoader asks its workers
         for step in steps:
             for micro in itertools.islice(in_turn, batch // (batch_size * processes)):
                 step.extend(micro)

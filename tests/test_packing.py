@@ -43,7 +43,7 @@ def test_a_sentence_longer_than_a_block_is_split_and_counted():
     blocks, state = pack(full_sentences, [[[10], list(range(20, 31)), [40]]], 5)
     assert blocks == [[0, 10, 2], [0, 20, 21, 22, 23], [0, 24, 25, 26, 27], [0, 28, 29, 30, 2], [0, 40, 2]]
     assert (state.split_sentences, state.sentences, state.tokens) == (1, 3, 13)
-    # the longest that fits is not split
+    # the longest sentence that fits is not split
     assert pack(full_sentences, [[[10, 11, 12]]], 5)[1].split_sentences == 0
     assert pack(full_sentences, [[[10, 11, 12, 13]]], 5)[1].split_sentences == 1
 
@@ -55,7 +55,7 @@ def test_layout_of_contiguous():
 
 
 def stream_of(documents, between):
-    """What the joined blocks must be, `<s>` taken off."""
+    """The ids that the joined blocks must have without their `<s>`."""
     ids = []
     for document in filter(None, documents):
         if ids and between:
@@ -74,10 +74,10 @@ def test_full_sentences_loses_nothing_and_cuts_only_what_cannot_fit(documents, l
     flat = [sentence for document in documents for sentence in document]
     assert state.tokens == sum(map(len, flat)) and state.sentences == len(flat)
     assert state.split_sentences == sum(len(sentence) + 2 > length for sentence in flat)
-    assert sum(block[-1] != EOS for block in blocks) >= state.split_sentences  # only these do not end in </s>
+    assert sum(block[-1] != EOS for block in blocks) >= state.split_sentences  # a split ends without </s>
     if not state.split_sentences:
         assert all(block[-1] == EOS for block in blocks)
-        for block, following in itertools.pairwise(blocks):  # greedy: what opens the next block did not fit
+        for block, following in itertools.pairwise(blocks):  # greedy: the first sentence of the next block did not fit
             first = following[1 : following.index(EOS, 1) + 1]
             assert len(block) + len(first) > length
     assert (state.blocks, state.documents, state.empty_documents) == (len(blocks), len(documents), documents.count([]))

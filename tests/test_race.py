@@ -1,4 +1,4 @@
-"""RACE through the command line, on passages written here: blanks, several questions a passage, long options."""
+"""RACE through the command line, on generated passages: blanks, several questions a passage, long options."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function from further flags to a command line that trains for a second."""
+    """A function that makes a command line of a second's training from further flags."""
 
     def of(*others):
         values = {
@@ -91,7 +91,7 @@ def test_from_the_command_line(flags, tmp_path, capsys):
     assert metrics["accuracy"] == pytest.approx((metrics["middle"] + metrics["high"]) / 2)
     assert summary["settings"][0]["medians"] == metrics
     assert record["features"]["validation_high"]["questions"] == 12
-    # and what it leaves is a plain checkpoint
+    # the run leaves a plain checkpoint
     best = tmp_path / "race" / RUN / "best"
     _, info = AutoModelForMultipleChoice.from_pretrained(best, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -119,13 +119,13 @@ def test_the_script_is_a_template(flags, root, tmp_path):
     assert record_of(tmp_path / "race")["steps"] == 6 and str(root) not in done.stderr
 
 
-def test_two_processes_give_the_curve_of_one(flags, root, tmp_path):
-    finetune_race.main(flags("--output_dir", tmp_path / "one"))
+def test_two_processes_give_the_curve_of_one_process(flags, root, tmp_path):
+    finetune_race.main(flags("--output_dir", tmp_path / "single"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
     command += ["--main_process_port", "0", root / "finetune_race.py", *flags("--per_device_train_batch_size", 1)]
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    single, two = record_of(tmp_path / "one"), record_of(tmp_path / "race")
+    single, two = record_of(tmp_path / "single"), record_of(tmp_path / "race")
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 6
     assert two["metrics"] == single["metrics"] and two["tokens_seen"] == single["tokens_seen"]
 
@@ -142,7 +142,7 @@ def test_any_accumulation_and_activation_checkpointing_give_one_curve(flags, tmp
 
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
-    """A few questions by heart; without the article, those that only the article answers stay at chance."""
+    """The model learns three questions by heart."""
     for split in ("train", "dev"):
         for number in range(3):
             row = passage(number, "learn")
@@ -156,7 +156,7 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
 
 
 def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, capsys):
-    """Other questions in the test folder are scored anew from the weights, or refused where the weights are gone."""
+    """Other questions in the test folder are scored from the weights, or refused where the weights are deleted."""
     shutil.copytree(data_dir, tmp_path / "data")
     argv = flags("--do_predict", "--data_dir", tmp_path / "data")
     finetune_race.main(argv)
@@ -184,13 +184,13 @@ def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir
         for choice, option in enumerate(questions[number].options):
             ids = batch["input_ids"][number, choice][batch["attention_mask"][number, choice] == 1]
             alone = tokenizer(questions[number].with_option(option)).input_ids
-            assert ids.tolist() == [*alone, 2, 2]  # a passage of nothing
+            assert ids.tolist() == [*alone, 2, 2]  # an empty passage
     finetune_race.main(flags("--without_article", "true"))
     assert record_of(tmp_path / "race")["features"]["train_high"]["longest"] < 50
 
 
-def test_scores_are_those_of_the_stored_model(flags, tmp_path, data_dir, tokenizer):
-    """One question at a time, encoded as a pair by the tokenizer itself."""
+def test_scores_come_from_the_stored_model(flags, tmp_path, data_dir, tokenizer):
+    """The reference: each question alone, encoded as a pair by the tokenizer itself."""
     finetune_race.main(flags())
     best = tmp_path / "race" / RUN / "best"
     model = AutoModelForMultipleChoice.from_pretrained(best).eval()
@@ -211,17 +211,17 @@ def test_a_blank_takes_the_option():
         return race.Question("x", "high", "a", question, ("",) * 4, 0).with_option(option)
 
     assert text("He likes  _  .") == "He likes the sea ."
-    assert text("He likes ____.") == "He likes the sea."  # one blank, not four
+    assert text("He likes ____.") == "He likes the sea."  # a single blank, not four
     assert text("_ likes _", "it") == "it likes it"
     assert text("What is\nit?") == "What is it? the sea"
-    assert text("_", r"\1 \g<0>") == r"\1 \g<0>"  # nothing of an option is a pattern
+    assert text("_", r"\1 \g<0>") == r"\1 \g<0>"  # an option is not a pattern of `re`
 
 
 def test_files_are_read_in_order_and_folded(data_dir):
     questions = race.read_folder(data_dir, "train", race.LEVELS)
     assert len(questions) == 48 and [question.level for question in questions] == ["middle"] * 24 + ["high"] * 24
     files = [question.id.split(",")[0] for question in questions[:24:3]]
-    assert files == [f"middle/{number}.txt" for number in range(8, 16)]  # by number: 10 is behind 9
+    assert files == [f"middle/{number}.txt" for number in range(8, 16)]  # by number: 10 comes after 9
     assert "  " not in questions[0].article and "\n" not in questions[0].article
     assert [question.question for question in questions[:3]] == passage(0, "trainmiddle")["questions"]
     assert "ABCD"[questions[0].answer] == passage(0, "trainmiddle")["answers"][0]
@@ -259,7 +259,7 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
 
 
 def test_long_options_are_cut_and_counted(tokenizer):
-    """A passage shorter than its question."""
+    """The passage is shorter than the question."""
     long = " ".join(make_documents(1, seed=3))
     question = race.Question("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
     made = race.features([question], tokenizer, 64, 24)

@@ -1,4 +1,4 @@
-"""The ledger: tables, curves and page say what the records say, and "not run" where there is none."""
+"""The ledger: tables, curves and page say what the records say, and "not run" where a record is missing."""
 
 import json
 import math
@@ -19,7 +19,7 @@ EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of resu
 
 @pytest.fixture(scope="module")
 def ledger(root):
-    """results/report.py as a module; it is a script beside the records."""
+    """results/report.py, a script beside the records, loaded as a module."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("ledger", root / "results" / "report.py")
@@ -90,7 +90,7 @@ def report(ledger, tmp_path, *argv):
     return readme.read_text(), (tmp_path / "results" / "index.html").read_text()
 
 
-def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
+def test_tables_show_the_records(ledger, tmp_path, capsys):
     write_pretraining(tmp_path / "runs" / "mini")
     write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
     write_tuning(
@@ -114,7 +114,7 @@ def test_tables_are_those_of_the_records(ledger, tmp_path, capsys):
     waiting = next(line for line in lines if line.startswith("Not run: "))
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
 
-    # every figure of the paper's tables has its line on the page, run or not
+    # every figure of the paper's tables has a line on the page, also where nothing was run
     assert len(ledger.paper_rows()) == 9 + 4 + 3
     assert page.count(">not run<") == (len(ledger.paper_rows()) - 1) * 5
     assert page.count("data:image/png;base64,") == 2 and "<script" not in page and "http" not in page
@@ -150,7 +150,7 @@ def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
-    """RACE of one level has no accuracy of the other; settings are those of the picked row, not of the preset."""
+    """RACE of a single level has no accuracy of the other level; settings come from the picked row, not the preset."""
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
     (path,) = (tmp_path / "race").glob("*/run_record.json")

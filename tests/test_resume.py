@@ -1,4 +1,4 @@
-"""Runs that are killed, preempted, short of room or of memory, with real faults: what is left, and how they resume."""
+"""Runs that are killed, preempted, out of disk or memory, with real faults: what is kept, and how they resume."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def history(output_dir, step=12):
 
 @pytest.fixture
 def dropout(config, preset, tmp_path):
-    """The preset with dropout, whose random state a checkpoint must hold."""
+    """The preset with dropout, so that a checkpoint must hold the random state."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
     config.to_json_file(tmp_path / "config.json")
     return preset
@@ -47,7 +47,7 @@ def start(root, preset, *argv, cwd, processes=1):
     command = [sys.executable, *launcher, root / "train_mlm.py", "--config", preset, *argv]
     with open(cwd / "log.txt", "ab") as log:
         return subprocess.Popen(
-            [str(part) for part in command],
+            [str(word) for word in command],
             **{"cwd": cwd, "stdout": log, "stderr": log, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}},
         )
 
@@ -78,18 +78,18 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path,
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_another_layout_takes_the_same_blocks_from_there_on(preset, tmp_path, cached):
+def test_another_layout_takes_the_same_blocks_after_the_checkpoint(preset, tmp_path, cached):
     flags = [*SAVING, *(["--token_cache", tmp_path / "cache"] if cached else [])]
     train(preset, *flags, "--output_dir", tmp_path / "a")
     elsewhere = ["--resume_from_checkpoint", tmp_path / "a" / "checkpoint-6", "--output_dir", tmp_path / "b"]
     train(preset, *flags, *elsewhere, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 2)
-    one, other = history(tmp_path / "a"), history(tmp_path / "b")
-    assert [entry["digest"] for entry in other] == [entry["digest"] for entry in one] and len(one) == 12
-    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in one], rel=1e-5)
+    whole, other = history(tmp_path / "a"), history(tmp_path / "b")
+    assert [entry["digest"] for entry in other] == [entry["digest"] for entry in whole] and len(whole) == 12
+    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in whole], rel=1e-5)
 
 
 def test_a_checkpoint_between_two_log_lines(dropout, tmp_path):
-    """The mean that is logged next counts the steps before the checkpoint too."""
+    """The next logged mean counts the steps before the checkpoint too."""
     flags = [*SAVING, "--logging_steps", 4, "--output_dir"]
     train(dropout, *flags, tmp_path / "a")
     train(dropout, *flags, tmp_path / "b", "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
@@ -155,7 +155,7 @@ def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_pa
     wait_for_step(process, tmp_path / "log.txt", 4)
     process.send_signal(signal.SIGTERM)
     code, log = process.wait(timeout=120), (tmp_path / "log.txt").read_text()
-    assert code == 75 if processes == 1 else code != 0, log  # torchrun has codes of its own
+    assert code == 75 if processes == 1 else code != 0, log  # torchrun has its own exit codes
     (saved,) = checkpoint.newest_first(tmp_path / "run")
     step = durable.read_json(saved / "recipe_state.json")["step"]
     assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
@@ -164,7 +164,7 @@ def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_pa
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
-    """The quota of the file system is that of the process: no file above 200 KB, from the second checkpoint on."""
+    """A limit of the process stands for the full disk: no file above 200 KB, from the second checkpoint on."""
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(root)!r})
@@ -191,7 +191,7 @@ exit_on_error(train_mlm.main)
 
 @pytest.mark.parametrize(("behind", "what"), [("train", "the model"), ("evaluate", "File too large")])
 def test_a_disk_that_is_full_at_the_end_loses_no_step(preset, tmp_path, root, behind, what):
-    """The last checkpoint is there; model or run record says in one line what to do, and is written then."""
+    """The last checkpoint is kept; the error says in a line what to do, and the next start writes model and record."""
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(root)!r})
@@ -215,7 +215,7 @@ exit_on_error(train_mlm.main)
 
 
 def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, root):
-    """Real memory: the process may take 200 MB more than it has after loading."""
+    """A real limit: the process may take 200 MB more than it has after loading."""
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(root)!r})

@@ -1,4 +1,4 @@
-"""The three fine-tuning scripts are one skeleton: what they share has one home, and what differs means something."""
+"""The three fine-tuning scripts share a skeleton: shared code has one home, and a difference means something."""
 
 import ast
 import dataclasses
@@ -19,7 +19,7 @@ def functions(script):
 
 
 def calls_into_the_library(node):
-    """`protocol.run_all` and the like, in the order of the source; what is the task's own module is left out."""
+    """Calls such as `protocol.run_all`, in the order of the source, without calls into the task's own module."""
     shared = ("set_up_logging", "environment", "hub", "tokenization", "protocol", "plots", "publisher")
     found = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(found, key=lambda call: (call.lineno, call.col_offset))]
@@ -32,7 +32,7 @@ def test_main_has_the_same_steps_in_the_same_order():
     assert numbers == [["1", "2", "3", "4", "5", "6"]] * len(SCRIPTS)
     for shared in list(zip(*steps, strict=True))[:5]:
         assert len(set(shared)) == 1, shared
-    assert len({of_script[5] for of_script in steps}) == len(SCRIPTS)  # what is written at the end is the task's own
+    assert len({of_script[5] for of_script in steps}) == len(SCRIPTS)  # step 6 writes what only this task has
 
 
 def test_main_calls_the_library_in_the_same_order():
@@ -69,7 +69,7 @@ def test_nothing_of_more_than_two_statements_is_written_twice():
 
 
 def test_lines_of_main_that_mean_the_same_are_the_same():
-    """Arguments, tokenizer, runs, summary: word for word, so that a reader of one script has read the others."""
+    """Arguments, tokenizer, runs and summary are equal word for word, so that who reads a script knows all."""
     sources = [[line.strip() for line in inspect.getsource(script.main).splitlines()] for script in SCRIPTS]
     for wanted in (
         "(args, training_args), resolved = read_arguments(argv)",
@@ -91,5 +91,5 @@ def test_a_flag_of_all_three_scripts_has_one_home():
     own = [{field.name: field for field in dataclasses.fields(cls) if field.name not in shared} for cls in ARGUMENTS]
     assert all(issubclass(cls, protocol.FinetuneArguments) for cls in ARGUMENTS) and all(own)
     in_all = set.intersection(*map(set, own))
-    assert in_all == {"data_dir"}  # each script says what lies there
+    assert in_all == {"data_dir"}  # each script's help names the files that it reads there
     assert len({fields["data_dir"].metadata["help"] for fields in own}) == len(ARGUMENTS)

@@ -1,4 +1,4 @@
-"""SQuAD through the command line, on contexts written here: several windows, emoji and accents, no answers."""
+"""SQuAD through the command line, on generated contexts: several windows, emoji and accents, no answers."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def official(paragraphs, version_2):
 
 
 def paragraphs(count, seed):
-    """Contexts that say where who does what; every third question is about somebody who is not in the context."""
+    """Contexts that say who does what where; every third question is about somebody whom the context does not name."""
     rng, made = random.Random(seed), []
     for number in range(count):
         # the first context has several windows of 64 tokens
@@ -65,7 +65,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function from version and further flags to a command line that trains for a second."""
+    """A function that makes a command line of a second's training from a version and further flags."""
 
     def of(version, *others):
         values = {
@@ -125,7 +125,7 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
     for name in finetune_squad.SHOWN[version][:-1]:
         assert scored[name] == pytest.approx(100 * record["metrics"][name])
     assert json.loads(capsys.readouterr().out) == scored
-    if version == "2.0":  # the thresholds were tried on every question's span and the probabilities
+    if version == "2.0":  # thresholds are searched over all questions, by span score and by probability
         best = squad_score.main(["--predictions", str(folder / "span_predictions.json"), *dev])
         for name in ("best_f1", "best_exact"):
             assert best[name] == pytest.approx(100 * record["metrics"][name])
@@ -159,7 +159,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     ("version", "no_answer"), [("1.1", "classifier"), ("2.0", "classifier"), ("2.0", "null_score")]
 )
 def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
-    """Padding, whose length differs between micro-batches, has no share in the softmax."""
+    """Padding, whose length differs between micro-batches, is not in the softmax."""
     curves = []
     for micro_batch in (8, 4, 1):
         out = tmp_path / str(micro_batch)
@@ -171,8 +171,8 @@ def test_any_accumulation_gives_one_curve(flags, tmp_path, version, no_answer):
 
 
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
-def test_two_processes_give_the_curve_of_one(flags, root, tmp_path, version):
-    """Data parallelism takes outputs apart, the classifier's among them."""
+def test_two_processes_give_the_curve_of_one_process(flags, root, tmp_path, version):
+    """Data parallelism rebuilds a model's outputs, with the classifier's among them."""
     finetune_squad.main(flags(version, "--output_dir", tmp_path / "single"))
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
     command += ["--main_process_port", "0", root / "finetune_squad.py"]
@@ -184,9 +184,9 @@ def test_two_processes_give_the_curve_of_one(flags, root, tmp_path, version):
 
 
 def test_a_run_that_breaks_is_named_and_does_not_stop_the_others(flags, tmp_path, capsys):
-    """A rate that gives NaN: no answers, no score to believe, predictions of all seeds."""
+    """A rate that gives NaN: the run is shown as degenerate, and predictions are still written."""
     for version in ("1.1", "2.0"):
-        for _ in range(2):  # the second start finds it done
+        for _ in range(2):  # the second start finds the run finished
             finetune_squad.main(flags(version, "--learning_rate", 1e9))
             assert "degenerate (one answer to everything): seed 1" in capsys.readouterr().out
         folder = tmp_path / "squad" / version / "lr1e+09-batch8-seed1"
@@ -217,7 +217,7 @@ def test_a_finished_run_names_what_it_lacks(flags, tmp_path):
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):
-    """The same losses, scores and weights, the classifier's among them, as uninterrupted."""
+    """Losses, metrics and weights, the classifier's among them, equal an uninterrupted run's."""
     saving = ["--save_strategy", "steps", "--save_steps", 4, "--max_steps", 7]
     finetune_squad.main(flags("2.0", *saving, "--output_dir", tmp_path / "whole"))
     step = FinetuneTrainer.training_step
@@ -340,7 +340,7 @@ def test_the_card_names_the_data_and_publishes_scores_only():
 
 
 def test_losses_by_hand():
-    """Three windows, the second without the answer, the third shorter by padding."""
+    """Three windows: the second is without the answer, the third is padded."""
     torch.manual_seed(0)
     start, end, judged = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])

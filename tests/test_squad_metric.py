@@ -38,7 +38,7 @@ def test_version_2_by_hand():
         ("withheld", "", 0.9, ["Denver"]),
         ("rightly withheld", "", 0.8, []),
         ("made up", "Paris", 0.3, []),
-        ("only an article", "", 0.2, ["the"]),  # a gold answer of no words: the empty text is right
+        ("only an article", "", 0.2, ["the"]),  # a gold answer without words: the empty text is right
     ]
     predictions = [{"id": n, "prediction_text": t, "no_answer_probability": p} for n, t, p, _ in rows]
     references = [{"id": n, "answers": gold} for n, _, _, gold in rows]
@@ -46,7 +46,7 @@ def test_version_2_by_hand():
     assert (found["exact"], found["total"]) == (60.0, 5)
     assert (found["HasAns_exact"], found["HasAns_total"]) == (pytest.approx(200 / 3), 3)
     assert (found["NoAns_exact"], found["NoAns_total"]) == (50.0, 2)
-    # up from two unanswerable questions: +1 (0.1), +1 (0.2), -1 (0.3), 0, 0
+    # from a score of 2 (two unanswerable questions): +1 (0.1), +1 (0.2), -1 (0.3), 0, 0
     assert (found["best_exact"], found["best_exact_thresh"]) == (80.0, 0.2)
     without = [{**row, "no_answer_probability": None} for row in predictions]
     assert "best_f1" not in Squad("2.0").compute(predictions=without, references=references)

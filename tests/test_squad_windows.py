@@ -1,4 +1,4 @@
-"""SQuAD's windows, labels and best spans: offsets in characters, also behind emoji and accents."""
+"""SQuAD's windows, labels and best spans: offsets in characters, also after emoji and accents."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
 
 
 def test_answers_at_the_edges_of_a_window(tokenizer):
-    """The first and the last token of a window are in it; a token further is not."""
+    """A window holds answers at its first and last token, and none that reaches a token further."""
     context = " ".join(make_documents(1, seed=6, sentences=(30, 30)))
     made = squad.windows([squad.Question("x", "Where?", context, ())], tokenizer, 64, 0, 16)
     first, second = (offsets[offsets[:, 0] >= 0] for offsets in made.offsets[:2])
@@ -139,7 +139,7 @@ def by_brute_force(context, offsets, scores, n_best, at_most):
     return kept
 
 
-def test_best_spans_are_those_of_a_search_through_all(tokenizer):
+def test_best_spans_equal_a_search_through_all_spans(tokenizer):
     texts = make_documents(6, seed=8, sentences=(2, 12))
     questions = [squad.Question(str(n), "Who sees it?", text, ()) for n, text in enumerate(texts)]
     made = squad.windows(questions, tokenizer, 48, 8, 16)
@@ -174,6 +174,6 @@ def test_the_probability_of_no_answer_over_windows(tokenizer):
 
 
 def test_the_tokenizer_of_the_fixtures_is_bytes(tokenizer):
-    """An emoji is several tokens of a single character; without that, the awkward cases would test nothing."""
+    """An emoji is several tokens; with a single token, the awkward cases would test nothing."""
     offsets = tokenizer("🎉", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > 1 and set(offsets) == {(0, 1)}

@@ -1,4 +1,5 @@
-"""From documents to blocks: nothing lost, one order, and going on anywhere without reading what came before."""
+"""From documents to blocks: nothing is lost, the order is fixed, and a run resumes anywhere without reading from the
+start."""
 
 import itertools
 from collections import Counter
@@ -25,7 +26,7 @@ def blocks_of(corpus, tokenizer, **changes):
 
 
 def first_pass(corpus, tokenizer, **changes):
-    """Of one source."""
+    """The blocks of a source's first pass."""
     return list(itertools.takewhile(lambda block: block["epoch"] == 0, blocks_of(corpus, tokenizer, **changes)))
 
 
@@ -45,7 +46,7 @@ def one_source(tmp_path):
 
 @pytest.fixture
 def three_sources(tmp_path):
-    """Two files each, documents of very different length, the shares not those of the sizes; some rows empty."""
+    """Two files each, documents of very different length, shares unlike the sizes, some rows empty."""
     sources = []
     for name, (count, length, weight) in {
         "a": (12, (80, 90), 1.0),
@@ -69,7 +70,7 @@ def test_a_pass_loses_nothing(one_source, tokenizer, input_format):
     assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
     assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
     assert len({b["block_id"] for b in blocks}) == len(blocks) > 50
-    if input_format == "contiguous":  # but for the last of each file
+    if input_format == "contiguous":  # only the last block of each file is shorter
         assert sum(len(b["input_ids"]) < 64 for b in blocks) <= 4
 
 
@@ -85,14 +86,14 @@ def test_every_pass_has_the_same_blocks_in_another_order(one_source, tokenizer, 
     size = len(first_pass(one_source, tokenizer))
     blocks = first(blocks_of(one_source, tokenizer, shuffle_window=window), 3 * size)
     passes = [blocks[n * size : (n + 1) * size] for n in range(3)]
-    for number, part in enumerate(passes):
-        assert {epoch for epoch, _, _ in part} == {number}
-        assert sorted(b[1:] for b in part) == sorted(b[1:] for b in passes[0])
+    for number, blocks_of_pass in enumerate(passes):
+        assert {epoch for epoch, _, _ in blocks_of_pass} == {number}
+        assert sorted(b[1:] for b in blocks_of_pass) == sorted(b[1:] for b in passes[0])
     assert passes[0] != passes[1] and [b[1] for b in passes[0]] != [b[1] for b in passes[1]]
     in_order = [b[1] for b in facts(first_pass(one_source, tokenizer))]
     shuffled = [b[1] for b in passes[0]]
     assert (shuffled == in_order) == (window == 0)
-    for start in range(0, size, max(window, 1)):  # each window has its blocks, and the last one what is left
+    for start in range(0, size, max(window, 1)):  # shuffling moves no block to another window
         assert sorted(shuffled[start : start + window]) == sorted(in_order[start : start + window])
 
 
@@ -102,8 +103,8 @@ def test_a_window_reads_one_block_ahead_for_each_it_gives(one_source, tokenizer)
         assert reader.count_table()["s"]["blocks"] <= given + 20
 
 
-def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
-    """Equal shares of two sources, the documents of one 40 times as long as those of the other."""
+def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
+    """Two sources of equal share; documents of the first are 40 times as long as documents of the second."""
     files = {
         "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
         "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
@@ -115,8 +116,8 @@ def test_the_mixture_is_one_of_tokens_not_of_documents(tmp_path, tokenizer):
     assert abs(tokens[0] / sum(tokens.values()) - 0.5) < 0.02
 
 
-def test_going_on_at_any_place(three_sources, tokenizer):
-    """From the states of any batch, at any later place: the same blocks, and in the end the same counts."""
+def test_a_reader_resumes_at_any_batch(three_sources, tokenizer):
+    """With the states of any batch, a reader resumes at any later batch: same blocks, and same counts at the end."""
     settings, count = dict(shuffle_window=10), 400
     reader = reader_of(three_sources, tokenizer, **settings)
     whole = list(itertools.islice(reader.blocks(batches_of(0, 4, 1, 0)), count))
@@ -132,8 +133,8 @@ def test_going_on_at_any_place(three_sources, tokenizer):
                 )
             )
             assert facts(rest) == facts(whole[4 * later :]), (batch, later)
-            assert again.count_table() == counted or later > 80  # where some source is not asked any more
-    assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB, whatever came before
+            assert again.count_table() == counted or later > 80  # so late, some source is not read again
+    assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB at any position
 
 
 def test_what_is_read_to_resume_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
@@ -172,7 +173,7 @@ def test_a_data_worker_counts_what_it_reads(one_source, tokenizer):
         TrainBlocks(reader, batch_size=4), batch_size=4, num_workers=2, collate_fn=facts
     )
     assert len(list(itertools.islice(loader, 10))) == 10
-    # the worker that counts has made batches 0, 2, ..., 8, for which it read 36 blocks; what it prefetches is a race
+    # the worker that counts has made batches 0, 2, ..., 8, for which it read 36 blocks; prefetching may read more
     assert reader.count_table()["s"]["blocks"] >= 36
 
 
@@ -208,8 +209,8 @@ def test_the_first_blocks_only_again_and_again(one_source, tokenizer):
     kept = {name for _, name, _ in blocks}
     assert kept == {name for _, name, _ in first(blocks_of(one_source, tokenizer), 10)} and len(kept) == 10
     for epoch in range(3):
-        part = blocks[10 * epoch : 10 * epoch + 10]
-        assert {b[1] for b in part} == kept and {b[0] for b in part} == {epoch}
+        repeated = blocks[10 * epoch : 10 * epoch + 10]
+        assert {b[1] for b in repeated} == kept and {b[0] for b in repeated} == {epoch}
     assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
     assert first(limited(one_source, tokenizer, 10, start=13), 17) == blocks[13:]
 

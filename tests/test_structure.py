@@ -20,7 +20,7 @@ from roberta_recipe.training.arguments import (
     MlmTrainingArguments,
 )
 
-ROOMS = ["", "data", "training", "tasks", "publishing", "tools"]  # each may import from those before it
+ROOMS = ["", "data", "training", "tasks", "publishing", "tools"]  # a package may import from packages before it
 MODULES = sorted((ROOT / "roberta_recipe").rglob("*.py"))
 SCRIPTS = ["train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py"]
 OWN = [
@@ -32,13 +32,13 @@ OWN = [
 
 
 def room(module: str) -> str:
-    """Of a dotted name below roberta_recipe: its package, or "" for a module beside the packages."""
+    """The package of a dotted name below roberta_recipe, or "" for a module beside the packages."""
     first = module.split(".")[1] if "." in module else ""
     return first if first in ROOMS else ""
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports of this repository, scripts among them."""
+    """Dotted names of this repository's modules, scripts among them, that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -97,7 +97,7 @@ def test_every_flag_states_what_it_means_for_a_resumed_run(cls):
     assert scopes <= {"start", "free", "content", "fixed", "data"} and "fixed" in scopes
 
 
-def test_the_table_of_inherited_flags_is_that_of_the_installed_transformers():
+def test_the_table_of_inherited_flags_fits_the_installed_transformers():
     inherited = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     assert set(TRAINER_FLAGS) == inherited and len(inherited) > 100
     assert "learning_rate" in TRAINER_FLAGS and TRAINER_FLAGS["hub_token"].resume == "start"
@@ -108,7 +108,7 @@ def test_a_new_flag_is_in_fingerprint_and_card_by_its_declaration_alone():
     class Arguments(train_mlm.MlmArguments):
         changes_the_data: int = setting(1, "A flag that somebody adds.", "data", shown=True)
         named_by_content: str = setting("a", "Another.", "content")
-        undeclared: int = 3  # counts as fixed, so that a change of it is never silent
+        undeclared: int = 3  # counts as fixed, so that no change is silent
 
     args = Arguments(changes_the_data=2)
     values = fixed_values(args)

@@ -1,4 +1,4 @@
-"""The corpus packed once: the same blocks as from text, built in parts, mended, and refused where it is another's."""
+"""The token cache: the same blocks as from text, built by several machines, repaired, and refused for other data."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from roberta_recipe.errors import InputError
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Two sources of unlike shares, one with validation files of its own."""
+    """Two sources of unlike shares; the second has its own validation files."""
     for name in "ab":
         for number in range(3):
             texts = make_documents(40, seed=ord(name) + number)
@@ -54,12 +54,12 @@ def test_cache_and_text_give_the_same_blocks_in_the_same_order(corpus, tokenizer
     assert sum(counts["blocks"] for counts in cache.count_table().values()) > 100
 
 
-def test_machines_pack_their_parts_and_make_the_same_bytes(corpus, tokenizer, tmp_path):
+def test_three_machines_make_the_same_bytes_as_a_single_machine(corpus, tokenizer, tmp_path):
     reader = reader_of(corpus, tokenizer)
-    done = [token_cache.build(tmp_path / "parts", reader, num_proc=1, machine=n, machines=3) for n in range(3)]
+    done = [token_cache.build(tmp_path / "three", reader, num_proc=1, machine=n, machines=3) for n in range(3)]
     assert done == [False, False, True]
     token_cache.build(tmp_path / "whole", reader, num_proc=1)
-    manifests = [durable.read_json(tmp_path / name / "manifest.json") for name in ("parts", "whole")]
+    manifests = [durable.read_json(tmp_path / name / "manifest.json") for name in ("three", "whole")]
     assert manifests[0] == manifests[1] and len(manifests[0]["shards"]) == 3 + 3 + 3 + 1
 
 
@@ -72,7 +72,7 @@ def test_a_bad_shard_is_refused_or_made_again(corpus, tokenizer, tmp_path, fault
     bad = bytearray(good)
     bad[len(bad) // 2] ^= 4
     shard.unlink() if fault == "missing" else shard.write_bytes(bad if fault == "bit" else good[:-100])
-    if fault != "bit":  # which only reading all of it would find
+    if fault != "bit":  # only a full read would find a flipped bit
         with pytest.raises(InputError, match=r"a/train-00001.arrow is missing or not of \d+ bytes; pack it again"):
             TokenCache(folder, corpus, seed=5)
     assert token_cache.build(folder, reader, num_proc=1)

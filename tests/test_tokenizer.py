@@ -1,4 +1,4 @@
-"""The tokenizer: RoBERTa's ids and habits, any text there and back, the same bytes from the same text."""
+"""The tokenizer: RoBERTa's ids and habits, a round trip of any text, the same bytes from the same text."""
 
 import shutil
 
@@ -28,7 +28,7 @@ def test_ids_are_robertas(loaded):
 def test_habits_are_robertas(loaded):
     a, b = (loaded.encode(text, add_special_tokens=False) for text in ("the cat", "a dog"))
     assert loaded("the cat", "a dog").input_ids == [0, *a, 2, 2, *b, 2]  # <s> A </s></s> B </s>
-    # `<mask>` takes the space before it, not the one behind
+    # `<mask>` takes the space before it, not the space after it
     assert (
         loaded("the <mask> sees").input_ids == loaded("the<mask> sees").input_ids != loaded("the<mask>sees").input_ids
     )
@@ -41,7 +41,7 @@ AWKWARD = [
     " ",
     "\n\n\t \r\n",
     "\x00\x01\x1f\x7f\x85",
-    "e\u0301 \u0301 \u200d\ufeff\u202e",  # combining marks, alone too; joiners, direction
+    "e\u0301 \u0301 \u200d\ufeff\u202e",  # combining marks, also without a base; joiners; direction marks
     "👩‍👩‍👧‍👦🏴󠁧󠁢󠁥󠁮󠁧󠁿 1️⃣",
     "Ελληνικά العربية עברית हिन्दी 中文 ไทย 한국어",
     "\U0010ffff\ufffe\ufffd",
@@ -64,7 +64,7 @@ def test_awkward_text_comes_back(loaded, text):
 
 
 def check_round_trip(loaded, text):
-    """Special tokens read as text: what it decodes is what it was given, with no <unk>."""
+    """Special tokens are read as text: decoding returns the text, without <unk>."""
     ids = loaded.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert loaded.unk_token_id not in ids
     assert loaded.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -82,23 +82,23 @@ def test_special_tokens_written_in_a_corpus_are_text(loaded, text):
 def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tmp_path):
     write_parquet(tmp_path / "text.parquet", make_documents(300, seed=3))
     shown = []
-    for folder in ("one", "two"):
+    for folder in ("first", "second"):
         done = run_python(
             *[root / "tokenizer" / "train_tokenizer.py", "--train_file", "text.parquet"],
             *["--vocab_size", "400", "--output_dir", folder],
             cwd=tmp_path,
-            env={"RAYON_NUM_THREADS": "1" if folder == "one" else "4", "TOKENIZERS_PARALLELISM": "true"},
+            env={"RAYON_NUM_THREADS": "1" if folder == "first" else "4", "TOKENIZERS_PARALLELISM": "true"},
         )
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout)
-    one, two = ({p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()} for folder in ("one", "two"))
-    assert one == two and {"tokenizer.json", "tokenizer_config.json"} <= one.keys()
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("first", "second"))
+    assert first == second and {"tokenizer.json", "tokenizer_config.json"} <= first.keys()
     assert "400 entries" in shown[0] and "bytes/token" in shown[0] and "tokens/word" in shown[0]
     assert "peak memory" in shown[0] and "trained on" in shown[0]
 
 
 def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tokenizer_dir, tmp_path):
-    """As RoBERTa's own vocabulary is often passed on: two files and no config."""
+    """RoBERTa's own vocabulary is often passed on as these two files, without a config."""
     tokenizer._tokenizer.model.save(str(tmp_path))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
     bare = tokenization.load_tokenizer(str(tmp_path))
@@ -134,7 +134,7 @@ def test_splitting_loses_no_text(text):
     assert "".join("".join(sentences).split()) == "".join(text.split())
 
 
-def test_sentences_of_a_long_line_are_those_of_its_parts():
+def test_a_long_line_has_the_sentences_of_its_pieces():
     sentence = "这是一个句子。"
     assert tokenization.split_sentences(sentence * 10_000) == [sentence] * 10_000
     unbroken = "a" * 45_000
@@ -144,7 +144,7 @@ def test_sentences_of_a_long_line_are_those_of_its_parts():
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ([], "one of --corpus and --train_file"),
+        ([], "either --corpus or --train_file"),
         (["--train_file", "small.txt"], "the sample gives only"),
         (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
         (["--train_file", "absent.txt"], "'absent.txt' does not exist"),

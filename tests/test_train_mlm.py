@@ -1,4 +1,4 @@
-"""The main job through its command line: what a run leaves behind, and what is refused before one begins."""
+"""Pretraining through its command line: what a run leaves behind, and what is refused before a run begins."""
 
 import json
 import math
@@ -28,8 +28,8 @@ def logged_losses(record):
 
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
-    """`accelerate launch` of the script copied with `roberta_recipe` into an empty folder, with evaluation, predictions
-    and all that is promised of the output folder."""
+    """`accelerate launch` of the script copied with `roberta_recipe` into an empty folder: evaluation, predictions, and
+    every file that the output folder must hold."""
     script = copied("train_mlm.py", tmp_path / "mine")
     done = run_python(
         *["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
@@ -64,7 +64,7 @@ def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
     assert "The cat <mask> a dog.\n" in done.stdout and done.stdout.rstrip().endswith("loss_curve.png")
     assert yaml.safe_load((out / "preset.yaml").read_text())["max_steps"] == 6
 
-    # the checkpoint, in a process that cannot import this repository
+    # the checkpoint loads in a process that cannot import this repository
     script = f"""
 import importlib.util
 from transformers import AutoModelForMaskedLM, pipeline
@@ -76,8 +76,8 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
-def test_a_machine_without_a_gpu_packs_for_those_with_one(preset, tmp_path):
-    """Although the preset asks for bf16, which `TrainingArguments` refuses there."""
+def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path):
+    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
@@ -101,9 +101,9 @@ def test_a_saved_preset_repeats_the_run(preset, tmp_path):
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
-    """Fifty steps against a committed curve: what changes blocks, masks, weights at the start, loss or optimizer shows.
+    """Fifty steps against a committed curve, which shows any change of blocks, masks, first weights, loss or optimizer.
 
-    Digests are of blocks and masks and equal to the bit; losses leave room for another processor's order of sums.
+    Digests of blocks and masks are equal to the bit; losses leave room for another processor's order of sums.
     """
     flags = ["--max_steps", 50, "--learning_rate", "2e-3", "--warmup_steps", 10, "--save_strategy", "steps"]
     record = train(preset, *flags, "--save_steps", 50, "--per_device_train_batch_size", micro_batch)
@@ -119,26 +119,26 @@ def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
         path.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
     golden = json.loads(path.read_text(encoding="utf-8"))
     assert len(curve["loss"]) == 50 and curve["digest"] == golden["digest"]
-    assert golden["loss"][0] - golden["loss"][-1] > 0.5  # something is learnt
+    assert golden["loss"][0] - golden["loss"][-1] > 0.5  # the model learns
     for name in ("loss", "grad_norm", "eval_loss"):
         assert curve[name] == pytest.approx(golden[name], rel=1e-4), name
 
 
 def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
-    """Same blocks, same masks, same gradients: one curve, and one validation loss for any evaluation batch."""
+    """Same blocks, masks and gradients: the same curve, and the same validation loss for any evaluation batch."""
     whole = train(preset, "--output_dir", tmp_path / "a")
-    parts = train(
+    small = train(
         preset, "--output_dir", tmp_path / "b", "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1
     )
-    assert logged_losses(parts) == pytest.approx(logged_losses(whole), rel=1e-5)
-    assert parts["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
-    assert parts["tokens_seen"] == whole["tokens_seen"]
+    assert logged_losses(small) == pytest.approx(logged_losses(whole), rel=1e-5)
+    assert small["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
+    assert small["tokens_seen"] == whole["tokens_seen"]
     batches = train(preset, "--output_dir", tmp_path / "c", "--per_device_eval_batch_size", 3)
     assert batches["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-6)
 
 
-def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
-    """By the stock class on the saved checkpoint, one block at a time."""
+def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer):
+    """The definition is computed by the stock class on the saved checkpoint, block by block."""
     record = train(preset, "--output_dir", tmp_path / "a")
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
     _, reader = pretraining.build_readers(args, training_args, pretraining.read_corpus(args), tokenizer)
@@ -157,8 +157,8 @@ def test_validation_loss_is_that_of_the_definition(preset, tmp_path, tokenizer):
 
 
 def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tokenizer, capsys):
-    """A run's record has the loss of each source; `tools.evaluate` finds the same of its checkpoint, and writes
-    nothing."""
+    """A run's record has the loss of each source; `tools.evaluate` finds the same losses for the
+    checkpoint, and writes nothing."""
     sources = []
     for name, documents, seed in (("animals", 160, 1), ("others", 80, 2)):
         write_text(tmp_path / f"{name}.txt", make_documents(documents, seed=seed))
@@ -169,9 +169,9 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     record = train(preset, *corpus, "--max_steps", 2)
     by_source, capsys_out = record["metrics_by_source"], capsys.readouterr().out
     assert list(by_source) == ["animals", "others"] and "    animals  " in capsys_out
-    blocks = [one["blocks"] for one in by_source.values()]
+    blocks = [measured["blocks"] for measured in by_source.values()]
     assert min(blocks) > 1 and by_source["animals"]["loss"] != by_source["others"]["loss"]
-    losses = [one["loss"] for one in by_source.values()]
+    losses = [measured["loss"] for measured in by_source.values()]
     assert min(losses) < record["metrics"]["eval_loss"] < max(losses)
 
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -202,10 +202,10 @@ def test_training_learns(preset, tmp_path):
     record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
     losses = logged_losses(record)
     assert losses[-1] < losses[0] - 1.0
-    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks and what was packed beside them
+    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks, and blocks that were packed ahead
 
 
-def test_going_on_from_a_checkpoint(preset, tmp_path):
+def test_training_starts_from_a_checkpoint(preset, tmp_path):
     first = train(preset, "--output_dir", tmp_path / "a", "--max_steps", 30, "--learning_rate", "5e-3")
     second = train(
         preset, "--output_dir", tmp_path / "b", "--model_name_or_path", tmp_path / "a", "--learning_rate", "1e-9"
@@ -226,7 +226,7 @@ def test_a_run_too_short_for_its_log(preset):
 
 
 def test_a_folder_with_nothing_but_a_preset_is_used(preset, tmp_path):
-    """As a run leaves it that failed in its first step."""
+    """A run that fails in its first step leaves such a folder."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "preset.yaml").write_text("max_steps: 1")
     assert train(preset)["steps"] == 4
@@ -239,7 +239,7 @@ def test_time_limit(preset):
 
 
 def test_text_files_without_validation_file(tmp_path, preset):
-    """The commonest case: a folder of text, one per cent of it held out."""
+    """The commonest case: a folder of text, of which 1% is held out."""
     (tmp_path / "texts").mkdir()
     for number in range(3):
         write_text(tmp_path / "texts" / f"{number}.txt", make_documents(400, seed=10 + number))
@@ -253,7 +253,7 @@ def test_text_files_without_validation_file(tmp_path, preset):
 
 
 def test_a_bare_command_is_the_demonstration(root, tmp_path):
-    """With everything small, but no --config: docstrings, and a tokenizer made on the way."""
+    """Small values, but no --config: the run takes docstrings as its text, and makes a tokenizer."""
     cache = tmp_path / "cache"
     script = f"""
 import sys
@@ -274,7 +274,7 @@ if __name__ == "__main__":
 
 
 def test_other_text_is_no_demonstration(tmp_path, train_file):
-    """Nor is a tokenizer trained on it in the demonstration's name."""
+    """The run trains no tokenizer on other text: a missing tokenizer is an error."""
     with pytest.raises(InputError, match="no tokenizer at tokenizer_name='absent'"):
         train_mlm.main(
             ["--train_file", train_file, "--tokenizer_name", "absent", "--output_dir", str(tmp_path / "run")]
@@ -306,25 +306,25 @@ BAD = {
     "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265, the tokenizer 400"]),
     "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
     "small validation set": (
-        ["--validation_file", "{one}", "--per_device_eval_batch_size", "64"],
+        ["--validation_file", "{text}", "--per_device_eval_batch_size", "64"],
         ["less than one batch"],
     ),
     "output folder": (["--output_dir", "{full}"], ["already holds", "--output_dir"]),
-    "output file": (["--output_dir", "{one}"], ["is a file"]),
+    "output file": (["--output_dir", "{text}"], ["is a file"]),
     "batch": (["--global_batch_size", "12"], ["global_batch_size=12", "8 or 16"]),
     "accumulation": (["--gradient_accumulation_steps", "3"], ["gradient_accumulation_steps=3", "derived"]),
     "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
-    "validation alone": (["--config", "presets/mlm/roberta_tiny.yaml", "--validation_file", "{one}"], ["train_file"]),
-    "two corpora": (["--train_file", "{one}", "--corpus", "presets/corpus/docstrings.yaml"], ["exclude each other"]),
+    "validation alone": (["--config", "presets/mlm/roberta_tiny.yaml", "--validation_file", "{text}"], ["train_file"]),
+    "two corpora": (["--train_file", "{text}", "--corpus", "presets/corpus/docstrings.yaml"], ["exclude each other"]),
     "resume": (["--resume_from_checkpoint", "true"], ["resume_from_checkpoint=true is no folder"]),
     "rate": (["--learning_rate", "nan"], ["learning_rate=nan"]),
     "seed": (["--seed", "-1"], ["seed=-1"]),
     "no prediction": (["--mlm_probability", "1e-9"], ["mlm_probability=1e-09"]),
     "example": (["--fill_mask_examples", "No blank here."], ["'No blank here.'", "<mask> once"]),
     "tracker": (["--report_to", "nonesuch"], ["nonesuch"]),
-    "folder below a file": (["--output_dir", "{one}/run"], ["cannot be made"]),
+    "folder below a file": (["--output_dir", "{text}/run"], ["cannot be made"]),
     "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
     "two counts": (["--include_num_input_tokens_seen", "all"], ["include_num_input_tokens_seen"]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
@@ -333,21 +333,21 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatch):
-    places = {name: tmp_path / name for name in ("unreadable", "full", "made")}
-    for path in places.values():
+    paths = {name: tmp_path / name for name in ("unreadable", "full", "made")}
+    for path in paths.values():
         path.mkdir()
     (tmp_path / "unreadable" / "a.doc").write_text("x")
     (tmp_path / "full" / "model.safetensors").write_text("x")
-    for name, content in {"empty": b"\n\n", "latin1": b"Caf\xe9.\n", "one": b"A text.\n"}.items():
-        places[name] = tmp_path / f"{name}.txt"
-        places[name].write_bytes(content)
+    for name, content in {"empty": b"\n\n", "latin1": b"Caf\xe9.\n", "text": b"A text.\n"}.items():
+        paths[name] = tmp_path / f"{name}.txt"
+        paths[name].write_bytes(content)
     for name, line in {"bad_key": "max_stepz: 3", "bad_type": "max_steps: lots"}.items():
-        places[name] = tmp_path / f"{name}.yaml"
-        places[name].write_text(Path(preset).read_text() + line + "\n" if name == "bad_key" else line)
+        paths[name] = tmp_path / f"{name}.yaml"
+        paths[name].write_text(Path(preset).read_text() + line + "\n" if name == "bad_key" else line)
     argv, named = BAD[case]
     monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
     with pytest.raises(InputError) as error:
-        train_mlm.main(["--config", preset, *(arg.format(**places) for arg in argv)])
+        train_mlm.main(["--config", preset, *(arg.format(**paths) for arg in argv)])
     for word in named:
         assert word in str(error.value)
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())
@@ -364,7 +364,7 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     path = tmp_path / "late.jsonl"
     lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
-    assert path.stat().st_size > 4 << 20  # past what is read beforehand
+    assert path.stat().st_size > 4 << 20  # beyond what the check before training reads
     done = run_python(
         *[root / "train_mlm.py", "--config", preset, "--train_file", path, "--max_steps", "9"],
         *["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
@@ -414,10 +414,10 @@ def test_loss_at_steps_is_thinned_and_keeps_the_last():
     assert records.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]
 
 
-def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):
-    """Each takes its part of every micro-batch of the one stream."""
+def test_two_processes_give_the_curve_of_one_process(preset, tmp_path, root):
+    """Both processes read the same stream, and each takes its share of every step."""
     values = yaml.safe_load(Path(preset).read_text())
-    one = train(preset, "--output_dir", tmp_path / "one")
+    single = train(preset, "--output_dir", tmp_path / "single")
     done = run_python(
         *["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"],
         *["--main_process_port", "0", root / "train_mlm.py"],
@@ -426,7 +426,7 @@ def test_two_processes_give_the_curve_of_one(preset, tmp_path, root):
     )
     assert done.returncode == 0, done.stderr
     two = json.loads((Path(values["output_dir"]) / "run_record.json").read_text())
-    assert logged_losses(two) == pytest.approx(logged_losses(one), rel=1e-5) and len(logged_losses(two)) == 4
-    assert two["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=1e-5)
-    assert two["tokens_seen"] == one["tokens_seen"]
-    assert done.stdout.count("checkpoint  ") == 1  # one of them speaks
+    assert logged_losses(two) == pytest.approx(logged_losses(single), rel=1e-5) and len(logged_losses(two)) == 4
+    assert two["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
+    assert two["tokens_seen"] == single["tokens_seen"]
+    assert done.stdout.count("checkpoint  ") == 1  # only process 0 logs

@@ -1,4 +1,4 @@
-"""What our trainers override and read of `Trainer` is what the list says, and the installed transformers has it."""
+"""Our trainers override and read what the list of `Trainer`'s internals says, and the installed transformers has it."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ TRAINERS = [durable_trainer.DurableTrainer, mlm_trainer.MlmTrainer, finetune_tra
 
 
 def relied_on(cls):
-    """Names of `Trainer` that a subclass overrides, and underscored names of it that the subclass reads or sets."""
+    """Names of `Trainer` that a subclass overrides, and underscored names that the subclass reads or sets."""
     tree = ast.parse(inspect.getsource(cls)).body[0]
     overridden = {name for name in vars(cls) if name in vars(Trainer) and not name.startswith("__")}
     source = inspect.getsource(Trainer)

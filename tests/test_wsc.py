@@ -1,4 +1,4 @@
-"""WNLI by WSC: pronouns found, candidates as fairseq's, phrases scored under the mask, losses summed over schemas."""
+"""WNLI by WSC: finding pronouns, fairseq's candidates, scores of masked phrases, losses summed over schemas."""
 
 import json
 import math
@@ -31,12 +31,12 @@ def read(tmp_path, *rows):
 
 
 def schema(text, query, pronoun, label=True):
-    """A schema whose pronoun is its last occurrence between spaces."""
+    """A schema whose pronoun is the last occurrence of `pronoun` between spaces."""
     start = text.rindex(f" {pronoun} ") + 1
     return wsc.Schema(0, text, start, start + len(pronoun), query, label, "rows.jsonl:1")
 
 
-# with two candidates, one, three, one
+# numbers of candidates: 2, 1, 3, 1
 SCHEMAS = [
     (schema("The cat sees a small dog near the sea, and it leaves at night.", "The cat", "it"), ["a small dog", "sea"]),
     (schema("My old friend likes the teacher, but she forgets.", "the teacher", "she"), ["My old friend"]),
@@ -68,7 +68,7 @@ def model(config):
         ("Ann thinks he's late", "he", 2, "Ann thinks [he]'s late"),
         ('He said " no way " and " yes " as  he\nleft .', "he", 10, 'He said "no way" and "yes" as [he] left.'),
         ("It is n't the captain ’s ; take him .", "him", 7, "It isn't the captain’s; take [him]."),
-        # "the" is no "he", and "its" is no "it"
+        # "the" does not match "he", "its" does not match "it"
         ("This is the dog he saw", "he", 2, "This is the dog [he] saw"),
         ("They hear its bark as it ran", "it", 3, "They hear its bark as [it] ran"),
     ],
@@ -86,7 +86,7 @@ def test_queries_and_labels(tmp_path, monkeypatch):
         "",
         row(query="The\nCAT ,", label=None),
         row(query="cats and dogs", idx=7),
-        row(query="og near"),  # not whole words
+        row(query="og near"),  # the query is not whole words of the text
     ]
     found = read(tmp_path, *rows)
     assert [s.query for s in found] == ["the cat", "The CAT", "cats and dogs", "og near"]
@@ -130,7 +130,7 @@ def test_bad_files(tmp_path):
 
 
 class Parse(list):
-    """What `noun_phrases` reads of a spaCy `Doc`."""
+    """A stand-in for a spaCy `Doc`, with what `noun_phrases` reads."""
 
     def __init__(self, tagged, chunks):
         super().__init__()
@@ -150,11 +150,11 @@ def test_noun_phrases():
         [(0, 3), (4, 7), (8, 9), (10, 14), (15, 17)],
     )
     assert parse.text.startswith("The city councilmen refused Ann's permit as they saw their own dog Rex")
-    # chunks, and the runs of nouns and of names in them; pronouns are out, a possessive's chunk is not
+    # chunks, and their runs of nouns and of names; without pronouns, but with chunks that begin with a possessive
     everything = ["The city councilmen", "city councilmen", "Ann", "Ann's permit", "permit", "their own dog Rex"]
     everything += ["dog", "Rex", "home"]
     assert wsc.noun_phrases(parse.text, parse, "nobody") == everything
-    # out is what holds the query, and what it holds, case aside
+    # phrases that hold the query or are within the query, case aside, are no candidates
     assert wsc.noun_phrases(parse.text, parse, "ann") == everything[:2] + everything[4:]
     assert wsc.noun_phrases(parse.text, parse, "The City Councilmen") == everything[2:]
     assert wsc.noun_phrases(parse.text, parse, "city") == everything[2:]
@@ -174,7 +174,7 @@ def test_features_of_byte_level_bpe(tokenizer):
         masked = [token == tokenizer.mask_token_id for token in ids]
         assert masked == [target != IGNORED for target in targets]
         hidden = [target for target in targets if target != IGNORED]
-        # with the space before the phrase, and the phrase's case
+        # the masked text has the space before the phrase, and the phrase's case
         assert tokenizer.decode(hidden) == f" {phrase}"
         whole = [target if hit else token for token, target, hit in zip(ids, targets, masked, strict=True)]
         text = f"The cat sees a small dog near the sea, and {phrase} leaves at night."
@@ -182,9 +182,9 @@ def test_features_of_byte_level_bpe(tokenizer):
         assert tokenizer.decode(whole, skip_special_tokens=True) == text
     first = wsc.Schema(0, "It leaves, as she’s old.", 0, 2, "The cat", None, "")
     made = wsc.build_features(first, [], tokenizer)
-    assert tokenizer.decode([t for t in made["targets"][0] if t != IGNORED]) == "The cat"  # no space where none is
+    assert tokenizer.decode([t for t in made["targets"][0] if t != IGNORED]) == "The cat"  # without a space
     assert made["label"] == IGNORED
-    # three bytes of one character are three masks, and so is a space that no token of the vocabulary begins with
+    # each of the three bytes of "…" is a mask, and so is a space that no token can begin with
     made = [wsc.build_features(with_dots, ["…"], tokenizer)["targets"][1] for with_dots in (first, positive)]
     assert [sum(target != IGNORED for target in targets) for targets in made] == [3, 4]
 
@@ -206,7 +206,7 @@ def test_features_of_wordpiece(wordpiece):
     assert shown == ["at", "night", ",", "[MASK]", "leave", "[UNK]"]
     assert made["label"] == 0
     with pytest.raises(InputError, match="no tokens for the phrase"):
-        wsc.build_features(night_schema, ["\x00"], wordpiece)  # its normalizer drops control characters
+        wsc.build_features(night_schema, ["\x00"], wordpiece)  # the normalizer drops control characters
 
 
 def test_features_that_cannot_be_made(tokenizer, wordpiece):
@@ -259,7 +259,7 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
     by_hand = []
     for example in features:
         for ids, targets in zip(example["input_ids"], example["targets"], strict=True):
-            logits = stock(torch.tensor([ids])).logits[0].double()  # alone, so nothing is padded
+            logits = stock(torch.tensor([ids])).logits[0].double()  # a batch of 1, so nothing is padded
             positions = [position for position, target in enumerate(targets) if target != IGNORED]
             chosen = [(logits[p, targets[p]] - logits[p].exp().sum().log()).item() for p in positions]
             by_hand.append(sum(chosen) / len(chosen))
@@ -270,7 +270,7 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
 
 def test_losses_by_hand():
     query, others = torch.tensor(-1.0), torch.tensor([-2.0, -1.2, -0.5])
-    # margins: -2+1+.4 < 0, -1.2+1+.4 = .2, -.5+1+.4 = .9; the query's own log-probability counts once a candidate
+    # margins: -2+1+.4 < 0, -1.2+1+.4 = .2, -.5+1+.4 = .9; the query's log-probability counts once a candidate
     assert wsc.wsc_loss(query, others, "margin").item() == pytest.approx(3 * 1.0 + 5 * (0.2 + 0.9))
     assert wsc.wsc_loss(query, others, "margin", alpha=1.0, beta=0.0).item() == pytest.approx(3 + 0.5)
     exps = [math.exp(score) for score in (-1.0, -2.0, -1.2, -0.5)]
@@ -281,7 +281,7 @@ def test_losses_by_hand():
 
 def test_prediction():
     query = torch.tensor(-1.0)
-    assert wsc.margin(query, torch.tensor([-2.0, -1.0])) == 0  # a tie is the query's, as in fairseq
+    assert wsc.margin(query, torch.tensor([-2.0, -1.0])) == 0  # a tie goes to the query, as in fairseq
     assert wsc.margin(query, torch.tensor([-2.0, -0.9])).item() == pytest.approx(-0.1)
     assert wsc.margin(query, torch.tensor([])) == torch.inf
 
@@ -347,13 +347,13 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form, tmp_p
     trainer = WscTrainer(model, arguments, train_dataset=features, data_collator=collator)
     trainer.form = form
     trainer.train()
-    assert set(trainer.counts) == {4}  # schemas of both micro-batches: not rows, and not masks
+    assert set(trainer.counts) == {4}  # counts schemas of both micro-batches, not rows or masks
     model.eval()
     with torch.no_grad():
         after, predictions = wsc.run_batch(model, collator(features), form=form)
     assert (predictions >= 0).all() and len(predictions) == 4
     assert after < 0.5 * before
-    # the same texts, where the query is another candidate
+    # the same texts with another candidate as the query
     asked = [
         wsc.build_features(wsc.Schema(0, s.text, s.start, s.end, others[0], False, ""), [s.query], tokenizer)
         for s, others in SCHEMAS
@@ -391,7 +391,7 @@ def test_predictions_in_the_order_of_wnli(tmp_path):
         (8, "Ann said ``no''.", "Ann said Ann."),
     ]
     rows = [(sentence1, sentence2) for _, sentence1, sentence2 in asked]
-    for chosen in range(len(schemas)):  # each schema's prediction is at its row only
+    for chosen in range(len(schemas)):  # a schema's prediction stands at its own row only
         predictions = [number == chosen for number in range(len(schemas))]
         assert wsc.to_wnli_rows(predictions, schemas, rows) == [int(number == chosen) for number, _, _ in asked]
 
@@ -436,7 +436,7 @@ def test_spacy_is_asked_for_by_its_command(monkeypatch):
 
 
 def test_a_checkpoint_needs_its_head(model, config, tmp_path):
-    model.save_pretrained(tmp_path / "mlm")  # the decoder's weight is the embedding's, and not in the file
+    model.save_pretrained(tmp_path / "mlm")  # the file has no decoder weight, which is tied to the embedding
     loaded = wsc.load_masked_lm(str(tmp_path / "mlm"))
     assert type(loaded) is RobertaForMaskedLM
     assert torch.equal(loaded.lm_head.dense.weight, model.lm_head.dense.weight)

@@ -1,7 +1,7 @@
-"""`train_mlm.py` with a toy sentence-level objective and columns of its own: what a new objective has to bring.
+"""`train_mlm.py` with a toy sentence-level objective and columns of its own: what a new objective needs.
 
 As a script it takes train_mlm.py's command line. Its input format gives each block token types (first half, second
-half) and a label, by the number of its file's block: none, 0 or 1 in turn. Its model predicts the label from `<s>`.
+half) and a label: none, 0 or 1 in turn, by the block's number in its file. Its model predicts the label from `<s>`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from roberta_recipe.training.pretraining import MlmArguments, build_model
 
 
 def halves(documents, state, **how):
-    """FULL-SENTENCES with two columns more."""
+    """FULL-SENTENCES with two further columns."""
     for columns in packing.full_sentences(documents, state, **how):
         length = len(columns["input_ids"])
         token_type_ids = (np.arange(length) >= length // 2).astype(np.uint8)

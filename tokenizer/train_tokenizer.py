@@ -2,8 +2,8 @@
 
     python tokenizer/train_tokenizer.py --corpus presets/corpus/roberta_160gb.yaml --output_dir tokenizer/roberta
 
-50,265 entries from 1 GB of the corpus that the model is trained on, drawn in the proportions of its mixture. What it
-writes loads with `AutoTokenizer`; the same text gives the same bytes. It closes with figures on held-out text.
+50,265 entries from 1 GB of the corpus that the model is trained on, drawn in the proportions of its mixture. The
+tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The last lines are figures on held-out text.
 """
 
 import argparse
@@ -31,12 +31,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", help="corpus preset, as for train_mlm.py")
     parser.add_argument(
-        "--train_file", nargs="+", help="text, JSONL or Parquet in place of the corpus: files, folders or globs"
+        "--train_file", nargs="+", help="text, JSONL or Parquet instead of the corpus: files, folders or globs"
     )
     parser.add_argument(
         "--validation_file", nargs="+", help="held-out text for train_file (default: 1%% of its documents)"
     )
-    parser.add_argument("--text_column", default="text", help="column of these files")
+    parser.add_argument("--text_column", default="text", help="column that holds the text")
     parser.add_argument("--output_dir", required=True, help="folder to write the tokenizer to")
     parser.add_argument("--vocab_size", type=int, default=50265, help="entries, special tokens included")
     parser.add_argument("--sample_mb", type=float, default=1000, help="text to train on, in MB")
@@ -90,7 +90,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
 
 
 def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
-    """What the tokenizer was trained on, beside the mixture: a source that ran out is under its share."""
+    """Print the sample beside the mixture: a source that ran out has less than its share."""
     total = sum(sizes.values())
     print(f"trained on {total / 1e6:.1f} MB:")
     for source, share in zip(corpus.sources, corpus.shares, strict=True):
