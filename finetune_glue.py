@@ -73,7 +73,7 @@ class GlueArguments(protocol.FinetuneArguments):
         "fixed",
         shown=True,
     )
-    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's model that finds noun phrases.", "fixed", shown=True)
+    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's model that finds noun phrases.", "fixed")
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -146,7 +146,7 @@ def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, 
         if args.task_name == "wnli" and split != "test":  # WNLI's own training set has each schema as two rows
             schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
             if unlabelled := [schema.where for schema in schemas if schema.label is None]:
-                raise InputError(f"{unlabelled[0]} has no label, and {split} needs one")
+                raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
             texts = [(schema.text, schema.query) for schema in schemas]
             data[split] = glue.Examples(texts, [int(schema.label) for schema in schemas])
         else:
@@ -222,7 +222,7 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
 
 
 def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
-    """QNLI of the test setting (section 5.1): the sentences of a question are compared with one another."""
+    """QNLI of the test setting (section 5.1): the sentences of a question are compared with each other."""
     features, cut = make_features(args, task, data, tokenizer)
     questions = {split: [texts[0] for texts in examples.texts] for split, examples in data.items()}
     features["train"], left_out = qnli_ranking.group_features(
@@ -323,7 +323,7 @@ def make_features(
 
 
 def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: Form, overlap: dict) -> dict:
-    """What is about to be done, in a few lines; returns its counts."""
+    """Log what will run, in a few lines; return the counts."""
     validation = data[task.splits_of("validation")[0]]
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = sum(examples.skipped for examples in data.values())
@@ -414,7 +414,7 @@ def write_submission(
 ) -> None:
     """The server's files in `<folder>/submission`, from the best run or from all seeds of the best setting."""
     picked = picked_setting(summary)
-    chosen = [run for run in runs if run.setting == (picked["learning_rate"], picked["global_batch_size"])]
+    chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
     tests = protocol.scores_of_tests(chosen, job)

@@ -136,7 +136,7 @@ def make_features(args: RaceArguments, questions: list[race.Question], tokenizer
 
 
 def announce(args: RaceArguments, data, features: dict[str, race.Features], overlap: int) -> dict:
-    """What is about to be done, in a few lines; returns its counts."""
+    """Log what will run, in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
     counts: dict[str, dict] = {}

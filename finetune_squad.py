@@ -145,7 +145,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
     if bool(args.train_file) != bool(args.validation_file):
-        raise InputError("train_file and validation_file go together: no split is taken for the other")
+        raise InputError("train_file and validation_file go together: neither split is used for the other")
     protocol.check_arguments(args, training_args)
 
 
@@ -181,7 +181,7 @@ def make_windows(args: SquadArguments, questions: list[squad.Question], tokenize
 
 
 def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], overlap: int, misplaced: list[str]) -> dict:
-    """Say what is about to run, in a few lines; returns the counts."""
+    """Log what will run, in a few lines; return the counts."""
     answers = squad.recovery(data["train"], windows["train"])
     others = answers.pop("others")
     questions_cut = {split: made.questions_cut for split, made in windows.items()}
@@ -218,7 +218,7 @@ def job_of(
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
-        dataset=squad.dataset_card(version(args), own_files=bool(args.validation_file)),
+        dataset=squad.dataset_card(version(args), bool(args.validation_file), by_classifier(args)),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
         features={split: made.features for split, made in windows.items()},

@@ -10,14 +10,14 @@ in the preset, with its source; any flag overrides it. The same presets are read
 roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint).
 """
 
+import functools
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
-from transformers import pipeline, set_seed
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers import TrainerCallback, pipeline, set_seed
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
@@ -40,6 +40,7 @@ from roberta_recipe.training.pretraining import (
     build_collator,
     build_model,
     build_readers,
+    full_batch,
     mask_validation,
     read_corpus,
     run_fingerprint,
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     set_seed(training_args.seed)
     publisher = hub.publisher(training_args)
 
-    # 2. Corpus, tokenizer, model; whatever does not fit together is said before anything is trained.
+    # 2. Corpus, tokenizer, model; mismatches are reported before training.
     corpus = read_corpus(args)
     with training_args.main_process_first():  # one process makes what is cached
         announce_demonstration(argv, args, corpus)
@@ -71,17 +72,17 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
     model = build_model(args, tokenizer)
-    if training_args.auto_find_batch_size:
-        batch.lower_to_memory(training_args, model, args.global_batch_size, args.max_seq_length, args.mlm_probability)
 
-    # 3. Blocks: those to train on from where the last checkpoint left them, the held-out ones with fixed masks.
+    # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = build_readers(args, training_args, corpus, tokenizer)
     fingerprint, of_data = run_fingerprint(args, training_args, model, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
-    blocks = build_blocks(args, training_args, reader, resumed)
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, collator)
+    if training_args.auto_find_batch_size:
+        lower_to_memory(args, training_args, model, validation[0], collator)
+    blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
     watch = StepWatch(args.max_train_minutes)
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         eval_dataset=mask_validation(args, validation, collator),
         data_collator=collator,
         processing_class=tokenizer,
-        callbacks=[hub.PublishCheckpoints(publisher)] if publisher else [],
+        callbacks=listeners(training_args, publisher),
         fingerprint=fingerprint,
         resumed=resumed,
         watch=watch,
@@ -142,17 +143,12 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
-    try:  # a tracker that is not known, or not installed
-        for tracker in get_reporting_integration_callbacks(training_args.report_to):
-            tracker()
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise InputError(f"report_to={training_args.report_to}: {error}") from None
     environment.check_output_dir(training_args.output_dir)
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
     """Where the command line names neither preset nor text: say that this is the demonstration and not the recipe, and
-    train its tokenizer where it is not there yet."""
+    train its tokenizer if it does not exist."""
     named = any(flag == "--config" or flag.startswith("--config=") for flag in argv)
     if named or not all(source.builtin for source in corpus.sources):
         return
@@ -179,7 +175,7 @@ def check_examples(args: MlmArguments, tokenizer) -> None:
 def build_blocks(
     args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict | None
 ) -> TrainBlocks:
-    """This process's training blocks, from the position on to which a checkpoint had come."""
+    """This process's training blocks, from the checkpoint's position on."""
     resumed = resumed or {"position": 0, "states": None}
     if resumed["position"] and not args.token_cache and not resumed["states"] and not args.max_train_samples:
         logger.warning(
@@ -195,6 +191,18 @@ def build_blocks(
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )
+
+
+def lower_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: dict, collator) -> None:
+    """Lower the micro-batch until full blocks, made of `block`, fit into memory; the global batch stays."""
+    blocks = functools.partial(full_batch, args, block, collator)
+    batch.lower_to_memory(training_args, model, args.global_batch_size, blocks)
+
+
+def listeners(training_args: MlmTrainingArguments, publisher: hub.Publisher | None) -> list[TrainerCallback]:
+    """The trackers of `report_to`, and what pushes checkpoints to the Hub."""
+    trackers = environment.take_trackers(training_args)
+    return [*trackers, hub.PublishCheckpoints(publisher)] if publisher else trackers
 
 
 def announce_run(

@@ -43,6 +43,7 @@ from roberta_recipe.record import (
 from roberta_recipe.tasks import glue, race, squad
 
 NOT_RUN = "not run"
+ADVICE = "add it with that version"
 HEAD = ("task", "paper", "ours: median (spread, n)", "preset", "tokens", "hardware", "hours")
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
@@ -86,7 +87,7 @@ def add(folder: Path, source: Path, name: str | None) -> Path:
         return target
     if not (source / RECORD_NAME).is_file():
         raise InputError(f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}: name a finished run's folder")
-    if "task" in read_record(source / RECORD_NAME):
+    if "task" in read_record(source / RECORD_NAME, ("shown_args",), ADVICE):
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
@@ -100,12 +101,12 @@ def add(folder: Path, source: Path, name: str | None) -> Path:
 def shortened(source: Path) -> LedgerEntry:
     """What the ledger keeps of a fine-tuning: the picked setting, its runs and the flags that are shown; no folders of
     the machine."""
-    summary = read_record(source / SUMMARY_NAME)
+    summary = read_record(source / SUMMARY_NAME, ("settings", "shown_args"), ADVICE)
     scores = picked_setting(summary)
     runs = []
     for seed in scores["seeds"]:
         folder = f"lr{scores['learning_rate']:g}-batch{scores['global_batch_size']}-seed{seed}"
-        record = read_record(source / folder / RECORD_NAME)
+        record = read_record(source / folder / RECORD_NAME, ("metrics", "shown_args"), ADVICE)
         runs.append({"seed": int(seed), **{name: record.get(name) for name in _KEPT}})
     resolved = summary["resolved_args"]
     args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None}

@@ -24,7 +24,7 @@ class Flag:
 
     `resume` is one of:
     "start":   the flag belongs to one start of a run, and is not saved in the run's preset;
-    "free":    it may be another at each start;
+    "free":    its value may differ at each start;
     "content": it names a file or folder whose content is in the run's fingerprint;
     "fixed":   it is in the fingerprint: another value makes another run;
     "data":    as "fixed", and the positions of the blocks depend on it.
@@ -32,6 +32,10 @@ class Flag:
 
     resume: Literal["start", "free", "content", "fixed", "data"]
     shown: bool = False
+
+    def __post_init__(self):
+        if self.resume not in typing.get_args(Flag.__annotations__["resume"]):
+            raise TypeError(f"resume={self.resume!r} is not a scope of a flag")
 
 
 def setting(default: Any, help: str, resume: str | None = None, shown: bool = False) -> Any:
@@ -44,8 +48,8 @@ def setting(default: Any, help: str, resume: str | None = None, shown: bool = Fa
 
 
 def flag_of(cls: type, field: dataclasses.Field) -> Flag:
-    """The `Flag` of a field: as declared with `setting`, or in the table `inherited_flags` of the class. A flag that
-    nothing is said of counts as "fixed", so that a change of it is never silent."""
+    """The `Flag` of a field: as declared with `setting`, or in the table `inherited_flags` of the class. An
+    undeclared flag counts as "fixed", so that a change of it is never silent."""
     return field.metadata.get("flag") or getattr(cls, "inherited_flags", {}).get(field.name, Flag("fixed"))
 
 
@@ -73,7 +77,7 @@ def plain(value: Any) -> Any:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every flag, the description's lines as they are written, one spelling of each flag."""
+    """Defaults after every flag, the description's lines as they are written, one spelling of each flag."""
 
     def _format_action_invocation(self, action):
         spellings = action.option_strings
@@ -160,6 +164,6 @@ def parse(
                 resolved[name] = plain(value)
         try:
             filled.append(cls(**{name: namespace[name] for name in flags}))
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise InputError(str(error)) from None
     return filled, resolved

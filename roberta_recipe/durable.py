@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, made durable, renamed; and what tells that they are still whole.
+"""Files that are whole or absent: written aside, made durable, renamed; and the check that they are still whole.
 
 The paper trains for 500K steps (Table 9); a run of that length meets full disks, killed processes and flipped bits.
 """
@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 
 
 def sha256(path: str | Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

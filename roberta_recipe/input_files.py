@@ -38,7 +38,7 @@ def read_text(path: str | Path, hint: str = "") -> str:
         raise InputError(f"cannot read {path}: {error.strerror}{hint}") from None
 
 
-def read_json(path: str | Path) -> Any:
+def read_input_json(path: str | Path) -> Any:
     """The content of a JSON file. Raises `InputError` that names the file and the fault."""
     return parse_json(read_text(path), str(path))
 

@@ -12,7 +12,7 @@ import yaml
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
-from roberta_recipe.input_files import ROOT
+from roberta_recipe.input_files import ROOT, read_input_json
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
@@ -74,6 +74,7 @@ class DatasetCard(TypedDict):
     task_type: str  # the Hub's name: "text-classification"
     hub_metrics: dict[str, str]  # metrics that are published, with the Hub's name of each
     note: str  # what else the card has to say of the training data; may be empty
+    loading_note: NotRequired[str]  # what loading the model alone leaves out
 
 
 class FinetuneRecord(RunRecord):
@@ -126,14 +127,12 @@ def picked_setting(summary: Summary) -> SettingScores:
     return summary["settings"][summary["picked"]]
 
 
-def read_record(path: Path) -> Any:
-    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not JSON, or not of this recipe."""
-    try:
-        values = durable.read_json(path)
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}): move {path.parent} away to have it run again") from None
-    if missing := [name for name in ("resolved_args", "shown_args") if name not in values]:
-        raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe")
+def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
+    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not JSON, and with `advice` where it lacks
+    the fields `needed`, as another version of this recipe wrote it."""
+    values = read_input_json(path)
+    if missing := [name for name in needed if name not in values]:
+        raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")
     return values
 
 
@@ -146,7 +145,7 @@ def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 20
 
 def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
     """The record of a finished run of `trainer` (a `DurableTrainer`); `others` are the fields of its kind of run."""
-    trainer.count_consumed()  # what was consumed behind the last log line
+    trainer.count_consumed()  # what was consumed after the last log line
     tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     return {

@@ -319,15 +319,15 @@ def test_report():
 def test_report_says_what_does_not_fit():
     small = make_run(hardware=Hardware(8, "V100-16GB"), micro_batch=32, accumulation=32, corpus_bytes=160e9)
     text = estimate.table(small)
-    largest = small.largest_micro_batch
+    largest = small.largest_that_fits
     assert not small.fits and f"lower per_device_train_batch_size=32 to {largest}\n" in text
     assert f"{small.tokens / (160e9 / 4.5):,.2f} epochs of 160.0 GB at 4.5 bytes a token (an assumption)" in text
     for size, fits in ((largest, True), (2 * largest, False)):
         assert dataclasses.replace(small, micro_batch=size).fits is fits
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
-    assert huge.largest_micro_batch == 0 and "not even 1 sequence does" in estimate.table(huge)
+    assert huge.largest_that_fits == 0 and "not even 1 sequence does" in estimate.table(huge)
     # 3 sequences a process: the largest power of two that divides 3 is 1
-    assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_micro_batch == 1
+    assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_that_fits == 1
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
     assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
+from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,5 +62,17 @@ def test_each_task_has_its_metrics_in_python_and_from_its_path(root, tmp_path, m
     assert set(scores) == {"pearson", "spearman"} and scores["spearman"] == pytest.approx(1.0)
     used = {name for task in TASKS.values() for name in task.metrics}
     assert used == set(glue_metric.FUNCTIONS) and len(TASKS) == 9
+    assert {name: task.metrics for name, task in TASKS.items()} == glue_metric.GLUE_METRICS
     with pytest.raises(KeyError, match="no task of GLUE"):
         glue_metric.Glue("glue")
+
+
+def test_it_loads_from_its_path_where_the_repository_cannot_be_imported(root, tmp_path):
+    path = root / "roberta_recipe/tasks/glue_metric.py"
+    script = f"""
+import evaluate, importlib.util
+assert importlib.util.find_spec("roberta_recipe") is None
+print(evaluate.load({str(path)!r}, "cola", cache_dir="c").compute(predictions=[0, 1], references=[0, 1]))
+"""
+    done = run_python("-I", "-c", script, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "home")})
+    assert done.returncode == 0 and "'matthews_correlation': 1.0" in done.stdout, done.stderr

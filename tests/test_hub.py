@@ -370,7 +370,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
         **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc"},
         **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
     }
-    shown = cards.fine_tuned("me/sense", CONFIG, record, summary, has_classifier=False)
+    shown = cards.fine_tuned("me/sense", CONFIG, record, summary)
     (result,) = shown.data.to_dict()["model-index"][0]["results"]
     assert result["task"] == {"type": "text-classification"}
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
@@ -382,7 +382,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     assert names == ["", "---", "max_seq_length", "seed", "learning_rate", "temperature"]
 
     of_hub = {**record, "dataset": {**record["dataset"], "hub_id": "me/sense", "hub_config": "all", "note": ""}}
-    alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None, has_classifier=False)  # a run without a summary
+    alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None)  # a run without a summary
     assert "on Same sense? ([me/sense](https://huggingface.co/datasets/me/sense)) by the protocol" in alone.text
     (result,) = alone.data.to_dict()["model-index"][0]["results"]
     assert (result["dataset"]["type"], result["dataset"]["config"]) == ("me/sense", "all")

@@ -1,5 +1,6 @@
 """The seam for further objectives: the library carries columns and losses that it does not know."""
 
+import functools
 import itertools
 import json
 
@@ -7,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_documents, run_python, write_parquet
-from toy_objective import ToyModel, halves
+from toy_objective import ToyArguments, ToyModel, halves
 from transformers import TrainerCallback
 
+import train_mlm
 from roberta_recipe.data import packing, token_cache
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import MlmCollator, fixed_masks
 from roberta_recipe.data.stream import TextReader, TrainBlocks
+from roberta_recipe.errors import InputError
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.pretraining import build_model
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
 
@@ -150,51 +154,72 @@ def test_the_gradient_of_both_means_is_the_same_in_any_layout(reader, toy_config
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
     # the learning rate is 0, and the toy's targets are the same in training and evaluation
     assert metrics["eval_toy_loss"] == pytest.approx(losses["toy"], rel=1e-5)
-    assert metrics["eval_loss"] == pytest.approx(metrics["eval_mlm_loss"] + metrics["eval_toy_loss"], rel=1e-6)
-    assert metrics["eval_bits"] == pytest.approx(metrics["eval_mlm_loss"] / np.log(2))
+    assert metrics["eval_bits"] == pytest.approx(metrics["eval_loss"] / np.log(2))  # the masked-LM loss alone
 
 
 KEYS = ("loss", "mlm_loss", "toy_loss", "grad_norm", "digest")
 
 
-def run_toy(root, preset, folder, *argv, launch_file=None):
-    """Run the toy script by its command line; returns (log lines of training, run record)."""
-    script, launcher = root / "tests" / "toy_objective.py", []
-    if launch_file:
-        path = root / "ds_configs" / "accelerate" / f"{launch_file}.yaml"
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
-        launcher += ["--main_process_port", "0"]
-    flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", "4", *argv]
-    done = run_python(*launcher, script, *flags, cwd=root)
-    assert done.returncode == 0, done.stderr
+def losses_of(folder):
+    """(log lines of training, run record) of a run that saved step 4."""
     log = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     record = json.loads((folder / "run_record.json").read_text())
     return [{key: line[key] for key in KEYS} for line in log if "loss" in line], record
 
 
 @pytest.fixture
-def toy_preset(preset, toy_config, tmp_path):
+def train_toy(preset, toy_config, tmp_path, monkeypatch):
+    """train_mlm.py with the toy's objective, in this process."""
     toy_config.to_json_file(tmp_path / "config.json")
-    return preset
+    monkeypatch.setitem(packing.PACKERS, "halves", halves)
+    monkeypatch.setattr(train_mlm, "MlmArguments", ToyArguments)
+    monkeypatch.setattr(train_mlm, "build_model", functools.partial(build_model, cls=ToyModel))
+
+    def train(folder, *argv):
+        flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", 4, *argv]
+        train_mlm.main(list(map(str, flags)))
+        return losses_of(folder)
+
+    return train
 
 
-def test_two_processes_and_zero_give_the_losses_of_one_process(root, toy_preset, tmp_path):
-    single, record = run_toy(root, toy_preset, tmp_path / "single")
-    assert len(single) == 4 and {"eval_mlm_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
-    for launch_file in ("two_cpus", "zero2", "zero3"):
-        small = ["--per_device_train_batch_size", "2"]
-        lines, other = run_toy(root, toy_preset, tmp_path / launch_file, *small, launch_file=launch_file)
-        for line, wanted in zip(lines, single, strict=True):
+def test_two_processes_and_zero_give_the_losses_of_one_process(root, preset, train_toy, tmp_path):
+    alone, record = train_toy(tmp_path / "alone")
+    assert len(alone) == 4 and {"eval_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
+    for launch_file in ("two_cpus", "zero3"):
+        folder = tmp_path / launch_file
+        done = run_python(
+            *["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"],
+            *["--num_processes", "2", "--main_process_port", "0", "tests/toy_objective.py", "--config", preset],
+            *["--output_dir", folder, "--save_strategy", "steps", "--save_steps", "4"],
+            *["--per_device_train_batch_size", "2"],
+            cwd=root,
+        )
+        assert done.returncode == 0, done.stderr
+        lines, other = losses_of(folder)
+        for line, wanted in zip(lines, alone, strict=True):
             assert line.pop("digest") == wanted["digest"]
             assert line == pytest.approx({key: wanted[key] for key in line}, rel=1e-4), launch_file
-        for name in ("eval_mlm_loss", "eval_toy_loss"):
+        for name in ("eval_loss", "eval_toy_loss"):
             assert other["metrics"][name] == pytest.approx(record["metrics"][name], rel=1e-4), launch_file
 
 
-def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(root, toy_preset, tmp_path):
-    lines = ["--logging_steps", "4"]
-    whole, _ = run_toy(root, toy_preset, tmp_path / "whole", *lines)
-    run_toy(root, toy_preset, tmp_path / "begun", *lines, "--save_steps", "2")
+def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(train_toy, tmp_path):
+    lines = ["--logging_steps", 4]
+    whole, _ = train_toy(tmp_path / "whole", *lines)
+    train_toy(tmp_path / "begun", *lines, "--save_steps", 2)
     start = ["--resume_from_checkpoint", tmp_path / "begun" / "checkpoint-2"]
-    resumed, _ = run_toy(root, toy_preset, tmp_path / "resumed", *lines, *start)
+    resumed, _ = train_toy(tmp_path / "resumed", *lines, *start)
     assert resumed == whole and len(whole) == 1
+
+
+def test_the_search_for_a_micro_batch_runs_all_objectives(train_toy, tmp_path):
+    lines, _ = train_toy(tmp_path / "run", "--auto_find_batch_size")
+    assert lines == train_toy(tmp_path / "again")[0]
+
+
+def test_a_checkpoint_of_other_objectives_is_another_run(preset, train_toy, tmp_path, monkeypatch):
+    train_toy(tmp_path / "run")
+    monkeypatch.setattr(ToyModel, "objectives", {"mlm": "labels"})
+    with pytest.raises(InputError, match=r"objectives was \['mlm', 'toy'\], is \['mlm'\]"):
+        train_toy(tmp_path / "other", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-4")

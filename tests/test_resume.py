@@ -225,7 +225,7 @@ from roberta_recipe.errors import exit_on_error
 def limited(function):
     def within(*args, **kwargs):
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (size + 400_000_000, resource.RLIM_INFINITY))
         try:
             return function(*args, **kwargs)
         finally:

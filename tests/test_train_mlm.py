@@ -374,7 +374,7 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     assert done.stderr.splitlines()[-1] == (
         f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (byte 0xe9); convert it, e.g. with "
         "iconv -t UTF-8 (row 3500); fix or remove it, or pass over what cannot be read with `on_bad_shard: skip` in a "
-        "corpus preset"
+        "corpus preset of these files"
     )
 
 
@@ -400,7 +400,7 @@ def test_batch_arithmetic():
         InputError, match=r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; .*8160 or 8256"
     ):
         batch.accumulation_steps(8192, 32, 3)
-    with pytest.raises(InputError, match=r"the nearest that is: 64,"):
+    with pytest.raises(InputError, match=r"the nearest divisible sizes are 64,"):
         batch.accumulation_steps(8, 64, 1)
 
 

@@ -88,7 +88,7 @@ def read_corpus(path: str | Path) -> Corpus:
     where = [f"{path}, source {entry.get('name', number)}" for number, entry in enumerate(sources, 1)]
     checked = [check_mapping(entry, [Source], name) for entry, name in zip(sources, where, strict=True)]
     if unnamed := [name for entry, name in zip(checked, where, strict=True) if "name" not in entry]:
-        raise InputError(f"{unnamed[0]} has no name; give it one with `name:`")
+        raise InputError(f"{unnamed[0]} has no name; name it with `name:`")
     settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files"))
     return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
 
@@ -164,12 +164,12 @@ def _local_paths(path: Path) -> list[str]:
 
 
 def _remote_paths(name: str, pattern: str) -> list[str]:
-    """The same of a URL (s3://, gs://, https://, ...). Raises `InputError`."""
+    """The paths below a URL (s3://, gs://, https://, ...). Raises `InputError`."""
     try:
         system, path = fsspec.core.url_to_fs(pattern)
         paths = system.find(path) if system.isdir(path) else system.glob(path) if "*" in path else [path]
         return [system.unstrip_protocol(p) for p in paths if system.exists(p)]
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each file system has its own exceptions
         raise InputError(f"source {name!r}: cannot list {pattern!r}: {type(error).__name__}: {error}") from None
 
 

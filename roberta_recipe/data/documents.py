@@ -5,7 +5,6 @@ import glob
 import hashlib
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ import pyarrow.parquet as pq
 from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source
 from roberta_recipe.data.order import file_order, interleave
 from roberta_recipe.errors import InputError, first_line
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _CHECKED_BYTES = 4 << 20  # of each file
@@ -52,7 +50,7 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
             return
         except InputError:
             raise
-        except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own
+        except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own exceptions
             passing = "://" in path or (isinstance(error, OSError) and error.errno not in (None, errno.ENOENT))
             delay_s = next(delays, None) if passing else None
             if delay_s is None:
@@ -96,7 +94,7 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[s
 def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
     return BadShard(
         f"source {source.name!r}: cannot read {path}: {reason} (row {row}); fix or remove it, or pass over what "
-        "cannot be read with `on_bad_shard: skip` in a corpus preset"
+        "cannot be read with `on_bad_shard: skip` in a corpus preset of these files"
     )
 
 
@@ -157,11 +155,11 @@ class Row(NamedTuple):
     """A row of a file that holds a document, and what was passed over between the last such row and this row."""
 
     number: int
-    text: str | None  # None behind the last row of the file
+    text: str | None  # None after the last row of the file
     empty: int = 0  # documents without text
     held_out: int = 0  # documents of validation, passed over in training
     bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
-    lost_rows: int = 0  # rows behind the break, as far as the file still tells
+    lost_rows: int = 0  # rows after the break, as far as the file still tells
 
 
 def file_rows(

@@ -1,4 +1,4 @@
-"""Dynamic masking (paper, section 4.1): which positions are predicted, and what stands there instead.
+"""Dynamic masking (paper, section 4.1): which positions are predicted, and which token replaces them.
 
 A block's mask is a function of (seed, epoch, block id) alone, drawn from a counter-based generator: it is the same
 for any number of workers, micro-batch and restart, and another mask in every epoch.

@@ -7,7 +7,7 @@ shuffled within windows.
 
 One rule mixes sources by share: an item of a source is due when the cost of the source's earlier items, divided by its
 share, is reached; items come in the order of these times (ties: the first source). `interleave` applies it to streams
-of any length, `mixture` at any position of endless ones.
+of any length, `mixture` at any position of endless streams.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np
     taken -= (taken > 0) & ((taken - 1) / rate >= time)
     taken += taken / rate < time
     missing = start - int(taken.sum())
-    # in a stretch of time a source has at least its share less one: n blocks take at most n + len(shares) of time
+    # in a stretch of time a source has at least its share minus one block: n blocks take at most n + len(shares) of time
     lengths = np.ceil((missing + count + len(shares)) * rate).astype(np.int64) + 2
     sources = np.repeat(np.arange(len(shares)), lengths)
     indices = np.concatenate([np.arange(n) for n in lengths]) + taken[sources]
@@ -81,7 +81,7 @@ def interleave(
 
 
 def random_order(seed: int, purpose: int, key: tuple[int, ...], count: int) -> np.ndarray:
-    """A permutation of `count` things, drawn from (seed, purpose, key): (count,) int64."""
+    """A permutation of `count` items, drawn from (seed, purpose, key): (count,) int64."""
     sequence = np.random.SeedSequence([seed, purpose, *key, len(key)])
     return np.random.Generator(np.random.Philox(sequence)).permutation(count)
 

@@ -23,7 +23,7 @@ class PackState:
     """Where a packer stands. Token counts are of the text: `<s>` and `</s>` are not among them."""
 
     open: list[int] = field(default_factory=list)  # the block being filled; empty before its <s>
-    documents: int = 0  # documents wholly taken; the next one is in progress
+    documents: int = 0  # documents wholly taken; the next document is in progress
     empty_documents: int = 0  # of these, the documents without a sentence
     item: int = 0  # sentences (and document boundaries) of the document in progress already taken
     token: int = 0  # tokens of the sentence in progress already taken, where it is split
@@ -31,6 +31,7 @@ class PackState:
     split_sentences: int = 0  # longer than a block, so cut into several
     tokens: int = 0
     blocks: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)  # what another format has to remember, as JSON can hold it
 
 
 def full_sentences(
@@ -44,7 +45,7 @@ def full_sentences(
     longer than a block is split into blocks of its own and counted; fairseq makes a block of it that is too long, which
     a size filter may drop.
     """
-    room = max_seq_length - 1  # behind <s>
+    room = max_seq_length - 1  # after <s>
     state.open = state.open or [bos_id]
     for sentences in documents:
         boundary = [[eos_id]] if sentences and state.documents > state.empty_documents else []
@@ -101,7 +102,7 @@ PACKERS = {"full_sentences": full_sentences, "contiguous": contiguous}
 
 
 def _close(state: PackState, bos_id: int) -> Columns:
-    """The open block, finished; a new block is opened behind it."""
+    """Finish the open block and open the next block."""
     block, state.open = state.open, [bos_id]
     state.blocks += 1
     return {"input_ids": block}

@@ -6,8 +6,8 @@ proportion to size would hand a corpus of books a thousand times its share). `to
 same order from disk.
 """
 
+import copy
 import itertools
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +35,7 @@ from roberta_recipe.data.order import (
 from roberta_recipe.data.packing import PACKERS, Columns, PackState
 from roberta_recipe.data.tokenization import corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 COUNTS = (
     "passes",
@@ -66,12 +65,12 @@ class SourceState:
     epoch: int = 0  # pass
     block: int = 0  # blocks of this pass already made
     file: int = 0  # files of this pass already done
-    row: int = 0  # of the file: the document in progress; -1 behind the last
+    row: int = 0  # of the file: the document in progress; -1 after the last document
     pack: PackState = field(default_factory=PackState)  # of the file
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # as in COUNTS, without this file's `pack`
 
     def copy(self) -> "SourceState":
-        pack = replace(self.pack, open=[*self.pack.open])
+        pack = replace(self.pack, open=[*self.pack.open], extra=copy.deepcopy(self.pack.extra))
         return replace(self, pack=pack, counts=[*self.counts])
 
     def count(self, name: str, number: int) -> None:
@@ -231,7 +230,7 @@ class TextReader:
         }
 
     def passes(self, positions: int) -> dict[str, int]:
-        """How often each source has been read to its end; `positions` says nothing that is not counted."""
+        """How often each source has been read to its end; `positions` is not needed: passes are counted."""
         return {name: counts["passes"] for name, counts in self.count_table().items()}
 
     def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
@@ -245,7 +244,7 @@ class TrainBlocks(torch.utils.data.IterableDataset):
 
     `reader` is a `TextReader` or a `TokenCache`. With `limit`, the first so many blocks only, again and again in a new
     order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked worker hangs if its parent
-    has done so before (TOKENIZERS_PARALLELISM=false keeps the parent from it).
+    has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
     """
 
     def __init__(
@@ -326,5 +325,5 @@ def _tokenize(
 
 
 def _sentences(text: str, input_format: str, language: str) -> list[str]:
-    """What of a document is tokenized by itself."""
+    """The pieces of a document that are tokenized separately."""
     return [text] if input_format == "contiguous" else split_sentences(text, language)

@@ -1,8 +1,9 @@
 """A corpus tokenized and packed once, and read many times: 160 GB for 500K steps of 8K is some 60 passes (Table 9).
 
-    <folder>/fingerprint.json                       made from what; another tokenizer, format or length is refused
+    <folder>/fingerprint.json                       what the cache was made from; another tokenizer, format or length
+                                                    is refused
     <folder>/<source>/{train,validation}-<n>.arrow  the blocks of file n of the source, memory-mapped: 2 bytes a token
-    <folder>/<source>/{train,validation}-<n>.json   written behind it: its counts, size and SHA-256
+    <folder>/<source>/{train,validation}-<n>.json   written after it: its counts, size and SHA-256
     <folder>/manifest.json                          all of these; the cache is complete
 
 Files are packed independently, each by one process, so that an interrupted build is resumed and a build spreads over
@@ -10,7 +11,6 @@ processes and machines; two processes that make the same shard make the same byt
 """
 
 import itertools
-import logging
 import multiprocessing
 import os
 import time
@@ -40,8 +40,7 @@ from roberta_recipe.data.packing import Columns
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError, RunError
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 FINGERPRINT = "fingerprint.json"
 _ROWS_PER_BATCH = 1024  # blocks: about 1 MB
@@ -89,7 +88,7 @@ class TokenCache:
         return np.array([shard["counts"]["blocks"] for shard in shards], dtype=np.int64)
 
     def blocks(self, batches: Iterable[range], start: int = 0, states: list[dict] | None = None) -> Iterator[Block]:
-        """The blocks at the positions of `batches`; `start` and `states` say nothing that a cache needs to know."""
+        """The blocks at the positions of `batches`; a cache ignores `start` and `states`."""
         for batch in batches:
             for source, index in zip(*mixture(self.corpus.shares, batch.start, len(batch)), strict=True):
                 yield self._block(int(source), int(index))
@@ -174,7 +173,7 @@ def shard_path(corpus: Corpus, shard: Shard) -> str:
 
 
 def shards_of(corpus: Corpus) -> list[Shard]:
-    """All shards: of each file of a source one for training, and of each file with held-out text one for validation."""
+    """All shards: a training shard for each file, a validation shard for each file with held-out text."""
     found = []
     for number, source in enumerate(corpus.sources):
         for split in ("train", "validation"):
@@ -235,8 +234,8 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started_s) / 1e6:.2f} M tokens/s")
     except BrokenProcessPool:
         raise RunError(
-            f"a packing process died, perhaps for want of memory; lower num_proc={num_proc} and start again: the "
-            "finished shards are kept"
+            f"a packing process died, perhaps for want of memory: pack with fewer than {num_proc} processes first "
+            "(python -m roberta_recipe.tools.pack --num_proc N); the finished shards are kept"
         ) from None
     except OSError as error:
         raise RunError(
@@ -310,7 +309,7 @@ def _held_out_rows(rows: list[Row]) -> Iterator[Row]:
 
 
 def _write_shard(path: Path, shard: Shard, reader: TextReader, blocks: Iterator[Columns], state: SourceState) -> None:
-    """An Arrow file of `blocks`, and behind it what it holds; each whole or absent."""
+    """Write `blocks` as an Arrow file, then a JSON file with its counts; each whole or absent."""
     path.parent.mkdir(exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     batches = iter(lambda: list(itertools.islice(blocks, _ROWS_PER_BATCH)), [])

@@ -50,7 +50,7 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
             ) from None
     if missing := [name for name in needed if getattr(tokenizer, name) is None]:
         raise InputError(
-            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and {', '.join(needed)} must be there"
+            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"
         )
     return tokenizer
 

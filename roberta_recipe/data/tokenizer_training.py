@@ -22,7 +22,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # <mask> comes last, behind the merges
+        vocab_size=vocab_size - 1,  # <mask> comes last, after the merges
         min_frequency=2,
         special_tokens=LEADING_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

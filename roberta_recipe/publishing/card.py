@@ -37,10 +37,6 @@ _SHAPE = {
     "vocab_size": "vocabulary",
     "max_position_embeddings": "position embeddings",
 }
-_CLASSIFIER = (
-    "\n\nWhether a question has an answer is said by a classifier of its own, in `answerability.safetensors` (dense, "
-    "tanh, one logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
-)
 
 
 def pretrained(
@@ -51,8 +47,8 @@ def pretrained(
     revision: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it; `metadata`
-    goes into the head of the card as it is."""
+    """The card of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it;
+    `metadata` goes into the head of the card as it is."""
     args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
     metadata |= _base_model(args)
     start = f", continued from `{args['model_name_or_path']}`" if args.get("model_name_or_path") else ""
@@ -91,12 +87,11 @@ def fine_tuned(
     config: dict[str, Any],
     record: FinetuneRecord,
     summary: Summary | None,
-    has_classifier: bool,
     revision: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by itself);
-    `has_classifier`: an answerability classifier lies beside the weights."""
+    """The card of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by
+    itself)."""
     args, dataset = record["resolved_args"], record["dataset"]
     summary = summary or _alone(record)
     scores = picked_setting(summary)
@@ -105,12 +100,13 @@ def fine_tuned(
     hub_id = dataset["hub_id"]
     data = dataset["name"] + (f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if hub_id else "")
     data += f", {dataset['note']}," if dataset["note"] else ""
+    loading_note = dataset.get("loading_note")
     metadata |= _base_model(args)
     sections = [
         f"# {repo.split('/')[-1]}",
         f"{from_what} fine-tuned on {data} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
         f"{record['examples']['train']:,} training examples as the model sees them.",
-        _loading(repo, config, revision) + (_CLASSIFIER if has_classifier else ""),
+        _loading(repo, config, revision) + (f"\n\n{loading_note}" if loading_note else ""),
         _architecture(config, record),
         _training(record),
         "## Evaluation\n\n" + _score_table([summary]) + f"\n\nEach run's {summary['metric']}: {seeds}. The weights are "
@@ -126,7 +122,7 @@ def fine_tuned(
 
 
 def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None) -> ModelCard:
-    """Of a run that is still training."""
+    """The card of a run that is still training."""
     sections = [
         f"# {repo.split('/')[-1]}",
         f"**In training: step {step:,} of {max_steps:,}.** Nothing is measured yet; preset.yaml says what it is.",
@@ -136,7 +132,7 @@ def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, re
 
 
 def announced(repo: str) -> ModelCard:
-    """Of a run that begins."""
+    """The card of a run that begins."""
     return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
 
 

@@ -47,16 +47,16 @@ from roberta_recipe.record import (
     picked_setting,
     read_record,
 )
-from roberta_recipe.tasks import answerability
 
 RETRY_AFTER_S = (2, 8, 30)  # on top of the Hub client's own patience with large files
 _PATIENCE = (408, 429, 500, 502, 503, 504)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
 _OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME)
-_MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # by its form for a new repository
+_MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's form for a new repository
 _ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
+_ADVICE = "push it with that version"
 _MARK = "recipe_run"  # key in the card's head: which run a repository holds
 
 Result = TypeVar("Result")
@@ -71,7 +71,7 @@ class Publisher:
     revision: str | None = None
     clean: bool = False  # the next commit deletes the files that it does not bring
     strategy: HubStrategy = HubStrategy.END
-    always: bool = False  # wait for a push under way, and then push; else leave it out
+    always: bool = False  # if True and a push is under way, wait for it, then push; if False, skip
     _pending: threading.Thread | None = None
 
     def push(self, folder: Path, message: str, results: Sequence[Path] = (), **metadata: Any) -> None:
@@ -103,7 +103,7 @@ class Publisher:
         return self._pending is not None and self._pending.is_alive()
 
     def _start(self, files: dict[str, Path], shown: ModelCard, message: str, aside: Path) -> None:
-        """Push in a thread, one push at a time. A push that fails is said in the log, and ends nothing. The files are
+        """Push in a thread, one push at a time. A push that fails is logged, and ends nothing. The files are
         linked `aside`, as training may delete them meanwhile; the thread does not keep the process alive."""
         if self.strategy == HubStrategy.END:
             return
@@ -171,7 +171,7 @@ def publisher(training_args: TrainingArguments) -> Publisher | None:
     if not training_args.push_to_hub or training_args.process_index:
         return None
     output_dir = Path(training_args.output_dir)
-    for left in output_dir.glob(f"{_ASIDE}*"):  # by a run that was killed while it pushed
+    for left in output_dir.glob(f"{_ASIDE}*"):  # left by a run that was killed while it pushed
         shutil.rmtree(left, ignore_errors=True)
     name, revision = training_args.hub_model_id or output_dir.resolve().name, training_args.hub_revision
     mark = mark_of(output_dir)
@@ -207,11 +207,11 @@ def open_repo(
 
     def make() -> bool:
         try:
-            there = api.repo_info(repo)
+            info = api.repo_info(repo)
         except RepositoryNotFoundError:
             api.create_repo(repo, private=private, exist_ok=True)
-            there = api.repo_info(repo)
-        if private and not there.private:
+            info = api.repo_info(repo)
+        if private and not info.private:
             raise InputError(f"{repo} is there already, and public: leave private out, or name another repository")
         api.auth_check(repo, write=True)
         try:
@@ -293,7 +293,7 @@ def _refusal(status: int, said: str, repo: str) -> str:
 
 
 def _linked(files: dict[str, Path], aside: Path) -> dict[str, Path]:
-    """The same files under `aside`, as hard links or, where there are none, copies."""
+    """The same files under `aside`, as hard links or, where the file system has no hard links, copies."""
     shutil.rmtree(aside, ignore_errors=True)
     linked = {name: aside / name for name in files}
     for name, path in files.items():
@@ -314,7 +314,7 @@ def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | Finetun
     """
     summary, of_run = None, folder
     if (folder / SUMMARY_NAME).is_file():
-        summary = read_record(folder / SUMMARY_NAME)
+        summary = read_record(folder / SUMMARY_NAME, ("settings", "picked", "shown_args"), _ADVICE)
         of_run = folder / Path(picked_setting(summary)["best_run"]).name
     weights = of_run / BEST_NAME if (of_run / BEST_NAME).is_dir() else of_run
     if not (of_run / RECORD_NAME).is_file() or not (weights / "model.safetensors").is_file():
@@ -326,7 +326,7 @@ def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | Finetun
     files |= {name: of_run / name for name in _OF_RUN if (of_run / name).is_file()}
     if summary:
         files |= {name: folder / name for name in (SUMMARY_NAME, CURVE_NAME) if (folder / name).is_file()}
-    return files, read_record(of_run / RECORD_NAME), summary
+    return files, read_record(of_run / RECORD_NAME, ("resolved_args", "shown_args"), _ADVICE), summary
 
 
 def contents(
@@ -337,8 +337,8 @@ def contents(
     files, record, summary = files_of(folder)
     config = durable.read_json(files["config.json"])
     if "task" in record:
-        return files, card.fine_tuned(repo, config, record, summary, answerability.FILE in files, **metadata)
+        return files, card.fine_tuned(repo, config, record, summary, **metadata)
     if missing := [path for path in results if not (path / SUMMARY_NAME).is_file()]:
         raise InputError(f"{missing[0]} has no {SUMMARY_NAME}: name the folder of a finished fine-tuning")
-    summaries = [read_record(path / SUMMARY_NAME) for path in results]
+    summaries = [read_record(path / SUMMARY_NAME, ("settings", "dataset"), _ADVICE) for path in results]
     return files, card.pretrained(repo, config, record, summaries, **metadata)

@@ -14,7 +14,7 @@ from roberta_recipe.record import FinetuneRecord, PretrainingRecord, Summary
 
 
 class LedgerEntry(Summary):
-    """A fine-tuning in the ledger (`results/`): its picked setting alone, and the runs of it."""
+    """A fine-tuning in the ledger (`results/`): only its picked setting, and the runs of that setting."""
 
     runs: list[FinetuneRecord]  # shortened
 

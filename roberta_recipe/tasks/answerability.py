@@ -5,7 +5,6 @@ The model is the stock question-answering class with a further module. It saves 
 """
 
 import functools
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +17,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from transformers.utils import cached_file
 
 from roberta_recipe.errors import InputError
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 FILE = "answerability.safetensors"
 _PREFIX = "answerability."  # of the classifier's weights in the model's state
@@ -27,7 +25,8 @@ _PREFIX = "answerability."  # of the classifier's weights in the model's state
 
 @dataclass
 class JointOutput(QuestionAnsweringModelOutput):
-    """With the classifier's logit, in a field because data parallelism takes outputs apart by their fields."""
+    """The stock output with the classifier's logit, in a field because data parallelism takes outputs apart by their
+    fields."""
 
     answerable: torch.Tensor | None = None  # (batch,)
 
@@ -51,7 +50,7 @@ class Answerability(torch.nn.Module):
 
 
 class WithAnswerability:
-    """Put before a stock question-answering class (`joint_class`): the same model with the classifier."""
+    """A mixin before a stock question-answering class (`joint_class`): the same model with the classifier."""
 
     _keys_to_ignore_on_load_missing: ClassVar = [rf"^{_PREFIX}"]  # they are in `FILE`
 
@@ -60,7 +59,8 @@ class WithAnswerability:
         self.answerability = Answerability(config)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """As the stock class, but for the classifier, which draws its weights in its constructor, after the others."""
+        """Initialise as the stock class does, except the classifier, which draws its weights in its constructor, after
+        the others."""
         own = self.answerability.modules() if hasattr(self, "answerability") else ()
         if module not in own:
             super()._init_weights(module)
@@ -85,8 +85,8 @@ class WithAnswerability:
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *args, fresh_classifier: bool = False, **kwargs) -> Any:
-        """As the stock class, with the classifier's weights from `FILE` beside the checkpoint, or fresh. Raises
-        `InputError` where `FILE` is missing, damaged or of another size."""
+        """Load as the stock class does, with the classifier's weights from `FILE` beside the checkpoint, or fresh.
+        Raises `InputError` where `FILE` is missing, damaged or of another size."""
         loaded = super().from_pretrained(name, *args, **kwargs)
         model = loaded[0] if kwargs.get("output_loading_info") else loaded
         # the loader made the classifier without drawing its weights (`_init_weights`)

@@ -8,6 +8,7 @@ import numpy as np
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import read_text
 from roberta_recipe.record import DatasetCard
+from roberta_recipe.tasks.glue_metric import GLUE_METRICS
 from roberta_recipe.tasks.protocol import load_from_hub, name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
@@ -28,7 +29,7 @@ class Task:
 
     folder: str  # of the official archive
     columns: tuple[str, ...]  # of the TSV: one text or two
-    hub_columns: tuple[str, ...] = ()  # of the Hub's table; empty for a task that is not there
+    hub_columns: tuple[str, ...] = ()  # of the Hub's table; empty for a task that is not on the Hub
     splits: dict[str, tuple[str, int | None]] = field(default_factory=tsv_splits)  # name on the Hub -> (file, rows)
     label_column: str = "label"
     labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: a score from 0 to 5
@@ -54,7 +55,7 @@ _MNLI_LABELS = ("entailment", "neutral", "contradiction")
 TASKS = {
     "cola": Task(
         "CoLA", ("sentence",), ("sentence",), tsv_splits(8551, 1043, 1063), labels=("0", "1"),
-        metrics=("matthews_correlation",),
+        metrics=GLUE_METRICS["cola"],
         headers=dict.fromkeys(("train", "validation"), ("source", "label", "original", "sentence")),
         submission={"test": "CoLA.tsv"},
     ),
@@ -64,15 +65,15 @@ TASKS = {
     ),
     "mrpc": Task(
         "MRPC", ("#1 String", "#2 String"), _PAIR, tsv_splits(3668, 408, 1725), "Quality", ("0", "1"),
-        metrics=("accuracy", "f1"), submission={"test": "MRPC.tsv"},
+        metrics=GLUE_METRICS["mrpc"], submission={"test": "MRPC.tsv"},
     ),
     "stsb": Task(
-        "STS-B", _PAIR, _PAIR, tsv_splits(5749, 1500, 1379), "score", metrics=("pearson", "spearman"),
+        "STS-B", _PAIR, _PAIR, tsv_splits(5749, 1500, 1379), "score", metrics=GLUE_METRICS["stsb"],
         submission={"test": "STS-B.tsv"},
     ),
     "qqp": Task(
         "QQP", ("question1", "question2"), ("question1", "question2"), tsv_splits(363846, 40430, 390965),
-        "is_duplicate", ("0", "1"), metrics=("accuracy", "f1"), submission={"test": "QQP.tsv"}, skip_broken=True,
+        "is_duplicate", ("0", "1"), metrics=GLUE_METRICS["qqp"], submission={"test": "QQP.tsv"}, skip_broken=True,
     ),
     "mnli": Task(
         "MNLI", _PAIR, ("premise", "hypothesis"),

@@ -116,7 +116,7 @@ class Job:
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # fingerprints of what the script read (`inputs_fingerprint`)
-    test_rows: str = ""  # fingerprint of the tests' rows: scores of other rows are not taken for theirs
+    test_rows: str = ""  # fingerprint of the tests' rows, so that stored scores of other rows are not used
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Run:
     output_dir: Path
 
     @property
-    def setting(self) -> tuple[float, int]:
+    def rate_and_batch(self) -> tuple[float, int]:
         return self.learning_rate, self.batch
 
 
@@ -202,8 +202,8 @@ def run_all(
 ) -> list[FinetuneRecord]:
     """The record of each run, from the disk where the run is finished; `read` is the script's reader of arguments.
 
-    Of each setting, the weights of the best run so far stay, or as `keep` says. `after_run` gets that run's folder and
-    a message behind each run that was trained now, but for the last run, and where there is one setting only.
+    Of each setting, the weights of the best run so far stay, or as `keep` says. With a single setting, `after_run` is
+    called with the best run's folder and a message after each newly trained run except the last.
     """
     records = []
     for run in runs:
@@ -213,10 +213,11 @@ def run_all(
         was_finished = (run.output_dir / RECORD_NAME).is_file()
         records.append(finetune(run, job, args, training_args, resolved))
         if args.keep == "best" and training_args.process_index == 0:
-            same = [number for number in range(len(records)) if runs[number].setting == run.setting]
+            same = [number for number in range(len(records)) if runs[number].rate_and_batch == run.rate_and_batch]
             runs_so_far, records_so_far = [runs[number] for number in same], [records[number] for number in same]
             drop_weights("best", runs_so_far, summarise(runs_so_far, records_so_far, job.metric))
-        if after_run and len(records) < len(runs) and len({run.setting for run in runs}) == 1 and not was_finished:
+        one_setting = len({run.rate_and_batch for run in runs}) == 1
+        if after_run and one_setting and len(records) < len(runs) and not was_finished:
             best = picked_setting(summarise(runs[: len(records)], records, job.metric))["best_run"]
             after_run(Path(best), f"Best of {len(records)} runs of {len(runs)}")
     return records
@@ -225,7 +226,7 @@ def run_all(
 def finetune(
     run: Run, job: Job, args: FinetuneArguments, training_args: FinetuneTrainingArguments, resolved: dict[str, Any]
 ) -> FinetuneRecord:
-    """The record of one run, from the disk where the run is finished."""
+    """Train and score a run, or read its record where it is finished; returns the record."""
     started_s = time.monotonic()
     at_most = training_args.per_device_train_batch_size
     training_args.per_device_train_batch_size = batch.largest_micro_batch(run.batch, at_most, training_args.world_size)
@@ -240,8 +241,7 @@ def finetune(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     set_seed(run.seed)
-    resumed_from = checkpoint.find(training_args)
-    resumed = resumed_from and checkpoint.load_state(resumed_from, fingerprint, checkpoint.layout(training_args))
+    resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     trainer = FinetuneTrainer(
         model=job.build_model(),
         args=training_args,
@@ -277,7 +277,7 @@ def finetune(
         if trainer.is_world_process_zero():
             write_preset(resolved, training_args.output_dir)
             write_record(record, training_args.output_dir)
-            for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs none
+            for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
     del trainer
     finetune_trainer.free_memory()
@@ -306,7 +306,7 @@ def name_on_split(metric: str, split: str) -> str:
 
 
 def test_scores(run: Run, job: Job) -> dict[str, np.ndarray] | None:
-    """A run's scores of the tests, by split; None where none are stored, or those of other rows."""
+    """A run's scores of the tests, by split; None where none are stored, or the stored scores are of other rows."""
     path = run.output_dir / TEST_SCORES
     stored = dict(np.load(path)) if path.is_file() else {}
     return stored if stored and str(stored.pop("rows", "")) == job.test_rows else None
@@ -379,11 +379,12 @@ def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
     path = run.output_dir / RECORD_NAME
     if not path.is_file():
         return None
-    record: FinetuneRecord = read_record(path)
+    advice = f"move {run.output_dir} away to have it run again"
+    record: FinetuneRecord = read_record(path, ("metrics", "fingerprint", "shown_args"), advice)
     if changed := durable.differences(record["fingerprint"], fingerprint):
         raise InputError(
             f"{run.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "
-            "or move this one away"
+            "or move this folder away"
         )
     return record
 
@@ -406,11 +407,11 @@ def drop_weights(keep: str, runs: list[Run], summary: Summary) -> None:
 
 
 def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
-    """The part of a `Summary` that scores give: median and spread over seeds of each setting, by `metric`; the setting
-    with the best median, and its best run."""
+    """The fields of a `Summary` that come from scores: median and spread over seeds of each setting, by `metric`; the
+    setting with the best median, and its best run."""
     by_setting: dict[tuple[float, int], list[tuple[float, Run, FinetuneRecord]]] = {}
     for run, record in zip(runs, records, strict=True):
-        by_setting.setdefault(run.setting, []).append((_at_least(record["metrics"][metric]), run, record))
+        by_setting.setdefault(run.rate_and_batch, []).append((_at_least(record["metrics"][metric]), run, record))
     rows: list[SettingScores] = []
     for (rate, size), scored in by_setting.items():
         values = [value for value, _, _ in scored]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, read_json
+from roberta_recipe.input_files import is_text, read_input_json
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 
@@ -70,7 +70,7 @@ def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Que
 
 
 def _of_file(path: Path, level: str) -> Iterator[Question]:
-    row = read_json(path)
+    row = read_input_json(path)
     try:
         article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
     except (KeyError, TypeError) as error:
@@ -211,7 +211,7 @@ class RaceCollator:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[int]]:
-    """The special tokens before, between and behind the two texts of a pair; and the token types of the first text, of
+    """The special tokens before, between and after the two texts of a pair; and the token types of the first text, of
     the tokens between, and of the second text."""
     pair = tokenizer("a", "b", return_token_type_ids=True)
     texts = pair.sequence_ids(0)  # by token: 0, 1, or None at special tokens

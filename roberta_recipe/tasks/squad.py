@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, read_json
+from roberta_recipe.input_files import is_text, read_input_json
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.training.finetune_trainer import compact
@@ -53,8 +53,17 @@ class Windows:
     questions_cut: int
 
 
-def dataset_card(version: str, own_files: bool) -> DatasetCard:
-    """What the model card says of the data of version "1.1" or "2.0"; `own_files` are not the dataset on the Hub."""
+# of a model with the answerability classifier, for its card
+_BESIDE = (
+    "A separate classifier says whether a question has an answer, in `answerability.safetensors` (dense, tanh, one "
+    "logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
+)
+
+
+def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -> DatasetCard:
+    """What the model card says of the data of version "1.1" or "2.0"; `own_files` are not the dataset on the Hub.
+    `with_classifier`: the model has the answerability classifier beside it."""
+    beside = {"loading_note": _BESIDE} if with_classifier else {}
     return {
         "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
         "hub_id": None if own_files else HUB_DATASETS[version == "2.0"],
@@ -63,13 +72,14 @@ def dataset_card(version: str, own_files: bool) -> DatasetCard:
         "task_type": "question-answering",
         "hub_metrics": {metric: metric for metric in _PUBLISHED[version]},
         "note": "",
+        **beside,
     }
 
 
 def read_file(path: Path, version_2: bool | None) -> list[Question]:
     """The questions of a file in the official JSON format, of either version where it is None. Raises `InputError` that
     names file and question."""
-    articles = read_json(path)
+    articles = read_input_json(path)
     form = f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers)"
     try:
         paragraphs = [paragraph for article in articles["data"] for paragraph in article["paragraphs"]]
@@ -364,7 +374,7 @@ def n_best(spans: Spans) -> list[dict[str, Any]]:
 def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
     """From a JSON file of a value for each question id: the `wanted` values, and the ids that are not wanted. Raises
     `InputError` for another content, or where an id is missing."""
-    values = read_json(path)
+    values = read_input_json(path)
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold a JSON object, question id to {what}")
     if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:

@@ -23,11 +23,11 @@ from roberta_recipe.input_files import parse_json, path_or_hub_id, read_text, re
 from roberta_recipe.log import logger
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 
-# Words that are written onto the word before them, and brackets that are written onto the word behind them.
+# Words that are written onto the word before them, and brackets that are written onto the word after them.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
 _JOINS_RIGHT = {"(", "[", "“"}
 _PRONOUN_EDGES = '.,;:!?"“”'
-_NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is a word behind its index
+_NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is a word after its index
 _ARTICLES = {"a", "an", "the"}
 
 
@@ -100,7 +100,7 @@ def _schema(line: str, where: str) -> Schema:
 
 
 def _pattern(span: str) -> re.Pattern:
-    """Finds `span` as whole words, whatever its case and spacing, behind punctuation or none."""
+    """Finds `span` as whole words, whatever its case and spacing, after punctuation or none."""
     words = r"\s*".join(map(re.escape, span.split()))
     return re.compile(rf"\W*(?<!\w)(?P<span>{words})(?!\w)", re.IGNORECASE)
 

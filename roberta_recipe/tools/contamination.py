@@ -89,7 +89,7 @@ class Index:
 
 def summarise(texts: Iterable[Text], length: int, sources: list[str]) -> dict[str, dict[str, Any]]:
     """By set: the number of texts, how many are too short for an n-gram, how many have an n-gram in the corpus (also by
-    source), how many have most of theirs there, and the worst examples."""
+    source), how many have most of their n-grams in the corpus, and the worst examples."""
     sets: dict[str, list[Text]] = {}
     for text in texts:
         sets.setdefault(text.of, []).append(text)
@@ -142,7 +142,7 @@ def table(summary: dict[str, dict[str, Any]], length: int) -> str:
 
 
 def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str | None) -> Iterator[Text]:
-    """Every sentence, context, question and passage of the sets that are there; answers and options are too short to
+    """Every sentence, context, question and passage of the sets that are found; answers and options are too short to
     count. Raises `InputError` where a set cannot be read."""
     if glue_dir:
         for name, task in {**glue.TASKS, "ax": glue.AX}.items():
@@ -187,7 +187,7 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", required=True, help="corpus preset")
-    parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files: the validation and test sets there")
+    parser.add_argument("--glue_dir", help="folder of GLUE's TSV files: its validation and test sets are used")
     parser.add_argument("--squad_file", nargs="*", default=[], help="files in SQuAD's JSON format")
     parser.add_argument("--race_dir", help="folder of RACE's official files, training set included")
     parser.add_argument("--ngram", type=int, default=13, help="words of an n-gram; shorter texts do not count")

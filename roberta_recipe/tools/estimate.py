@@ -95,7 +95,7 @@ def activation_bytes(config: RobertaConfig, tokens: int, kind: str, mask_bytes: 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the peak, by what takes them, and on the host for each process (what is offloaded)."""
+    """Bytes on one GPU at the peak, by use, and on the host for each process (what is offloaded)."""
 
     parameters: int
     gradients: int
@@ -272,7 +272,7 @@ class Estimate:
         return self.memory.total <= FITS * self.device.memory_bytes
 
     @property
-    def largest_micro_batch(self) -> int:
+    def largest_that_fits(self) -> int:
         """The largest power of two that fits and divides a process's share of the batch; 0 where not even 1 fits."""
         size, share = 0, self.micro_batch * self.accumulation
         while share % (more := 2 * size or 1) == 0 and replace(self, micro_batch=more).fits:
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> Estimate:
 
 def read_estimate(argv: list[str]) -> Estimate:
     """What the preset costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named."""
-    argv = [*argv, "--use_cpu", "true"]  # here is no GPU, and bf16 would be refused
+    argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_text(args)
     pretraining.check_model(args)
@@ -330,8 +330,8 @@ def read_estimate(argv: list[str]) -> Estimate:
 
 
 def table(estimate: Estimate) -> str:
-    """All of it as a table, a unit in every line."""
-    config, memory, device, largest = estimate.config, estimate.memory, estimate.device, estimate.largest_micro_batch
+    """The estimate as a table, a unit in every line."""
+    config, memory, device, largest = estimate.config, estimate.memory, estimate.device, estimate.largest_that_fits
     stage = f"ZeRO {estimate.zero.stage}" if estimate.zero.stage else "plain data parallelism"
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "total")
     epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown, as the size of the corpus is"

@@ -1,13 +1,16 @@
-"""Measure a checkpoint on the held-out text of a pretraining preset, and on each source of it; nothing is written.
+"""Measure a checkpoint on the held-out text of a pretraining preset, and on each source of it. Nothing is written but a
+token cache, where one is named that is not complete.
 
     python -m roberta_recipe.tools.evaluate --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
         --model_name_or_path FacebookAI/roberta-base --tokenizer_name FacebookAI/roberta-base
 
-With several GPUs, `accelerate launch -m roberta_recipe.tools.evaluate ...`. Blocks and masks are those of every run
-on this text, so the figures are those that `train_mlm.py` prints at its end.
+With several GPUs, `accelerate launch -m roberta_recipe.tools.evaluate ...`. The blocks and masks equal those of
+every run on this text, so the figures equal what `train_mlm.py` prints at its end.
 """
 
+import shutil
 import sys
+import tempfile
 
 from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.documents import check_sources
@@ -22,7 +25,8 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
     set_up_logging()
     environment.use_all_cores()
-    (args, training_args), _ = pretraining.read_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    argv = [*(sys.argv[1:] if argv is None else argv), "--report_to", "none"]
+    (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
     pretraining.check_text(args)
     pretraining.check_training(training_args)
     if not args.model_name_or_path:
@@ -35,6 +39,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)
+    training_args.output_dir = tempfile.mkdtemp()  # Trainer makes its folder
     trainer = MlmTrainer(
         model=model,
         args=training_args,
@@ -47,6 +52,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
     metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
+    shutil.rmtree(training_args.output_dir)
     if trainer.is_world_process_zero():
         pretraining.print_validation(metrics, masking.unigram_entropy(validation, collator), by_source)
     environment.leave_process_group()

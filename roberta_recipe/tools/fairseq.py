@@ -28,7 +28,7 @@ from transformers import (
 from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import path_or_hub_id, read_json, read_text
+from roberta_recipe.input_files import path_or_hub_id, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
 
 _BODY = "encoder.sentence_encoder."
@@ -103,8 +103,8 @@ def to_hugging_face(
     if head:
         config.num_labels = len(found["classifier.out_proj.weight"]) if "classifier.out_proj.weight" in found else 0
         if not config.num_labels:
-            there = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
-            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(there) or 'it has none'}")
+            heads = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
+            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(heads) or 'it has none'}")
         if head == "mnli":
             config.id2label = dict(enumerate(MNLI_LABELS))
             config.label2id = {label: number for number, label in config.id2label.items()}
@@ -173,8 +173,8 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
     names = {f"roberta.{theirs}": f"{_BODY}{ours}" for ours, theirs in _OUTSIDE.items()}
     for layer in range(model.config.num_hidden_layers):
-        there = f"roberta.encoder.layer.{layer}"
-        names |= {f"{there}.{theirs}": f"{_BODY}layers.{layer}.{ours}" for ours, theirs in _IN_LAYER.items()}
+        layer_name = f"roberta.encoder.layer.{layer}"
+        names |= {f"{layer_name}.{theirs}": f"{_BODY}layers.{layer}.{ours}" for ours, theirs in _IN_LAYER.items()}
     weights = {}
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")
@@ -205,7 +205,7 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
 def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrainedTokenizerBase:
     """Hugging Face's tokenizer from fairseq's files: a row of dict.txt is the number of a token in encoder.json
     (GPT-2's vocabulary), in the order of the embedding. Raises `InputError` for a row that is no token."""
-    tokens = {str(number): token for token, number in read_json(encoder_json).items()}
+    tokens = {str(number): token for token, number in read_input_json(encoder_json).items()}
     vocab = {token: number for number, token in enumerate(_SPECIAL)}
     for number, line in enumerate(read_text(dict_txt).splitlines(), 1):
         symbol = line.rsplit(" ", 1)[0]
@@ -253,7 +253,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     """The command `to_hf`."""
     files = (args.dict, args.encoder, args.bpe)
     if all(files) == bool(args.tokenizer_name) or any(files) != all(files):
-        raise InputError("name dict, encoder and bpe (fairseq's vocabulary), or tokenizer_name in their place")
+        raise InputError("name dict, encoder and bpe (fairseq's vocabulary) or, instead, tokenizer_name")
     if args.tokenizer_name:
         tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     else:

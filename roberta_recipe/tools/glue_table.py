@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
 def finished_tasks(folder: str, below: str) -> dict[str, str]:
     """The median of each task with a summary in `<folder>/<task>/<below>`. Raises `InputError` where there is none."""
     paths = {name: Path(folder, name, below, SUMMARY_NAME) for name in COLUMNS}
-    finished = {name: read_record(path) for name, path in paths.items() if path.is_file()}
+    needed, advice = ("settings", "picked"), "move its folder away to have it run again"
+    finished = {name: read_record(path, needed, advice) for name, path in paths.items() if path.is_file()}
     if not finished:
         where = Path("<task>", below, SUMMARY_NAME)
         raise InputError(f"folder={folder} holds no finished task ({where}): make glue TASK=rte makes one")

@@ -1,4 +1,4 @@
-"""Tokenize and pack a pretraining preset's corpus once, into its token cache, or fix what is damaged of it.
+"""Tokenize and pack a pretraining preset's corpus once, into its token cache, or repack its damaged shards.
 
     python -m roberta_recipe.tools.pack --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
     python -m roberta_recipe.tools.pack ... --machine 2/4       # the second of four machines, on one file system
@@ -31,7 +31,7 @@ class PackArguments:
 def main(argv: list[str] | None = None) -> bool:
     """Run the command line `argv`; returns whether the cache is complete. Raises `InputError` and `RunError`."""
     set_up_logging()
-    argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]  # a preset's bf16 is for the GPUs later on
+    argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]  # a preset's bf16 is for the training machine
     (packing, args, _), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
     pretraining.check_text(args)
     if not args.token_cache:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> bool:
 
 
 def share_of_machine(text: str) -> tuple[int, int]:
-    """(number from 0 on, of how many) of "2/4". Raises `InputError`."""
+    """(machine from 0, number of machines) of "2/4". Raises `InputError`."""
     machine, _, machines = text.partition("/")
     if not (machine.isdecimal() and machines.isdecimal() and 1 <= int(machine) <= int(machines)):
         raise InputError(f"machine={text!r} must read like 2/4, from 1/4 to 4/4")

@@ -78,6 +78,9 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
     )
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+    auto_find_batch_size: bool = setting(
+        False, "Halve per_device_train_batch_size until a step fits into memory; accumulation makes up for it."
+    )
     ignore_data_skip: bool = setting(True, "The data begin where the checkpoint left them; nothing is replayed.")
     accelerator_config: dict | str | None = setting(
         {"dispatch_batches": False, "even_batches": False},
@@ -103,6 +106,8 @@ class MlmTrainingArguments(RecipeTrainingArguments):
             )
         if self.include_num_input_tokens_seen != "no":
             raise InputError("include_num_input_tokens_seen must stay no: tokens are counted already (tokens_seen)")
+        if not self.average_tokens_across_devices:
+            raise InputError("average_tokens_across_devices must stay true: the batch is that of all processes")
         if self.remove_unused_columns:
             raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
         for name in ("load_best_model_at_end", "metric_for_best_model"):

@@ -1,7 +1,7 @@
 """Batch arithmetic. The paper's batch (section 4.3 and Table 9: 8K sequences) is a property of the recipe, so
 accumulation is derived from it."""
 
-import logging
+from collections.abc import Callable
 
 import torch
 from transformers import TrainingArguments
@@ -9,8 +9,7 @@ from transformers import TrainingArguments
 from roberta_recipe.arithmetic import largest_divisor, round_up
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import is_out_of_memory
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 
 def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
@@ -25,7 +24,7 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per "
-            f"device = {at_once}; the nearest that is: {nearest}, or choose another per_device_train_batch_size"
+            f"device = {at_once}; the nearest divisible sizes are {nearest}, or choose another per_device_train_batch_size"
         )
     return global_batch_size // at_once
 
@@ -53,18 +52,22 @@ def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) ->
 
 
 def lower_to_memory(
-    args: TrainingArguments, model: torch.nn.Module, global_batch_size: int, seq_len: int, mlm_probability: float
+    args: TrainingArguments,
+    model: torch.nn.Module,
+    global_batch_size: int,
+    full_batch: Callable[[int], dict[str, torch.Tensor]],
 ) -> None:
-    """Halve `per_device_train_batch_size` until forward and backward of full blocks fit into memory beside the
-    optimizer, in all processes; accumulation is derived again. Raises `RunError` where not even one block fits.
+    """Halve `per_device_train_batch_size` until forward and backward of so many full blocks (`full_batch`) fit into
+    memory beside the optimizer, in all processes; accumulation is derived again. Raises `RunError` where not even a
+    single block fits.
 
-    It is what `auto_find_batch_size` asks for; Trainer's own search would shrink the global batch.
+    `auto_find_batch_size` asks for this search; Trainer's own search would shrink the global batch.
     """
     args.auto_find_batch_size = False
     micro = args.per_device_train_batch_size
-    while not _fits(args, model, micro, seq_len, mlm_probability):
+    while not _fits(args, model, full_batch(micro)):
         if micro == 1:
-            raise RunError(f"not even one block of {seq_len} tokens fits into memory: take a smaller model, or ZeRO")
+            raise RunError("not even one full block fits into memory: take a smaller model, or ZeRO")
         micro = largest_divisor(micro, micro // 2)
         logger.info(f"Out of memory: trying per_device_train_batch_size={micro}")
     if args.world_size > 1:
@@ -75,18 +78,17 @@ def lower_to_memory(
     args.gradient_accumulation_steps = accumulation_steps(global_batch_size, micro, args.world_size)
 
 
-def _fits(args: TrainingArguments, model: torch.nn.Module, micro: int, seq_len: int, mlm_probability: float) -> bool:
-    """Whether one micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved."""
+def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether a micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved."""
     device, half = args.device, torch.bfloat16 if args.bf16 else torch.float16
     reserved = (8 + 4 * (args.world_size > 1)) * model.num_parameters()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             model.to(device).train()
             optimizer = torch.empty(reserved, dtype=torch.uint8, device=device)
-            input_ids = torch.full((micro, seq_len), 4, device=device)
-            labels = torch.where(torch.rand(input_ids.shape, device=device) < mlm_probability, input_ids, -100)
+            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
             with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
-                loss = model(input_ids, labels=labels).loss
+                loss = sum(model(**inputs).loss_sums.values())
             loss.backward()
             del loss, optimizer
         return True

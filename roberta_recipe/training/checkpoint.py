@@ -1,6 +1,5 @@
 """Which checkpoint a run is resumed from, and whether it is the same run (Table 9: 500K steps, seldom in one start)."""
 
-import logging
 import os
 from collections.abc import Container
 from pathlib import Path
@@ -11,8 +10,7 @@ from transformers import TrainingArguments
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 STATE_NAME = "recipe_state.json"
 STATE_VERSION = 2  # of its content
@@ -59,20 +57,21 @@ def find(args: TrainingArguments) -> str | None:
 def _find(output_dir: str, explicit: str | None) -> str | None:
     if half := sorted(Path(output_dir, PARTIAL).glob("*")):
         logger.warning(f"Passed over {half[-1]}: writing it was not finished")
-    there = newest_first(output_dir)
-    if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in there[1:]]:
+    checkpoints = newest_first(output_dir)
+    if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in checkpoints[1:]]:
         raise InputError(
-            f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints ({there[0].name}); to go back, "
-            "move them away"
+            f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints ({checkpoints[0].name}); to go "
+            "back, move them away"
         )
-    for path in there:
+    for path in checkpoints:
         if (fault := durable.fault(path)) is None:
             return str(path)
         logger.warning(f"Passed over {path}: {fault}")
-    if there:
+    if checkpoints:
+        names = ", ".join(path.name for path in checkpoints)
         raise InputError(
-            f"no checkpoint in output_dir={output_dir} is whole (passed over: {', '.join(p.name for p in there)}); "
-            "move them away to start from the beginning"
+            f"no checkpoint in output_dir={output_dir} is whole (passed over: {names}); move them away to start from "
+            "the beginning"
         )
     if explicit is None:
         return None
@@ -112,7 +111,7 @@ def load_state(
     if before != layout_now and {before["zero_stage"], layout_now["zero_stage"]} != {None}:
         raise InputError(
             f"{checkpoint} was written by {_in_words(before)}, and this run is {_in_words(layout_now)}: DeepSpeed's "
-            "optimizer state cannot be divided otherwise. Start as before (accumulation makes up for another "
+            "optimizer state cannot be redistributed. Start as before (accumulation makes up for another "
             "per_device_train_batch_size), or take the weights alone into a new run with --model_name_or_path "
             f"{checkpoint}"
         )

@@ -31,7 +31,7 @@ class DurableTrainer(Trainer):
     `args.push_to_hub` says.
     """
 
-    memory_advice = ""  # beside a smaller micro-batch
+    memory_advice = ""  # further advice for the out-of-memory message
     loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already
 
     def __init__(
@@ -74,13 +74,15 @@ class DurableTrainer(Trainer):
         }
 
     def record(self) -> dict[str, Any]:
-        """What a run record holds of this kind of run alone."""
+        """Fields of the run record that only this kind of run has."""
         return {}
 
     # Loss
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """(objectives,): the targets of each objective in all micro-batches of a step, in all processes."""
+        if not batch_samples:  # the data have ended, which Trainer warns of
+            return None
         counts = [
             sum((batch[column] != IGNORED).sum() for batch in batch_samples) for column in self.objectives.values()
         ]
@@ -156,7 +158,7 @@ class DurableTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         """Write aside, with a manifest, sync, rename: a crash or a full disk leaves the last complete checkpoint."""
-        self.count_consumed()  # what was consumed behind the last log line belongs to the checkpoint
+        self.count_consumed()  # what was consumed after the last log line belongs to the checkpoint
         losses = torch.cat([self._tr_loss.detach().reshape(1), self._objective_losses])[None]
         losses = self.accelerator.gather(losses).tolist()  # (processes, 1 + objectives)
         name = f"checkpoint-{self.state.global_step}"
@@ -212,7 +214,7 @@ class DurableTrainer(Trainer):
         if self.is_deepspeed_enabled and self.args.should_save:
             self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
             self.model.config.save_pretrained(output_dir or self.args.output_dir)
-        if self.args.should_save:  # a pickle; preset.yaml says it all
+        if self.args.should_save:  # training_args.bin is a pickle; preset.yaml has the same values
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -241,8 +243,8 @@ class DurableTrainer(Trainer):
             ) from failure
 
     def _last_good(self) -> str:
-        there = newest_first(self.args.output_dir)
-        return f"The last complete checkpoint is {there[0]}." if there else "There is no checkpoint yet."
+        checkpoints = newest_first(self.args.output_dir)
+        return f"The last complete checkpoint is {checkpoints[0]}." if checkpoints else "There is no checkpoint yet."
 
 
 def write_failure(error: Exception) -> Exception:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import is_first_process
 from roberta_recipe.record import HUB_NAME, PRESET_NAME, RECORD_NAME
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
@@ -19,15 +20,15 @@ from roberta_recipe.training.checkpoint import PARTIAL, newest_first
 def use_all_cores() -> None:
     """Share the cores among this machine's processes where they train on them.
 
-    `accelerate launch` gives a CPU process OMP_NUM_THREADS=1 and leaves the other cores idle; any other value of it is
-    somebody's choice and stays.
+    `accelerate launch` gives a CPU process OMP_NUM_THREADS=1 and leaves the other cores idle; any other value was
+    chosen by the user and is kept.
     """
     if not torch.cuda.is_available() and os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Raise `InputError` where the folder holds something else than a run that can be resumed, so that nothing is
+    """Raise `InputError` where the folder holds anything other than a run that can be resumed, so that nothing is
     overwritten."""
     if not is_first_process():
         return  # the first process may have begun to write
@@ -96,6 +97,17 @@ def check_deepspeed(args: TrainingArguments) -> None:
         )
 
 
+def take_trackers(args: TrainingArguments) -> list[TrainerCallback]:
+    """The callbacks of the trackers that `report_to` names, for the trainer, which is left none to make. Raises
+    `InputError` for a tracker that is not known or not installed."""
+    try:
+        trackers = [callback() for callback in get_reporting_integration_callbacks(args.report_to)]
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise InputError(f"report_to={args.report_to}: {error}") from None
+    args.report_to = []
+    return trackers
+
+
 def build_models_whole() -> None:
     """Under ZeRO 3, make `from_pretrained` build whole models, where it would leave each process a shard of them.
 
@@ -114,5 +126,5 @@ def leave_process_group() -> None:
 def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
     """DeepSpeed's configuration as its JSON has it, given by `--deepspeed` or by the launcher; empty without it."""
     if args.deepspeed:
-        return args.deepspeed if isinstance(args.deepspeed, dict) else durable.read_json(args.deepspeed)
+        return args.deepspeed if isinstance(args.deepspeed, dict) else read_input_json(args.deepspeed)
     return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}

@@ -122,7 +122,8 @@ class FinetuneTrainer(DurableTrainer):
         return super().create_optimizer(model)
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
-        self._sampler.set_epoch(epoch)  # with several processes, it is out of reach once batches are skipped to resume
+        # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
+        self._sampler.set_epoch(epoch)
         super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def train(self, *args, **kwargs):
@@ -165,7 +166,7 @@ class FinetuneTrainer(DurableTrainer):
     # What is stored
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """By the model's own class, which may keep weights in files of its own."""
+        """Load with the model's own class, which may keep weights in files of its own."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(stored.state_dict())
 
@@ -182,7 +183,7 @@ class FinetuneTrainer(DurableTrainer):
         order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
         random_state = torch.get_rng_state()
         found = self.predict([features[number] for number in order]).predictions
-        torch.set_rng_state(random_state)  # its data loader has drawn from it
+        torch.set_rng_state(random_state)  # `predict`'s data loader drew from the generator
         scores = np.empty_like(found)
         scores[order] = found
         return scores
@@ -201,7 +202,7 @@ class FinetuneTrainer(DurableTrainer):
         return logged
 
     def _keep_as_best(self, scores: np.ndarray) -> None:
-        """The weights, tokenizer and validation scores of now in `<output_dir>/best`, whole or as they were."""
+        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all."""
         aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
         try:
             self.save_model(str(aside), _internal_call=True)
@@ -220,7 +221,7 @@ class FinetuneTrainer(DurableTrainer):
 
 
 def validation_scores(output_dir: str | Path) -> np.ndarray:
-    """Of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
+    """The validation scores of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
     path = Path(output_dir, BEST_NAME, SCORES)
     if not path.is_file():
         raise InputError(f"{path} is missing: move {output_dir} away to have it run again")
@@ -228,7 +229,7 @@ def validation_scores(output_dir: str | Path) -> np.ndarray:
 
 
 def free_memory() -> None:
-    """Between two runs of one process."""
+    """Free what a run held, before the next run of the same process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

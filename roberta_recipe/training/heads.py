@@ -1,6 +1,5 @@
 """A checkpoint as a model to fine-tune (paper, section 5): its head kept or fresh, and a rate for each layer."""
 
-import logging
 import re
 from typing import Any
 
@@ -12,8 +11,7 @@ from roberta_recipe import durable
 from roberta_recipe.data.corpus import file_identity
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
-
-logger = logging.getLogger("recipe")
+from roberta_recipe.log import logger
 
 # Where Hugging Face's configs keep the dropout of a head.
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
@@ -28,7 +26,8 @@ def load_with_head(
     `InputError` where there is no such checkpoint."""
     path = path_or_hub_id(name)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report on missing weights; the lines below say what matters
+    # hides transformers' report on missing weights; the lines below say what matters
+    transformers_logging.set_verbosity_error()
     try:
         config = _read_config(name, **settings)
         for field in _HEAD_DROPOUT:

@@ -4,7 +4,6 @@ The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals
 """
 
 import functools
-import logging
 import math
 import os
 import signal
@@ -21,10 +20,9 @@ from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
+from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training.durable_trainer import DurableTrainer
-
-logger = logging.getLogger("recipe")
 
 MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at its floor after 16
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
@@ -68,10 +66,11 @@ class MlmTrainer(DurableTrainer):
     """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
 
     The model's `objectives` maps each objective to its label column, and its output's `loss_sums` has the sum of losses
-    of each (`modeling.RobertaForMaskedLM`); "mlm" is one of them. Stock evaluation averages the means of batches; here
-    the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
-    batch, and eval_loss is the sum of these. Batches carry `num_tokens`, `digest` and perhaps `states`. `watch` ends
-    training early; `resumed` is the `recipe_state.json` of the checkpoint that training is resumed from.
+    of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
+    here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
+    batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
+    `num_tokens`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the `recipe_state.json` of
+    the checkpoint that training is resumed from.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -278,9 +277,9 @@ class MlmTrainer(DurableTrainer):
 def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
     """What an evaluation reports of the mean loss of each objective in nats; perplexity and bits are the masked-LM's.
     An objective without targets is left out."""
-    mlm = losses["mlm"]  # the script has seen that something is predicted
-    metrics = {"loss": sum(losses.values()), "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
-    return metrics | ({f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {})
+    mlm = losses.pop("mlm")  # the script has seen that something is predicted
+    metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
+    return metrics | {f"{name}_loss": loss for name, loss in losses.items()}
 
 
 def _outlive_preemption(told: torch.Tensor, worker: int) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, RobertaConfig
 from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.arithmetic import round_up
+from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id
 
@@ -51,7 +52,7 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
         hidden = self.roberta(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)[0]
-        predicted = labels != -100
+        predicted = labels != IGNORED
         logits = self.lm_head(hidden[predicted])  # (predicted positions, vocab_size)
         total = functional.cross_entropy(logits.float(), labels[predicted], reduction="sum")
         mean = total / predicted.sum().clamp(min=1)

@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -256,6 +258,18 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
     return blocks
 
 
+def full_batch(
+    args: MlmArguments, block: dict[str, Any], collator: masking.MlmCollator, count: int
+) -> dict[str, torch.Tensor]:
+    """What the model gets of `count` blocks like `block`, each repeated up to `max_seq_length` tokens."""
+    full = {
+        name: np.resize(value, args.max_seq_length) if isinstance(value, np.ndarray) else value
+        for name, value in block.items()
+    }
+    batch = collator([full] * count)
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
 def mask_validation(
     args: MlmArguments, blocks: list[dict[str, Any]], collator: masking.MlmCollator
 ) -> list[dict[str, Any]]:
@@ -295,6 +309,11 @@ def run_fingerprint(
         "data_seed": data_seed(training_args),
     }
     config = {**model.config.to_dict(), "transformers_version": None}
-    fixed = {**flags.fixed_values(args), **flags.fixed_values(training_args), "model": durable.fingerprint(config)}
+    fixed = {
+        **flags.fixed_values(args),
+        **flags.fixed_values(training_args),
+        "objectives": list(model.objectives),
+        "model": durable.fingerprint(config),
+    }
     own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
     return {**fixed, **data}, own | set(data)

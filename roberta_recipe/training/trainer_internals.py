@@ -40,7 +40,7 @@ _SHARED = (
         "`ignore_data_skip` is set",
     ),
     Internal(
-        "_save_checkpoint", ("self", "model", "trial"), "writes all of a checkpoint; `on_save` is called behind it"
+        "_save_checkpoint", ("self", "model", "trial"), "writes all of a checkpoint; `on_save` is called after it"
     ),
     Internal("_save", ("self", "output_dir", "state_dict"), "calls `model.save_pretrained`, writes training_args.bin"),
     Internal("save_model", ("self", "output_dir", "_internal_call"), "`_save_checkpoint` calls it as internal"),
