@@ -45,7 +45,7 @@ def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np
     taken -= (taken > 0) & ((taken - 1) / rate >= time)
     taken += taken / rate < time
     missing = start - int(taken.sum())
-    # in a stretch of time a source has at least its share minus one block: n blocks take at most n + len(shares) of time
+    # in any span of time a source has at least its share minus one block: n blocks take at most n + len(shares) of time
     lengths = np.ceil((missing + count + len(shares)) * rate).astype(np.int64) + 2
     sources = np.repeat(np.arange(len(shares)), lengths)
     indices = np.concatenate([np.arange(n) for n in lengths]) + taken[sources]

@@ -187,7 +187,7 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", required=True, help="corpus preset")
-    parser.add_argument("--glue_dir", help="folder of GLUE's TSV files: its validation and test sets are used")
+    parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files: its validation and test sets are used")
     parser.add_argument("--squad_file", nargs="*", default=[], help="files in SQuAD's JSON format")
     parser.add_argument("--race_dir", help="folder of RACE's official files, training set included")
     parser.add_argument("--ngram", type=int, default=13, help="words of an n-gram; shorter texts do not count")

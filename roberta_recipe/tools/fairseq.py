@@ -103,8 +103,8 @@ def to_hugging_face(
     if head:
         config.num_labels = len(found["classifier.out_proj.weight"]) if "classifier.out_proj.weight" in found else 0
         if not config.num_labels:
-            heads = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
-            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(heads) or 'it has none'}")
+            head_names = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
+            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(head_names) or 'it has none'}")
         if head == "mnli":
             config.id2label = dict(enumerate(MNLI_LABELS))
             config.label2id = {label: number for number, label in config.id2label.items()}

@@ -31,7 +31,8 @@ class PackArguments:
 def main(argv: list[str] | None = None) -> bool:
     """Run the command line `argv`; returns whether the cache is complete. Raises `InputError` and `RunError`."""
     set_up_logging()
-    argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]  # a preset's bf16 is for the training machine
+    # a preset's bf16 is for the training machine
+    argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]
     (packing, args, _), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
     pretraining.check_text(args)
     if not args.token_cache:

@@ -24,7 +24,8 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per "
-            f"device = {at_once}; the nearest divisible sizes are {nearest}, or choose another per_device_train_batch_size"
+            f"device = {at_once}; the nearest divisible sizes are {nearest}, or choose another "
+            "per_device_train_batch_size"
         )
     return global_batch_size // at_once
 
