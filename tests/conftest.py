@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, RobertaConfig
+from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.input_files import ROOT
@@ -51,6 +51,13 @@ def copied(script, folder):
     """Copy `script` and `roberta_recipe` into an empty folder, as a new project begins; returns the copy's path."""
     shutil.copytree(ROOT / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
     return Path(shutil.copy(ROOT / script, folder / "mine.py"))
+
+
+class KeepGradients(TrainerCallback):
+    """Keeps the gradients of the last optimizer step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 SUBJECTS = [

@@ -3,9 +3,11 @@
 import json
 import random
 
+import pytest
 from conftest import make_documents, run_python, write_parquet
 
 from roberta_recipe import durable
+from roberta_recipe.errors import InputError
 from roberta_recipe.tools import contamination
 from roberta_recipe.tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
 
@@ -86,9 +88,8 @@ def test_as_a_user_starts_it(root, tmp_path):
     (tmp_path / "dev.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "glue" / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta b\tc\tentailment\n")
-    command = ["-m", "roberta_recipe.tools.contamination", "--corpus", tmp_path / "corpus.yaml"]
-    few = [*command]
-    command += ["--output", tmp_path / "o.json"]
+    few = ["--corpus", str(tmp_path / "corpus.yaml")]
+    command = ["-m", "roberta_recipe.tools.contamination", *few, "--output", tmp_path / "o.json"]
     command += ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
     done = run_python(*command, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -102,10 +103,10 @@ def test_as_a_user_starts_it(root, tmp_path):
     assert sets["rte validation"]["too_short"] == 2 and sum(result["documents"].values()) >= 30
     assert "race validation high, high/0.txt (100%, a): once upon a time" in done.stdout.replace(" articles", "")
 
-    nothing = run_python(*few, cwd=root)
-    assert nothing.returncode == 2 and "no evaluation set: name glue_dir" in nothing.stderr
-    bad = run_python(*command, "--ngram", 0, cwd=root)
-    assert bad.returncode == 2 and "ngram=0 must be at least 1" in bad.stderr
+    with pytest.raises(InputError, match="no evaluation set: name glue_dir"):
+        contamination.main(few)
+    with pytest.raises(InputError, match="ngram=0 must be at least 1"):
+        contamination.main([*few, "--race_dir", str(tmp_path / "race"), "--ngram", "0"])
 
 
 def test_words():

@@ -347,7 +347,7 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     with pytest.raises(InputError, match=r"has no summary\.json"):
         push_tool.main([*push, str(tmp_path / "none")])
     (tmp_path / "sense" / "summary.json").write_text('{"task": "rte", "resolved_args": {}}')
-    with pytest.raises(InputError, match="has no 'shown_args': it was written by another version"):
+    with pytest.raises(InputError, match="has no 'settings': it was written by another version"):
         push_tool.main([*push, str(tmp_path / "sense")])
     with pytest.raises(InputError, match="holds no finished run"):
         push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])

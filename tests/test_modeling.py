@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import run_python
-from transformers import Trainer, TrainerCallback
+from conftest import KeepGradients, run_python
+from transformers import Trainer
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError
@@ -28,11 +28,6 @@ def make_blocks(tokenizer, count=16, seed=0):
         }
         for number in range(count)
     ]
-
-
-class KeepGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 class Blocks(torch.utils.data.IterableDataset):

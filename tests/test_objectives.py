@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import make_documents, run_python, write_parquet
+from conftest import KeepGradients, make_documents, run_python, write_parquet
 from toy_objective import ToyArguments, ToyModel, halves
-from transformers import TrainerCallback
 
 import train_mlm
 from roberta_recipe.data import packing, token_cache
@@ -74,11 +73,6 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
     changed = [{**block, "toy_label": 1 - max(block["toy_label"], 0)} for block in cached[:6]]
     assert collator(changed)["digest"] != batch["digest"]  # the checksum covers every column
     assert all(set(example) == COLUMNS | {"labels"} for example in fixed_masks(held_out, collator))
-
-
-class KeepGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def one_step(config, tokenizer, blocks, micro_batch, folder):
