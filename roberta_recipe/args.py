@@ -131,21 +131,22 @@ def parse(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Read `--config` and the flags on top of it.
 
-    Of two `alternatives`, a flag for the first replaces the preset's value for the second, and vice versa; both at once
-    are an error. Returns the filled dataclasses, and all resolved values as a preset, without flags of a single start
-    (`Flag`). Raises `InputError`.
+    Of two `alternatives` (and of those that a dataclass names), a flag that sets the first replaces the preset's value
+    for the second, and vice versa; both at once are an error. Returns the filled dataclasses, and all resolved values
+    as a preset, without flags of a single start (`Flag`). Raises `InputError`.
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
     parser = RecipeParser(dataclass_types, description=description, usage=usage)
     parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config", default=default_config)
-    untouched = vars(parser.parse_args([]))
+    untouched, named = vars(parser.parse_args([])), vars(parser.parse_args(argv))
     values = read_preset(config.parse_known_args(argv)[0].config, dataclass_types)
     given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
+    alternatives += tuple(pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ()))
     for pair in alternatives:
         for name, other in (pair, pair[::-1]):
-            if name in given and other not in given:
+            if name in given and named[name] and other not in given:
                 values.pop(other, None)
     parser.set_defaults(**values)
     namespace = vars(parser.parse_args(argv))

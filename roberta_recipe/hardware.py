@@ -6,7 +6,8 @@ import re
 import resource
 import sys
 from dataclasses import dataclass
-from typing import TypedDict
+from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -15,6 +16,7 @@ class Machine(TypedDict):
     """Where a run ran, as its record says it."""
 
     machine: str  # of the processor: x86_64, ...
+    processor: NotRequired[str | None]  # its name, where the system tells it; older records have none
     system: str
     cpu_cores: int
     gpus: list[str]
@@ -22,8 +24,20 @@ class Machine(TypedDict):
 
 def describe_machine() -> Machine:
     """Processor, cores that this process may use, GPUs."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"machine": platform.machine(), "system": platform.system(), "cpu_cores": cpu_cores(), "gpus": gpus}
+    return {
+        "machine": platform.machine(),
+        "processor": processor_name(),
+        "system": platform.system(),
+        "cpu_cores": cpu_cores(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def processor_name() -> str | None:
+    """What the system calls the processor; None where it does not say."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: *(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return found[1].strip() if found else platform.processor() or None
 
 
 def cpu_cores() -> int:

@@ -148,3 +148,19 @@ def test_every_preset_of_the_repository_is_valid(root):
         assert (training_args.adam_beta1, training_args.adam_beta2, training_args.adam_epsilon) == (0.9, 0.98, 1e-6)
         assert training_args.max_grad_norm == 0.0
     assert [path.stem for path in presets] == [f"roberta_{size}" for size in ("base", "large", "mini", "small", "tiny")]
+
+
+def test_fp16_of_the_command_line_replaces_the_bf16_of_the_preset(root):
+    path = root / "presets" / "mlm" / "roberta_base.yaml"
+    for argv, wanted in (
+        (["--fp16", "true"], (False, True)),
+        (["--fp16"], (False, True)),
+        (["--fp16", "false"], (True, False)),  # a flag that sets nothing replaces nothing
+        ([], (True, False)),
+        (["--bf16", "false"], (False, False)),
+        (["--bf16", "false", "--fp16", "true"], (False, True)),
+    ):
+        (_, training_args), resolved = parsed(["--use_cpu", *argv], path)
+        assert (training_args.bf16, training_args.fp16) == (resolved["bf16"], resolved["fp16"]) == wanted
+    with pytest.raises(InputError, match="bf16=True and fp16=True exclude each other; leave one of them out"):
+        parsed(["--use_cpu", "--bf16", "--fp16"], path)

@@ -339,7 +339,7 @@ def test_report_says_what_does_not_fit():
         ({"utilisation": 40.0}, "utilisation=40.0 must be above 0 and at most 1"),
         ({"gpu_hour_price": -1.0}, "gpu_hour_price=-1.0"),
         ({"gpu_hour_price": float("nan")}, "gpu_hour_price=nan"),
-        ({"precision": "bf16"}, "V100-32GB has no bf16; set --bf16 false --fp16"),
+        ({"precision": "bf16"}, "V100-32GB has no bf16; set --fp16 true"),
     ],
 )
 def test_values_out_of_range(change, message):

@@ -228,7 +228,7 @@ class Estimate:
         if not 0 <= self.gpu_hour_price < float("inf"):
             raise InputError(f"gpu_hour_price={self.gpu_hour_price} must be a number of dollars from 0 on")
         if self.precision == "bf16" and not self.device.bf16:
-            raise InputError(f"bf16=true: {self.hardware.name} has no bf16; set --bf16 false --fp16")
+            raise InputError(f"bf16=true: {self.hardware.name} has no bf16; set --fp16 true")
 
     @property
     def device(self) -> Device:

@@ -58,6 +58,7 @@ class RecipeTrainingArguments(TrainingArguments):
 
     _argument_group_name = "Hugging Face TrainingArguments"
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
 
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning configuration; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning configuration; Trainer has 1e-8.")

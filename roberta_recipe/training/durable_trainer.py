@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -17,7 +17,23 @@ from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import RunError, first_line
 from roberta_recipe.hardware import is_out_of_memory
+from roberta_recipe.log import logger
 from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
+
+MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at 1 after 16
+
+
+class StepBoundaries(TrainerCallback):
+    """Tells its trainer where each optimizer step begins and ends."""
+
+    def __init__(self, trainer: "DurableTrainer"):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.begin_step()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.end_step()
 
 
 class DurableTrainer(Trainer):
@@ -29,9 +45,13 @@ class DurableTrainer(Trainer):
     the effective batch / their number (`num_items_in_batch`: one denominator an objective, over all micro-batches and
     processes). A callback's `on_save` is called when a checkpoint is whole; nothing here touches the Hub, whatever
     `args.push_to_hub` says.
+
+    A step whose gradients overflow in fp16 is skipped: weights and learning rate stay, the loss scale is lowered, and
+    the step is counted in `skipped_steps`. It is a step of `max_steps` like any other, and its batch is consumed.
     """
 
     memory_advice = ""  # further advice for the out-of-memory message
+    change_advice = "in another output_dir"  # how a run continues with another precision or rate
     loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already
 
     def __init__(
@@ -55,6 +75,10 @@ class DurableTrainer(Trainer):
         self._losses_before: list[list[float]] = resumed.get("losses", [])
         self._earlier_s: float = resumed.get("train_seconds", 0.0)
         self._start_s = time.monotonic()
+        self.skipped_steps: int = resumed.get("skipped_steps", 0)  # by fp16, as gradients overflowed
+        self._skipped_in_a_row: int = resumed.get("skipped_in_a_row", 0)
+        self._losses_at_begin: tuple[torch.Tensor, torch.Tensor] | None = None  # of the step, in fp16
+        self.add_callback(StepBoundaries(self))
 
     # What subclasses add
 
@@ -71,11 +95,13 @@ class DurableTrainer(Trainer):
             "restarts": self.restarts,
             "logged_step": self._logged_step,
             "train_seconds": self.train_seconds,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
         }
 
     def record(self) -> dict[str, Any]:
-        """Fields of the run record that only this kind of run has."""
-        return {}
+        """Fields of the run record that this trainer knows."""
+        return {"skipped_steps": self.skipped_steps}
 
     # Loss
 
@@ -106,10 +132,72 @@ class DurableTrainer(Trainer):
                 logs |= {f"{name}_loss": mean for name, mean in zip(self.objectives, means.tolist(), strict=True)}
             self._objective_losses.zero_()
             self._logged_step = self.state.global_step
+            if self.args.fp16:
+                logs |= {"skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
+            if self.step_was_skipped:  # infinite, or the norm of another step
+                logs.pop("grad_norm", None)
         super().log(logs, start_time)
 
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, "sum")
+
+    # Overflow in fp16
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        # the scaler calls a fused optimizer at an overflow too, as its kernel skips the step, and accelerate takes the
+        # call for a step, so that the rate advances (accelerate #4242); without this mark, the scaler does not call it
+        if self.accelerator.scaler is not None:
+            optimizer._step_supports_amp_scaling = False
+        return optimizer
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What a loss is multiplied by before its backward pass; None where the precision is not fp16."""
+        if not self.args.fp16:
+            return None
+        return self.optimizer.optimizer.loss_scale if self.is_deepspeed_enabled else self.accelerator.scaler.get_scale()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped, as its gradients overflowed; the same in all processes."""
+        return bool(self.accelerator.optimizer_step_was_skipped)
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch of an optimizer step."""
+        if self.args.fp16:
+            self._losses_at_begin = self._tr_loss.clone(), self._objective_losses.clone()
+
+    def end_step(self) -> None:
+        """After each optimizer step, in all processes alike: count the steps that fp16 skipped, leave out of the logged
+        mean a loss that is not finite, and raise `RunError` for overflow without end."""
+        if not (self.args.fp16 and self.step_was_skipped):
+            self._skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        if self.sum_over_processes((~torch.isfinite(self._tr_loss)).float()):
+            self._tr_loss, self._objective_losses = self._losses_at_begin
+            # the mean is over the other steps; where it is of this step alone, nothing is logged
+            self._globalstep_last_logged += 1
+            self._logged_step += 1
+        logger.info(
+            f"Step {self.state.global_step}: fp16 gradients overflowed, so weights and learning rate stay as they are "
+            f"({self.skipped_steps} skipped so far); the loss scale is now {self.loss_scale:,g}"
+        )
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise self._overflow_error(f"in {self._skipped_in_a_row} steps in a row, up to step")
+
+    def _overflow_error(self, where: str) -> RunError:
+        return RunError(
+            f"fp16 gradients overflowed {where} {self.state.global_step}: train in bf16 (--bf16 true --fp16 false), "
+            f"lower learning_rate={self.args.learning_rate} or warm up longer, {self.change_advice}. "
+            f"{self._last_good()}"
+        )
+
+    def _load_scaler(self, checkpoint):
+        if self.accelerator.scaler is not None:  # None for a run that began in fp16 and is resumed in bf16 or fp32
+            super()._load_scaler(checkpoint)
 
     # Training
 
@@ -119,10 +207,7 @@ class DurableTrainer(Trainer):
             return super().train(*args, **kwargs)
         except Exception as error:
             if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
-                raise RunError(
-                    "fp16 gradients overflowed with the loss scale at its floor: train in bf16 (--bf16 true --fp16 "
-                    f"false), or lower learning_rate={self.args.learning_rate}. {self._last_good()}"
-                ) from error
+                raise self._overflow_error("with the loss scale at its floor, after step") from error
             if not is_out_of_memory(error):
                 raise
             micro = self.args.per_device_train_batch_size

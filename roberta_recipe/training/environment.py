@@ -58,7 +58,8 @@ def check_output_dir(output_dir: str) -> None:
 
 
 def check_precision(args: TrainingArguments) -> None:
-    """Raise `InputError` where `accelerate` was told another precision than the preset: `Trainer` would take either.
+    """Raise `InputError` where `accelerate` was told another precision than the preset, as `Trainer` would take either,
+    and where the device lacks it: accelerate would train in fp32 for fp16 on a CPU, and torch emulates bf16 on a GPU.
 
     `accelerate launch` passes on the precision of `--mixed_precision`, its launch file or `accelerate config`.
     """
@@ -70,6 +71,13 @@ def check_precision(args: TrainingArguments) -> None:
             f"fp16={str(args.fp16).lower()}; precision belongs to the preset: drop --mixed_precision (or the line in "
             "accelerate's configuration), or set bf16 or fp16"
         )
+    if args.fp16 and args.device.type == "cpu" and not args.deepspeed_plugin:  # DeepSpeed has it, or says so itself
+        raise InputError(
+            "fp16=true: a CPU has no fp16 training; leave it out for fp32, or, where the CPU has bf16, --fp16 false "
+            "--bf16 true"
+        )
+    if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16 (torch would emulate it); --fp16 true")
 
 
 def check_processes(args: TrainingArguments) -> None:

@@ -157,7 +157,7 @@ class FinetuneTrainer(DurableTrainer):
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
         best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
-        return {"computed_tokens": self.computed_tokens, **best}
+        return {**super().record(), "computed_tokens": self.computed_tokens, **best}
 
     def log(self, logs, start_time=None):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation

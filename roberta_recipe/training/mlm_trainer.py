@@ -24,7 +24,6 @@ from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
-MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at its floor after 16
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -53,7 +52,7 @@ class StepWatch(TrainerCallback):
         over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
         flags = torch.tensor([float(self.told), float(bool(over))], device=args.device)
         told, over, not_finite = self.trainer.sum_over_processes(torch.cat([flags, self.trainer.not_finite])).tolist()
-        self.trainer.end_step(bool(not_finite))
+        self.trainer.check_loss(bool(not_finite))
         if over and state.global_step < state.max_steps:
             self.time_over = control.should_training_stop = True
             logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
@@ -74,6 +73,7 @@ class MlmTrainer(DurableTrainer):
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
+    change_advice = "with --resume_despite_changes true"
 
     def __init__(
         self,
@@ -89,9 +89,7 @@ class MlmTrainer(DurableTrainer):
         self.add_callback(watch)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
-        self.skipped_steps: int = resumed.get("skipped_steps", 0)  # by fp16, as gradients overflowed
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
-        self._skipped_in_a_row = 0
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens = self._digest = 0  # of this process, since last counted
         self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
@@ -147,24 +145,18 @@ class MlmTrainer(DurableTrainer):
         self.not_finite += ~torch.isfinite(loss)
         return loss
 
-    def end_step(self, not_finite: bool) -> None:
-        """After each optimizer step, in all processes alike: count the steps that fp16 skipped, and end a lost run."""
+    def check_loss(self, not_finite: bool) -> None:
+        """After each optimizer step, in all processes alike: raise `RunError` for a lost run."""
         self.not_finite.zero_()
-        skipped = self.accelerator.optimizer_step_was_skipped
-        self.skipped_steps += skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        step, rate = self.state.global_step, self.args.learning_rate
-        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise RunError(
-                f"fp16 gradients overflowed in {self._skipped_in_a_row} steps in a row, up to step {step}: train in "
-                f"bf16 (--bf16 true --fp16 false), lower learning_rate={rate}, or warm up longer. {self._last_good()}"
-            )
-        if not_finite and not (skipped and self.args.fp16):  # in bf16, DeepSpeed would skip it and train on
+        if self.step_was_skipped and self.args.fp16:  # it has a loss scale to lower
+            return
+        if not_finite or self.step_was_skipped:  # in bf16 and fp32, DeepSpeed would skip the step and train on
             batch = self.fingerprint["global_batch_size"]
             raise RunError(
-                f"the loss of step {step} is not finite (blocks {self.position - batch:,} to {self.position - 1:,}); "
-                f"nothing of it was saved. Lower learning_rate={rate} or warm up longer (warmup_steps="
-                f"{self.args.warmup_steps:g}), with --resume_despite_changes true. {self._last_good()}"
+                f"the {'loss' if not_finite else 'gradient'} of step {self.state.global_step} is not finite (blocks "
+                f"{self.position - batch:,} to {self.position - 1:,}); nothing of it was saved. Lower learning_rate="
+                f"{self.args.learning_rate} or warm up longer (warmup_steps={self.args.warmup_steps:g}), "
+                f"{self.change_advice}. {self._last_good()}"
             )
 
     def count_consumed(self) -> None:
@@ -185,8 +177,6 @@ class MlmTrainer(DurableTrainer):
             if self.args.bf16 or self.args.fp16:  # the known peaks are of half precision
                 utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
                 logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
-            if self.args.fp16:
-                logs["skipped_steps"] = self.skipped_steps
             logs["tokens_seen"] = self.state.num_input_tokens_seen
             self._logged_s, self._evaluating_s = time.monotonic(), 0.0
             self._logged_tokens = self.state.num_input_tokens_seen
@@ -199,10 +189,10 @@ class MlmTrainer(DurableTrainer):
 
     def recipe_state(self):
         states = {"position": self.position, "states": self._states}
-        return {**super().recipe_state(), **states, "digest": self.digest, "skipped_steps": self.skipped_steps}
+        return {**super().recipe_state(), **states, "digest": self.digest}
 
     def record(self):
-        return {"digest": f"{self.digest:012x}", "skipped_steps": self.skipped_steps}
+        return {**super().record(), "digest": f"{self.digest:012x}"}
 
     # Evaluation
 

@@ -46,8 +46,18 @@ _SHARED = (
     Internal("save_model", ("self", "output_dir", "_internal_call"), "`_save_checkpoint` calls it as internal"),
     Internal("log", ("self", "logs", "start_time"), "gets the mean loss since the last log line as `loss`"),
     Internal("train", ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"), "raises what a step raises"),
+    Internal("create_optimizer", ("self", "model"), "keeps an optimizer that is there already, and returns it"),
+    Internal(
+        "_load_scaler",
+        ("self", "checkpoint"),
+        "loads a stored loss scale, and fails where `accelerator.scaler` is None",
+    ),
     Internal("_tr_loss", None, "the sum of `training_step`'s losses since the last log line, of this process"),
-    Internal("_globalstep_last_logged", None, "the step of the last log line, by which `loss` is divided"),
+    Internal(
+        "_globalstep_last_logged",
+        None,
+        "the step of the last log line: `loss` is divided by the steps since; without any, nothing is logged",
+    ),
     Internal("loss_is_scaled_for_ga", None, "True: `training_step` does not divide the loss by the accumulation"),
 )
 _PRETRAINING = (
@@ -67,7 +77,6 @@ _PRETRAINING = (
 )
 _FINE_TUNING = (
     Internal("_get_train_sampler", ("self", "train_dataset"), "its indices are sharded over processes by batch"),
-    Internal("create_optimizer", ("self", "model"), "keeps an optimizer that is there already"),
     Internal("_load_from_checkpoint", ("self", "resume_from_checkpoint", "model"), "loads the weights alone"),
     Internal(
         "prediction_step",

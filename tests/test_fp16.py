@@ -1,0 +1,376 @@
+"""fp16 on the CPU: a real loss scale and half-precision arithmetic, with overflow injected at chosen steps.
+
+accelerate makes no loss scale on a CPU, so `fp16_on_cpu` gives it one. `python tests/test_fp16.py STEPS RUNS` is
+`train_mlm.py` with that in two processes, for each of RUNS, [[environment, flags], ...] in JSON; the gradients of the
+second process overflow at STEPS ("2,3").
+"""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+import types
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import yaml
+from conftest import run_python
+from safetensors.torch import load_file
+from transformers import Trainer
+
+import finetune_glue
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.training import checkpoint, durable_trainer, environment
+
+LOGGED = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "loss_scale", "digest")
+SAVING = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "6"]
+
+
+class Overflow:
+    """At which steps (from 1) gradients overflow, or the loss itself is not finite, and in which process."""
+
+    def __init__(self, steps=(), losses=(), process=0, **scaler):
+        self.steps, self.losses, self.process, self.scaler = set(steps), set(losses), process, scaler
+        self.step = 0
+
+    def here(self, steps):
+        return self.step in steps and self.process == int(os.environ.get("RANK", "0"))
+
+
+def fp16_on_cpu(patch, overflow):
+    """Give accelerate a CPU's autocast and loss scale in fp16, and let `overflow` into the backward pass."""
+    make, step, backward = accelerate.Accelerator.__init__, Trainer.training_step, accelerate.Accelerator.backward
+    scaled = durable_trainer.DurableTrainer.loss_of_batch
+
+    def make_with_scaler(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            assert self.scaler is None, "accelerate has a loss scale on the CPU by now: drop this patch"
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", **overflow.scaler), True
+
+    def training_step(self, *args, **kwargs):
+        overflow.step = self.state.global_step + 1
+        return step(self, *args, **kwargs)
+
+    def loss_of_batch(self, losses, *args):
+        return scaled(self, losses * math.inf if overflow.here(overflow.losses) else losses, *args)
+
+    patch(accelerate.Accelerator, "__init__", make_with_scaler)
+    patch(
+        accelerate.Accelerator,
+        "backward",
+        lambda self, loss, **kwargs: backward(
+            self, loss * math.inf if overflow.here(overflow.steps) else loss, **kwargs
+        ),
+    )
+    patch(Trainer, "training_step", training_step)
+    patch(durable_trainer.DurableTrainer, "loss_of_batch", loss_of_batch)
+    patch(environment, "check_precision", lambda args: None)
+
+
+@pytest.fixture
+def train(preset, monkeypatch, tmp_path):
+    """A function that pretrains in fp16 with the given `Overflow`."""
+
+    def run(overflow, *argv, name="run"):
+        with monkeypatch.context() as patched:
+            fp16_on_cpu(patched.setattr, overflow)
+            flags = ["--config", preset, "--fp16", "true", "--output_dir", tmp_path / name, *SAVING, *argv]
+            return train_mlm.main([str(flag) for flag in flags])
+
+    return run
+
+
+def history(folder, keys=LOGGED):
+    log = durable.read_json(checkpoint.newest_first(folder)[0] / "trainer_state.json")["log_history"]
+    return [{key: entry.get(key) for key in keys} for entry in log if "loss" in entry]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same(first, second):
+    assert first.keys() == second.keys() and len(first) > 20
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def stored(folder, name):
+    return torch.load(Path(folder) / name, weights_only=True)
+
+
+@pytest.mark.parametrize(("optim", "micro_batch"), [("adamw_torch_fused", 4), ("adamw_torch", 8)])
+def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_path, capsys, optim, micro_batch):
+    shape = ["--optim", optim, "--per_device_train_batch_size", micro_batch]
+    record = train(Overflow({3, 4}), *shape)
+    plain = train(Overflow(), *shape, name="plain")
+    assert (record["skipped_steps"], plain["skipped_steps"]) == (2, 0) and record["steps"] == plain["steps"] == 6
+    assert (record["digest"], record["tokens_seen"]) == (plain["digest"], plain["tokens_seen"])  # blocks are consumed
+
+    folders = [tmp_path / "run" / f"checkpoint-{step}" for step in range(1, 7)]
+    changed = [not same(weights(before), weights(after)) for before, after in itertools.pairwise(folders)]
+    assert changed == [True, False, False, True, True]
+    moments = [stored(folder, "optimizer.pt")["state"][0] for folder in folders]
+    assert torch.equal(moments[1]["exp_avg"], moments[3]["exp_avg"]) and moments[5]["step"] == 4
+    assert [stored(folder, "scaler.pt")["scale"] for folder in folders] == [2**16] * 2 + [2**15] + [2**14] * 3
+    assert [durable.read_json(folder / "recipe_state.json")["skipped_steps"] for folder in folders] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
+
+    log = history(tmp_path / "run")
+    taken = [0, 1, 2, 2, 2, 3]  # steps before each: a rate that falls to 0 over six steps, and waits at a skipped step
+    assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3 * (1 - k / 6) for k in taken])
+    assert [entry["skipped_steps"] for entry in log] == [0, 0, 1, 2, 2, 2]
+    assert [entry["loss_scale"] for entry in log] == [2**16] * 2 + [2**15] + [2**14] * 3
+    assert [entry["grad_norm"] is None for entry in log] == [False, False, True, True, False, False]
+    assert all(math.isfinite(entry["loss"]) for entry in log)
+    assert log[:2] == history(tmp_path / "plain")[:2]
+    told = [line for line in capsys.readouterr().err.splitlines() if "overflowed" in line]
+    assert (
+        len(told) == 2 and "Step 4: fp16" in told[1] and "(2 skipped so far); the loss scale is now 16,384" in told[1]
+    )
+
+
+def test_real_overflow_lowers_the_loss_scale_until_it_fits(train, tmp_path):
+    """Nothing injected: gradients in half precision do not hold 2^40 times a loss."""
+    record = train(Overflow(init_scale=2.0**40), "--max_steps", "40", "--save_steps", "40", "--learning_rate", "3e-3")
+    scale = stored(tmp_path / "run" / "checkpoint-40", "scaler.pt")["scale"]
+    assert 10 < record["skipped_steps"] == 40 - math.log2(scale) < 32
+    losses = [entry["loss"] for entry in history(tmp_path / "run")]
+    first = record["skipped_steps"]
+    assert max(losses[:first]) - min(losses[:first]) < 0.2 and losses[-1] < losses[0] - 0.3
+
+
+def test_half_precision_gives_the_curve_of_fp32_and_its_checkpoint_is_fp32(train, tmp_path):
+    train(Overflow())
+    train(Overflow(), "--fp16", "false", name="fp32")
+    half, full = ([entry["loss"] for entry in history(tmp_path / name)] for name in ("run", "fp32"))
+    assert half == pytest.approx(full, rel=1e-3) and half != full
+    norms = [[entry["grad_norm"] for entry in history(tmp_path / name)] for name in ("run", "fp32")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # without the loss scale
+    assert {weight.dtype for weight in weights(tmp_path / "run").values()} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(train, tmp_path):
+    """Also in a checkpoint between two log lines, and for the log lines that follow."""
+    record = train(Overflow(losses={3}), "--logging_steps", "2")
+    every = train(Overflow(steps={3}), name="every")
+    assert record["skipped_steps"] == every["skipped_steps"] == 1
+    losses = {entry["step"]: entry["loss"] for entry in history(tmp_path / "every")}
+    found = {entry["step"]: entry["loss"] for entry in history(tmp_path / "run")}
+    wanted = {2: (losses[1] + losses[2]) / 2, 4: losses[4], 6: (losses[5] + losses[6]) / 2}
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+    train(Overflow(losses={2, 3}), name="alone")  # a log line each step: none where there is nothing to say
+    assert [entry["step"] for entry in history(tmp_path / "alone")] == [1, 4, 5, 6]
+
+
+@pytest.mark.parametrize("killed_after", [3, 5])
+def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
+    """Bit for bit, with the loss scale and its growth: it doubles after two steps without overflow."""
+    overflow = {"steps": {2}, "losses": {3}, "growth_interval": 2}
+    few = ["--max_steps", "9", "--logging_steps", "2"]
+    whole = train(Overflow(**overflow), *few, name="whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    (tmp_path / "run" / "run_record.json").unlink()
+    for folder in checkpoint.newest_first(tmp_path / "run"):
+        if int(folder.name.split("-")[1]) > killed_after:
+            shutil.rmtree(folder)
+    again = train(Overflow(**overflow), *few)
+    assert (again["restarts"], whole["restarts"]) == (1, 0)
+    assert (
+        (again["skipped_steps"], again["digest"]) == (2, whole["digest"]) == (whole["skipped_steps"], again["digest"])
+    )
+    assert history(tmp_path / "run") == history(tmp_path / "whole")
+    folders = [tmp_path / name / "checkpoint-9" for name in ("run", "whole")]
+    assert same(*map(weights, folders))
+    scales = [stored(folder, "scaler.pt") for folder in folders]
+    assert scales[0] == scales[1] and scales[0]["scale"] == 2**16 * 2**-2 * 2**3
+    states = [durable.read_json(folder / "recipe_state.json") for folder in folders]
+    for state in states:
+        del state["restarts"], state["train_seconds"]
+    assert states[0] == states[1]
+
+
+def test_overflow_without_end_ends_the_run(train, tmp_path):
+    with pytest.raises(RunError) as error:
+        train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
+    assert re.search(
+        r"overflowed in 32 steps in a row, up to step 34: .*--bf16 true --fp16 false.*learning_rate=0\.001 or warm up "
+        r"longer, with --resume_despite_changes true\. The last complete checkpoint is .*checkpoint-30",
+        str(error.value),
+    )
+    with pytest.raises(RunError, match="in 32 steps in a row, up to step 34"):  # killed and resumed, it is no other run
+        train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
+
+
+def test_what_deepspeed_says_of_overflow(train, monkeypatch):
+    """Its loss scale at the floor, which it raises as a plain exception; and a skipped step where there is no loss
+    scale, after which it would train on."""
+
+    def at_the_floor(self, loss, **kwargs):
+        raise Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accelerate.Accelerator, "backward", at_the_floor)
+        with pytest.raises(RunError, match=r"with the loss scale at its floor, after step 0: train in bf16"):
+            train(Overflow())
+    monkeypatch.setattr(accelerate.Accelerator, "optimizer_step_was_skipped", property(lambda self: True))
+    with pytest.raises(RunError, match=r"the gradient of step 1 is not finite \(blocks 0 to 7\)"):
+        train(Overflow(), "--fp16", "false")
+
+
+def test_it_is_resumed_in_another_precision_as_the_message_says(train, tmp_path):
+    train(Overflow({2}), "--max_steps", "4")
+    (tmp_path / "run" / "run_record.json").unlink()
+    record = train(Overflow(), "--fp16", "false", "--max_steps", "6", "--resume_despite_changes", "true")
+    assert record["skipped_steps"] == 1 and record["restarts"] == 1
+    assert not (tmp_path / "run" / "checkpoint-6" / "scaler.pt").exists()
+
+
+def test_fine_tuning_keeps_the_same_promises(root, model_dir, tmp_path, monkeypatch):
+    fp16_on_cpu(monkeypatch.setattr, Overflow({2}, losses={5}))
+    move, out = durable.move_into_place, tmp_path / "glue"
+
+    def move_and_copy(aside, target):  # a finished run deletes its checkpoints
+        move(aside, target)
+        shutil.copytree(target, tmp_path / "kept" / target.name, dirs_exist_ok=True)
+
+    monkeypatch.setattr(durable, "move_into_place", move_and_copy)
+    lines = [f"{n}\tThe cat sees {n} boats.\tA cat sees boats.\t{('not_', '')[n % 2]}entailment\n" for n in range(24)]
+    (tmp_path / "RTE").mkdir()
+    for split, rows in (("train", lines), ("dev", lines[:9])):
+        (tmp_path / "RTE" / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "".join(rows))
+    finetune_glue.main(
+        f"--config {root}/presets/glue/rte.yaml --data_dir {tmp_path} --model_name_or_path {model_dir} --output_dir "
+        f"{out} --max_seq_length 64 --global_batch_size 8 --per_device_train_batch_size 4 --warmup_steps 0 "
+        "--logging_steps 1 --learning_rate 1e-3 --other_rows --use_cpu --disable_tqdm true --seeds 1 --fp16 true "
+        f"{' '.join(SAVING)}".split()
+    )
+    record = durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")
+    assert record["skipped_steps"] == 2 and record["steps"] == 6
+    folders = [tmp_path / "kept" / f"checkpoint-{step}" for step in range(1, 7)]
+    changed = [not same(weights(before), weights(after)) for before, after in itertools.pairwise(folders)]
+    assert changed == [False, True, True, False, True]
+    log = history(tmp_path / "kept")
+    assert [(entry["step"], entry["skipped_steps"]) for entry in log] == [(1, 0), (2, 1), (3, 1), (4, 1), (6, 2)]
+    taken = [0, 1, 1, 2, 3]
+    assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3 * (1 - k / 6) for k in taken])
+    assert stored(folders[-1], "scaler.pt")["scale"] == 2**14
+
+
+def test_two_processes_skip_together(preset, train, tmp_path, root):
+    """Overflow in the second process alone, with data parallelism and under ZeRO (whose hysteresis keeps the loss scale
+    at the first overflow)."""
+    few = ["--max_steps", "4"]
+    train(Overflow({2, 3}), *few, name="single")
+    stages = [2] if shutil.which(os.environ.get("CXX", "c++")) else []  # DeepSpeed builds an extension
+    flags = ["--config", preset, "--fp16", "true", *SAVING, *few, "--per_device_train_batch_size", "2", "--output_dir"]
+    runs = {
+        "ddp": {},
+        **{
+            f"zero{stage}": {  # what `accelerate launch` says
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(root / "ds_configs" / f"zero{stage}.json"),
+            }
+            for stage in stages
+        },
+    }
+    listed = [(environ, [*flags, str(tmp_path / name)]) for name, environ in runs.items()]
+    done = run_python(__file__, "2,3", json.dumps(listed), cwd=tmp_path, env={"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("fp16 gradients overflowed") == 2 * len(runs)
+    single = history(tmp_path / "single")
+    for name in runs:
+        two = history(tmp_path / name)
+        assert json.loads((tmp_path / name / "run_record.json").read_text())["skipped_steps"] == 2
+        for key in ("step", "skipped_steps", "learning_rate"):
+            assert [entry[key] for entry in two] == [entry[key] for entry in single] and len(two) == 4
+        scales = [1, 0.5, 0.25, 0.25] if name == "ddp" else [1, 1, 0.5, 0.5]
+        assert [entry["loss_scale"] for entry in two] == [2**16 * scale for scale in scales]
+        assert [entry["grad_norm"] is None for entry in two] == [False, True, True, False]
+        assert [entry["loss"] for entry in two] == pytest.approx([entry["loss"] for entry in single], rel=2e-3)
+        folders = [tmp_path / name / f"checkpoint-{step}" for step in range(1, 5)]
+        changed = [not same(weights(before), weights(after)) for before, after in itertools.pairwise(folders)]
+        assert changed == [False, False, True]
+
+
+def test_precision_is_never_silently_another(preset, monkeypatch):
+    """accelerate would train in fp32 for fp16 on a CPU, and torch would emulate bf16 on an older GPU."""
+    with pytest.raises(InputError, match=r"fp16=true: a CPU has no fp16 training; .*--fp16 false --bf16 true"):
+        train_mlm.main(["--config", preset, "--fp16", "true"])
+    with pytest.raises(InputError, match="bf16=True and fp16=True exclude each other; leave one of them out"):
+        train_mlm.main(["--config", preset, "--fp16", "true", "--bf16", "true"])
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    gpu = types.SimpleNamespace(bf16=True, fp16=False, device=torch.device("cuda"), deepspeed_plugin=None)
+    with pytest.raises(InputError, match=r"bf16=true: Tesla V100 has no bf16 .*--fp16 true"):
+        environment.check_precision(gpu)
+    gpu.bf16, gpu.fp16 = False, True
+    environment.check_precision(gpu)
+
+
+def test_presets_say_which_precision_they_are_for(root):
+    presets = sorted(path for name in ("mlm", "glue", "squad", "race") for path in (root / "presets" / name).glob("*"))
+    assert len(presets) == 18
+    for path in presets:
+        text = path.read_text()
+        wanted = "bf16" if yaml.safe_load(text).get("bf16") else "fp32"
+        assert text.count(f"# Precision: {wanted}, which ") == 1 and "--fp16 true" in text, path
+        if path.parent.name == "mlm":
+            assert "in fp16 (section 3.1" in " ".join(text.split("\n# ")), path
+
+
+def test_the_gpu_script_lists_its_steps_and_runs_nothing_without_a_gpu(root, tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("gpu", root / "benchmarks" / "gpu.py")
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output_dir", str(tmp_path / "gpu"), "--dry_run"])
+    gpu.main()
+    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == list(gpu.STEPS) == ["fp16", "overflow", "resume", "zero1", "zero2", "ddp"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    with pytest.raises(InputError, match="not run: no CUDA device"):
+        gpu.main()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.cannot_run() is None
+    other = gpu.INTERNALS[0]._replace(parameters=("self",))
+    monkeypatch.setattr(gpu, "INTERNALS", [*gpu.INTERNALS, other])
+    assert f"another Trainer.{other.name} than" in gpu.cannot_run()
+    assert not (tmp_path / "gpu").exists()
+
+
+def one_process(rank, port, steps, environ, argv):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
+    fp16_on_cpu(setattr, Overflow(map(int, steps.split(",")), process=1))
+    if environ:  # DeepSpeed asks for fp16 that is fast
+        patched = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
+        patched.is_fp16_supported = lambda self: True
+    train_mlm.main(argv)
+
+
+if __name__ == "__main__":  # the processes share these imports
+    for environ, argv in json.loads(sys.argv[2]):
+        if environ:
+            importlib.import_module("deepspeed")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (port, sys.argv[1], environ, argv)
+        torch.multiprocessing.start_processes(one_process, arguments, nprocs=2, start_method="fork")
