@@ -1,18 +1,25 @@
 """Sources: every format, the held-out documents, faults that are retried or refused, and errors before training."""
 
 import gzip
+import io
 import itertools
 import json
+import random
+import shutil
 from collections import Counter
 
+import datasets
 import pyarrow as pa
 import pytest
 from conftest import make_documents, write_jsonl, write_parquet, write_text
 
+from roberta_recipe import durable
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data.corpus import Corpus, Source, read_corpus
+from roberta_recipe.data import token_cache
+from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, read_corpus
 from roberta_recipe.data.documents import sample_documents
-from roberta_recipe.data.order import interleave
+from roberta_recipe.data.order import interleave, taken_of_source
+from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 
 TEXTS = make_documents(60, seed=4)
@@ -43,11 +50,93 @@ def test_an_empty_line_separates_documents_whatever_the_line_ends(tmp_path):
     assert [t.strip() for t in texts] == ["One.\nStill one.", "Two é.", "Three."]
 
 
+def test_a_line_of_blanks_separates_documents(tmp_path):
+    """As between the articles and paragraphs of wikitext's files."""
+    (tmp_path / "a.txt").write_text(" \n = Ships = \n \n One . \n Still one . \n \t\n\u00a0\u3000\n Two . \n", "utf-8")
+    texts = texts_of(files=str(tmp_path / "a.txt"), share=1e-9)
+    assert texts == ["\n = Ships = ", " One . \n Still one . ", "\n Two . \n"]
+
+
+PIECES = ["One.", "é ", "\u200b", " ", "\t", "\u00a0", "\u2028", "\x0c", "\ufeff", *["\n", "\r\n", "\r", "\n\n"] * 2]
+
+
+def documents_by_definition(text):
+    """The oracle, of a text with Python's line ends."""
+    lines = ["\n" if not line.strip() else line for line in io.StringIO(text)]
+    return [document for document in "".join(lines).split("\n\n") if document]
+
+
+def test_random_text_files_have_the_documents_of_the_definition(tmp_path, monkeypatch):
+    """From every row, also where no batch of lines ends with a document; without lines of blanks, the documents are
+    those of `datasets`."""
+    monkeypatch.setattr(reading, "_LINES_PER_BATCH", 3)
+    resumed = without_blanks = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        pieces = PIECES[: None if seed % 3 else 1] + ["\n"] * 3
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 40)))
+        data = ("\ufeff" * (seed % 2) + text).encode()
+        path = tmp_path / f"{seed}.txt{'.gz' * (seed % 5 == 0)}"
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        as_python_reads = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
+        wanted = documents_by_definition(as_python_reads)
+        source = Source("s", files=str(path))
+        assert list(reading.read_file(source, "text", str(path))) == wanted, seed
+        for row in {1, len(wanted) // 2, len(wanted) - 1, len(wanted), rng.randrange(40)} - {0, -1}:
+            assert list(reading.read_file(source, "text", str(path), row)) == wanted[row:], (seed, row)
+            resumed += 0 < row < len(wanted)
+        if path.suffix == ".txt" and not any(line.isspace() and line != "\n" for line in io.StringIO(as_python_reads)):
+            rows = datasets.load_dataset(
+                "text", data_files=str(path), split="train", streaming=True, sample_by="paragraph", encoding="utf-8-sig"
+            )
+            assert [row["text"] for row in rows] == wanted
+            without_blanks += len(wanted) > 1
+    assert resumed > 40 and without_blanks > 10
+
+
+def test_a_text_file_is_not_read_whole(tmp_path, monkeypatch):
+    """The first documents are there after the first batch of lines, whatever separates them."""
+    path = tmp_path / "a.txt"
+    path.write_text("A line.\n \n" * 1000)
+    batches = []
+    table = datasets.IterableDataset.iter
+    monkeypatch.setattr(
+        datasets.IterableDataset, "iter", lambda *a, **k: (batches.append(0) or batch for batch in table(*a, **k))
+    )
+    monkeypatch.setattr(reading, "_LINES_PER_BATCH", 10)
+    texts = reading.read_file(Source("s", files=str(path)), "text", str(path))
+    assert list(itertools.islice(texts, 7)) == ["A line."] * 7 and len(batches) == 2
+
+
+def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):
+    """So that blocks made when a line of blanks was text are refused; those of other formats are not."""
+    found = {}
+    for kind, write in {"jsonl": write_jsonl, "txt": write_text, "parquet": write_parquet}.items():
+        source = Source("s", files=write(tmp_path / f"a.{kind}", TEXTS))
+        reader = TextReader(Corpus("c", [source]), tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
+        found[kind] = reader.fingerprint()
+        former = {name: value for name, value in found[kind].items() if name != "text_files"}
+        (tmp_path / kind).mkdir()
+        durable.write_json(tmp_path / kind / token_cache.FINGERPRINT, former)
+        if kind == "txt":
+            with pytest.raises(InputError, match="text_files was None, is 'a line of blanks separates documents'"):
+                token_cache.claim(tmp_path / kind, found[kind])
+        else:
+            assert not token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
+    source = Source("s", files=str(tmp_path / "a.parquet"), validation_files=str(tmp_path / "a.txt"))
+    assert reading.text_file_rule(Corpus("c", [source])).items() <= found["txt"].items()
+    assert reading.text_file_rule(Corpus("c", [source])) and "text_files" in found["txt"]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\n")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfOne.\n"))
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "One."}\n')
     check(tmp_path / "a.jsonl", tmp_path)
-    assert [t.strip() for t in texts_of(files=str(tmp_path / "a.txt"), share=1e-9)] == ["One."]
+    for name in ("a.txt", "a.txt.gz"):
+        assert texts_of(files=str(tmp_path / name), share=1e-9) == ["One.\n"]
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
+    assert texts_of(files=str(tmp_path / "empty.txt"), share=1e-9) == []
     assert texts_of(files=str(tmp_path / "a.jsonl"), share=1e-9) == ["One."]
 
 
@@ -184,6 +273,62 @@ def test_sample_of_the_mixture(tmp_path):
     assert 40_000 <= sum(sizes.values()) < 41_000 and abs(sizes["a"] / sum(sizes.values()) - 0.75) < 0.03
 
 
+# Variables
+
+
+def write_domains(folder):
+    """Two sources below a folder, and a preset that names the folder by a variable."""
+    (folder / "news").mkdir(parents=True)
+    for split, texts in (("train", TEXTS[:40]), ("valid", TEXTS[40:])):
+        write_parquet(folder / "news" / f"{split}-0.parquet", texts)
+    preset = folder.parent / "domains.yaml"
+    train, valid = "['${MY_DOMAINS}/news/train-*.parquet']", "${MY_DOMAINS}/news/valid-*.parquet"
+    preset.write_text(f"sources: [{{name: news, files: {train}, validation_files: '{valid}'}}]")
+    return preset
+
+
+def test_a_preset_names_its_folder_by_a_variable(tmp_path, monkeypatch):
+    """The same files in another folder are the same corpus."""
+    preset, found = write_domains(tmp_path / "here"), []
+    shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
+    for folder in ("here", "elsewhere"):
+        monkeypatch.setenv("MY_DOMAINS", str(tmp_path / folder))
+        corpus = read_corpus(preset)
+        texts = [
+            list(reading.documents(corpus, corpus.sources[0], split, seed=0, epoch=0))
+            for split in ("train", "validation")
+        ]
+        assert texts == [TEXTS[:40], TEXTS[40:]] and corpus.files(corpus.sources[0], "train")[1][0].count(folder)
+        found.append(corpus_fingerprint(corpus))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("value", "state"), [(None, "is not set"), ("", "is empty")])
+def test_a_variable_without_a_value_is_named(tmp_path, monkeypatch, value, state):
+    preset = write_domains(tmp_path / "here")
+    monkeypatch.delenv("MY_DOMAINS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_DOMAINS", value)
+    with pytest.raises(InputError) as error:
+        read_corpus(preset)
+    for wanted in (str(preset), "source news", f"the environment variable MY_DOMAINS {state}", "export MY_DOMAINS="):
+        assert wanted in str(error.value)
+
+
+def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, monkeypatch):
+    """The blocks that the run took of each source: those that were read, without the shuffle window."""
+    monkeypatch.setenv("FIVE_DOMAINS", "/nowhere")
+    corpus = read_corpus("presets/corpus/five_domains.yaml")
+    record = json.loads((root / "results" / "roberta_mini" / "run_record.json").read_text())
+    args, counts = record["resolved_args"], record["counts"]["train"]
+    taken = taken_of_source(corpus.shares, args["max_steps"] * args["global_batch_size"])
+    assert [source.name for source in corpus.sources] == list(counts) and sum(taken) == 224_000
+    assert taken == [source["blocks"] - args["shuffle_window"] for source in counts.values()]
+    assert [source.files for source in corpus.sources] == [f"/nowhere/{name}/train-*.parquet" for name in counts]
+    with pytest.raises(InputError, match=r"source 'books': '/nowhere/books/train-\*.parquet' does not exist"):
+        corpus.files(corpus.sources[0], "train")
+
+
 # Bad input
 
 
@@ -291,9 +436,10 @@ def test_broken_files_are_named(tmp_path):
         check(path, tmp_path, filters=[["language", "==", "en"]])
 
 
-def test_corpus_presets_of_the_repository(root):
+def test_corpus_presets_of_the_repository(root, monkeypatch):
+    monkeypatch.setenv("FIVE_DOMAINS", "somewhere")
     presets = {path.stem: read_corpus(path) for path in (root / "presets" / "corpus").glob("*.yaml")}
-    assert set(presets) == {"docstrings", "roberta_160gb"}
+    assert set(presets) == {"docstrings", "five_domains", "roberta_160gb"}
     paper = presets["roberta_160gb"]
     sizes = {source.name: source.size_gb for source in paper.sources}
     assert sizes["bookcorpus"] + sizes["wikipedia"] == pytest.approx(16)

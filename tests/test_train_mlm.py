@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe import record as records
-from roberta_recipe.data import masking
+from roberta_recipe.data import masking, tokenizer_training
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import evaluate, pack
 from roberta_recipe.training import batch, checkpoint, pretraining
@@ -185,6 +186,41 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     assert len(wanted) == 3 and [line for line in shown if line.startswith(("validation loss", "    "))] == wanted
     with pytest.raises(InputError, match="model_name_or_path is not set"):
         evaluate.main(flags)
+
+
+def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys, monkeypatch):
+    """Also where the preset names another of equal size; named in the command, the other is used and warned of."""
+    other = tokenizer_training.train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
+    other.save_pretrained(tmp_path / "other")
+    record, run = train(preset, "--max_steps", 2), tmp_path / "run"
+    values = yaml.safe_load(Path(preset).read_text()) | {"tokenizer_name": str(tmp_path / "other")}
+    Path(preset).write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    argv = ["--config", preset, "--model_name_or_path", str(run)]
+    capsys.readouterr()
+    metrics, _ = evaluate.main(argv)
+    assert metrics["eval_loss"] == record["metrics"]["eval_loss"] and "differs" not in capsys.readouterr().err
+    for flag in (["--tokenizer_name", str(tmp_path / "other")], [f"--tokenizer-name={tmp_path / 'other'}"]):
+        metrics, _ = evaluate.main([*argv, *flag])
+        said = capsys.readouterr().err
+        assert f"tokenizer_name='{tmp_path / 'other'}' differs from the tokenizer of" in said and "comparable" in said
+        assert metrics["eval_loss"] != record["metrics"]["eval_loss"]
+    evaluate.main([*argv, "--tokenizer_name", str(run)])
+    assert "differs" not in capsys.readouterr().err
+
+    # a checkpoint without tokenizer: its config alone gives transformers a tokenizer of special tokens
+    for path in (*run.glob("tokenizer*"), *run.glob("vocab*"), *run.glob("merges*"), *run.glob("special*")):
+        path.unlink()
+    with pytest.raises(InputError, match=r"run' has no tokenizer of its own .*: --tokenizer_name NAME"):
+        evaluate.main(argv)
+    evaluate.main([*argv, "--tokenizer_name", str(tmp_path / "other")])
+    assert "differs" not in capsys.readouterr().err
+
+    monkeypatch.setattr(evaluate.MlmTrainer, "evaluate_sources", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([*argv, "--tokenizer_name", str(tmp_path / "other")])
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from roberta_recipe.presets import check_mapping, load_yaml
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _SAMPLED_BYTES = 1 << 16  # of either end of a file, for its fingerprint
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Source:
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    files: str | list[str] | None = None  # file, folder or glob
+    files: str | list[str] | None = None  # file, folder or glob; `${NAME}` in it is a variable of the environment
     builtin: Literal["docstrings"] | None = None
     text_column: str = "text"
     filters: list[list[Any]] | None = None  # [column, operator, value] triples, all of which hold; Parquet only
@@ -80,7 +82,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """The corpus that a preset describes. Opens no source. Raises `InputError`."""
+    """The corpus that a preset describes, its variables replaced. Opens no source. Raises `InputError`."""
     values = load_yaml(path)
     sources = values.pop("sources", None)
     if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
@@ -89,8 +91,24 @@ def read_corpus(path: str | Path) -> Corpus:
     checked = [check_mapping(entry, [Source], name) for entry, name in zip(sources, where, strict=True)]
     if unnamed := [name for entry, name in zip(checked, where, strict=True) if "name" not in entry]:
         raise InputError(f"{unnamed[0]} has no name; name it with `name:`")
+    for entry, name in zip(checked, where, strict=True):
+        entry |= {key: _with_variables(entry[key], name) for key in ("files", "validation_files") if entry.get(key)}
     settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files"))
     return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
+
+
+def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
+    """File patterns with the environment's value for each `${NAME}`. Raises `InputError` where it is unset or empty."""
+    if isinstance(patterns, list):
+        return [_with_variables(pattern, where) for pattern in patterns]
+    for name in _VARIABLE.findall(patterns):
+        if not os.environ.get(name):
+            state = "is empty" if name in os.environ else "is not set"
+            raise InputError(
+                f"{where}: the environment variable {name} {state}, and the files are {patterns!r}; set it to the "
+                f"folder of your files before the command: export {name}=..."
+            )
+    return _VARIABLE.sub(lambda found: os.environ[found[1]], patterns)
 
 
 def check_corpus(corpus: Corpus) -> Corpus:

@@ -22,6 +22,7 @@ from roberta_recipe.log import logger
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _CHECKED_BYTES = 4 << 20  # of each file
+_LINES_PER_BATCH = 1024  # of a text file
 
 
 class BadShard(InputError):
@@ -67,7 +68,7 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[s
     """One attempt at `read_file`."""
     options: dict[str, Any] = {}
     if format == "text":
-        options = {"sample_by": "paragraph", "encoding": "utf-8-sig"}  # an empty line separates documents
+        options = {"sample_by": "line", "keep_linebreaks": True}
     elif format == "parquet":
         # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
         options = {"columns": [source.text_column], "batch_size": 256}
@@ -77,18 +78,56 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[s
     if local and os.path.getsize(path) == 0:
         return
     pattern = glob.escape(path) if local else path  # or brackets in a name would be read as a pattern
-    column = "text" if format == "text" else source.text_column
     rows = datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options)
+    if format == "text":
+        yield from itertools.islice(_paragraphs(rows), start, None)
+        return
     # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
     for row in (rows.skip(start) if start else rows).iter(batch_size=1):
-        if column not in row:
-            raise _no_column(source, path, column, sorted(row))
-        (text,) = row[column]
+        if source.text_column not in row:
+            raise _no_column(source, path, source.text_column, sorted(row))
+        (text,) = row[source.text_column]
         if not isinstance(text, str | None):
             raise InputError(
-                f"source {source.name!r}: column {column!r} of {path} holds {type(text).__name__}, not text"
+                f"source {source.name!r}: column {source.text_column!r} of {path} holds {type(text).__name__}, not text"
             )
         yield text
+
+
+def _paragraphs(rows: datasets.IterableDataset) -> Iterator[str]:
+    """The documents of a text file, given its lines with their ends ("\\n" whatever the file has).
+
+    They are what `text.split("\\n\\n")` gives, without empty strings, once every line of blanks is an empty line.
+    Blanks are what `str.strip` removes, as in fairseq's readers: tabs and the white space of Unicode too.
+    """
+    document: list[str] = []
+    for line in _lines(rows):
+        if not line.isspace():
+            document.append(line)
+        elif not document:  # the second of two lines of blanks: its end is the beginning of the next document
+            document = ["\n"]
+        else:
+            if text := "".join(document)[:-1]:
+                yield text
+            document = []
+    if document:
+        yield "".join(document)
+
+
+def _lines(rows: datasets.IterableDataset) -> Iterator[str]:
+    """The lines of a text file, without its byte order mark (`datasets` uses `encoding` for plain local files only)."""
+    batches = rows.with_format("arrow").iter(batch_size=_LINES_PER_BATCH)  # `iter`: see `_read_rows`
+    lines = itertools.chain.from_iterable(batch["text"].to_pylist() for batch in batches)
+    if first := next(lines, "").removeprefix("\ufeff"):
+        yield first
+    yield from lines
+
+
+def text_file_rule(corpus: Corpus) -> dict[str, str]:
+    """For fingerprints: how text files are read, where a corpus has some; others are unlike those of former versions,
+    which took a line of blanks for text."""
+    formats = {corpus.files(source, split)[0] for source in corpus.sources for split in ("train", "validation")}
+    return {"text_files": "a line of blanks separates documents"} if "text" in formats else {}
 
 
 def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:

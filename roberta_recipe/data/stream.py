@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, corpus_fingerprint
-from roberta_recipe.data.documents import Row, file_rows
+from roberta_recipe.data.documents import Row, file_rows, text_file_rule
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
@@ -227,6 +227,7 @@ class TextReader:
             "input_format": self.input_format,
             "max_seq_length": self.max_seq_length,
             **corpus_fingerprint(self.corpus),
+            **text_file_rule(self.corpus),
         }
 
     def passes(self, positions: int) -> dict[str, int]:

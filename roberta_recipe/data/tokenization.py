@@ -48,6 +48,8 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
                 "model id that the Hub or its local cache could give. "
                 f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
             ) from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # which transformers 5 makes of a model's config alone
+        raise InputError(f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it has no files of a tokenizer")
     if missing := [name for name in needed if getattr(tokenizer, name) is None]:
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"

@@ -2,23 +2,55 @@
 token cache, where one is named that is not complete.
 
     python -m roberta_recipe.tools.evaluate --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
-        --model_name_or_path FacebookAI/roberta-base --tokenizer_name FacebookAI/roberta-base
+        --model_name_or_path FacebookAI/roberta-base
 
+The text is read with the checkpoint's own tokenizer, whatever the preset names; `--tokenizer_name` names another.
 With several GPUs, `accelerate launch -m roberta_recipe.tools.evaluate ...`. The blocks and masks equal those of
 every run on this text, so the figures equal what `train_mlm.py` prints at its end.
 """
 
-import shutil
 import sys
 import tempfile
+
+from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import set_up_logging
+from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import environment, modeling, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+
+
+def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
+    try:
+        return tokenization.load_tokenizer(checkpoint)
+    except InputError as error:
+        raise InputError(
+            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the tokenizer that "
+            f"it was trained with: --tokenizer_name NAME ({error})"
+        ) from None
+
+
+def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer that the command line names, else the checkpoint's own; a warning where both are there and differ.
+    Raises `InputError`."""
+    if named is None:
+        return own_tokenizer(checkpoint)
+    tokenizer = tokenization.load_tokenizer(named)
+    try:
+        own = tokenization.tokenizer_fingerprint(own_tokenizer(checkpoint))
+    except InputError:  # nothing to compare with
+        return tokenizer
+    if tokenization.tokenizer_fingerprint(tokenizer) != own:
+        logger.warning(
+            f"tokenizer_name={named!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand for "
+            "other words than in its training, and the figures are not comparable with those of its own tokenizer "
+            "(leave --tokenizer_name out)"
+        )
+    return tokenizer
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
@@ -27,32 +59,34 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     environment.use_all_cores()
     argv = [*(sys.argv[1:] if argv is None else argv), "--report_to", "none"]
     (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
-    pretraining.check_text(args)
-    pretraining.check_training(training_args)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
+    in_command = any(word.split("=")[0].replace("-", "_") == "__tokenizer_name" for word in argv)
+    named = args.tokenizer_name if in_command else None
+    args.tokenizer_name = named or args.model_name_or_path
+    pretraining.check_text(args)
+    pretraining.check_training(training_args)
     corpus = pretraining.read_corpus(args)
     with training_args.main_process_first():
         check_sources(corpus)
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
+        tokenizer = load_tokenizer(args.model_name_or_path, named)
     model = pretraining.build_model(args, tokenizer)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)
-    training_args.output_dir = tempfile.mkdtemp()  # Trainer makes its folder
-    trainer = MlmTrainer(
-        model=model,
-        args=training_args,
-        eval_dataset=pretraining.mask_validation(args, validation, collator),
-        data_collator=collator,
-        processing_class=tokenizer,
-        fingerprint={},
-        resumed=None,
-        watch=StepWatch(),
-        flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
-    )
-    metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
-    shutil.rmtree(training_args.output_dir)
+    with tempfile.TemporaryDirectory() as training_args.output_dir:  # Trainer makes its folder
+        trainer = MlmTrainer(
+            model=model,
+            args=training_args,
+            eval_dataset=pretraining.mask_validation(args, validation, collator),
+            data_collator=collator,
+            processing_class=tokenizer,
+            fingerprint={},
+            resumed=None,
+            watch=StepWatch(),
+            flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
+        )
+        metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():
         pretraining.print_validation(metrics, masking.unigram_entropy(validation, collator), by_source)
     environment.leave_process_group()
