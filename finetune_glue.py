@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.tasks import glue, glue_metric, protocol, qnli_ranking, wsc
+from roberta_recipe.tasks import glue, glue_metric, protocol, qnli_ranking, wnli, wsc
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -60,7 +61,8 @@ class GlueArguments(protocol.FinetuneArguments):
     )
     qnli_form: Literal["classification", "ranking"] = setting(
         "classification",
-        "QNLI: each pair by itself (the paper's validation scores), or ranked (its test scores).",
+        "QNLI: each pair by itself (the paper's validation scores), or ranked among its question's pairs of the same "
+        "split (its test scores; the paper mines candidates from the training set).",
         "fixed",
         shown=True,
     )
@@ -86,7 +88,7 @@ def main(argv: list[str] | None = None) -> Summary:
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     publisher = hub.publisher(training_args)
-    task = TASKS[args.task_name]
+    task = glue.with_files_of(TASKS[args.task_name], args.data_dir)
 
     # 2. Examples, and whether validation can be believed.
     with training_args.main_process_first():  # one process downloads
@@ -143,12 +145,10 @@ def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, 
     kinds = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     data = {}
     for split in (split for kind in kinds for split in task.splits_of(kind)):
-        if args.task_name == "wnli" and split != "test":  # WNLI's own training set has each schema as two rows
-            schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
-            if unlabelled := [schema.where for schema in schemas if schema.label is None]:
-                raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
-            texts = [(schema.text, schema.query) for schema in schemas]
-            data[split] = glue.Examples(texts, [int(schema.label) for schema in schemas])
+        if args.task_name == "wnli":
+            schemas, _ = read_schemas(args, task, split)
+            labels = None if split == "test" else [int(schema.label) for schema in schemas]
+            data[split] = glue.Examples([(schema.text, schema.query) for schema in schemas], labels)
         else:
             data[split] = read_split(args, task, args.task_name, split)
     if args.task_name == "mnli" and training_args.do_predict:
@@ -169,6 +169,20 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
             "--other_rows true"
         )
     return examples
+
+
+def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> tuple[list[wsc.Schema], dict[str, int]]:
+    """WNLI: SuperGLUE's schemas to train and validate on (WNLI's own training set has most of them twice), or a schema
+    for each row of WNLI's test set, and how those were found."""
+    schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+    if split == "test":
+        rows = read_split(args, task, "wnli", split).texts
+        aligned = wnli.align_rows(rows, schemas, f"WNLI's {task.splits[split][0]}")
+        counts = Counter(f"test rows with {row.found}" for row in aligned)
+        return [row.schema for row in aligned], dict(counts)
+    if unlabelled := [schema.where for schema in schemas if schema.label is None]:
+        raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
+    return schemas, {}
 
 
 @dataclass
@@ -223,6 +237,10 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
 
 def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
     """QNLI of the test setting (section 5.1): the sentences of a question are compared with each other."""
+    logger.info(
+        "Ranking     the candidates of a question are the pairs of its own split; the paper mines them from the "
+        "training set, and does not say how"
+    )
     features, cut = make_features(args, task, data, tokenizer)
     questions = {split: [texts[0] for texts in examples.texts] for split, examples in data.items()}
     features["train"], left_out = qnli_ranking.group_features(
@@ -246,9 +264,10 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
 
 def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
-    parse, counts, features, schemas = wsc.load_spacy(args.spacy_model), {}, {}, {}
-    for split in data:
-        schemas[split] = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+    parse, counts, features = wsc.load_spacy(args.spacy_model), Counter(), {}
+    for split, examples in data.items():
+        schemas, found = read_schemas(args, task, split)
+        counts.update(found)
         features[split] = [
             wsc.build_features(
                 schema,
@@ -256,16 +275,10 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
                 tokenizer,
                 max_length=args.max_seq_length,
             )
-            for schema in (schemas[split] if split == "test" else schemas[split][: len(data[split])])
+            for schema in schemas[: len(examples)]
         ]
     features["train"], left_out = wsc.training_features(features["train"])
-    counts = {f"schemas {why}": count for why, count in left_out.items()}
-
-    def predictions(split, scores, _):
-        answers = scores >= 0  # the query's margin over the highest candidate
-        if split == "test":
-            answers = wsc.to_wnli_rows(answers.tolist(), schemas[split], data[split].texts)
-        return np.asarray(answers, dtype=np.int64)
+    counts.update({f"schemas {why}": count for why, count in left_out.items()})
 
     return Form(
         build_model=lambda: wsc.load_masked_lm(args.model_name_or_path, args.random_weights),
@@ -273,7 +286,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         counts=counts,
         collator=wsc.WscCollator(tokenizer),
         loss_sum=functools.partial(wsc.run_batch, form=args.wsc_loss),
-        predictions=predictions,
+        predictions=lambda split, scores, _: (scores >= 0).astype(np.int64),  # the query's margin over the candidates
     )
 
 
@@ -345,6 +358,7 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
 def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, found: dict) -> protocol.Job:
     """The task as the protocol takes it."""
     validation = task.splits_of("validation")
+    wanted = {split: data[split].labels for split in validation}
     rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
     return protocol.Job(
         name=args.task_name,
@@ -359,6 +373,10 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
         degenerate=lambda scores: degenerate(form, validation[0], scores),
+        scored_examples={split: len(labels) for split, labels in wanted.items()},
+        baseline=protocol.constant_answer(
+            wanted, task.labels, lambda split, answers: glue_metric.scores(task.metrics, answers, wanted[split])
+        ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
         test_rows=durable.fingerprint(

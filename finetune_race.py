@@ -66,15 +66,16 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
+    empty: dict[str, list[str]] = {split: [] for split in splits}  # passages without questions
     with training_args.main_process_first():  # one process downloads
-        data = {split: read_split(args, split) for split in splits}
+        data = {split: read_split(args, split, empty[split]) for split in splits}
     articles = {question.article for question in data["train"]}
     overlap = sum(question.article in articles for question in data["validation"])
 
     # 3. Features, head and loss.
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
     features = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
-    found = announce(args, data, features, overlap)
+    found = announce(args, data, empty, features, overlap)
 
     # 4. Every run of the protocol that is not finished yet.
     job = job_of(args, data, features, tokenizer, found)
@@ -115,10 +116,13 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
     protocol.check_arguments(args, training_args)
 
 
-def read_split(args: RaceArguments, split: str) -> list[race.Question]:
-    """The questions of "train", "validation" or "test"."""
+def read_split(args: RaceArguments, split: str, empty: list[str] | None = None) -> list[race.Question]:
+    """The questions of "train", "validation" or "test"; passages without questions are put into `empty`."""
     levels = race.LEVELS if args.level == "all" else (args.level,)
-    questions = race.read_folder(Path(args.data_dir), split, levels) if args.data_dir else race.read_hub(split, levels)
+    if args.data_dir:
+        questions = race.read_folder(Path(args.data_dir), split, levels, empty)
+    else:
+        questions = race.read_hub(split, levels)
     count = args.max_train_samples
     if split == "train" and count and count < len(questions):
         questions = [questions[number * len(questions) // count] for number in range(count)]
@@ -135,7 +139,7 @@ def make_features(args: RaceArguments, questions: list[race.Question], tokenizer
     return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
 
 
-def announce(args: RaceArguments, data, features: dict[str, race.Features], overlap: int) -> dict:
+def announce(args: RaceArguments, data, empty, features: dict[str, race.Features], overlap: int) -> dict:
     """Log what will run, in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
@@ -144,7 +148,11 @@ def announce(args: RaceArguments, data, features: dict[str, race.Features], over
         for level in dict.fromkeys(question.level for question in questions):
             of_level = np.array([question.level == level for question in questions])
             lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
+            without = [name for name in empty[split] if name.startswith(f"{level}/")]
+            asked = {question.passage for question in questions if question.level == level}
             counts[f"{split}_{level}"] = row = {
+                "passages": len(asked) + len(without),
+                "passages_without_questions": len(without),
                 "questions": int(of_level.sum()),
                 "median_tokens": int(np.median(lengths)),
                 "p95_tokens": int(np.percentile(lengths, 95)),
@@ -152,6 +160,10 @@ def announce(args: RaceArguments, data, features: dict[str, race.Features], over
                 "questions_with_article_cut": int(cut.sum()),
                 "options_cut": int(features[split].options_cut[of_level].sum()),
             }
+            lines.append(
+                f"Passages    {split}, {level}: {row['passages']:,}"
+                + (f"; no question, and so no example, in {len(without)}: {', '.join(without[:5])}" if without else "")
+            )
             lines.append(
                 f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
                 f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%}; "
@@ -168,6 +180,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
     """The task as the protocol takes it."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     test_rows = durable.fingerprint(rows.pop("test", None))
+    right = [question.answer for question in data["validation"]]
     return protocol.Job(
         name="race",
         metric="accuracy",
@@ -181,6 +194,12 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
+        scored_examples={"validation": len(right)},
+        baseline=protocol.constant_answer(
+            {"validation": right},
+            race.LETTERS,
+            lambda split, letters: measure(data[split], np.eye(len(race.LETTERS))[letters]),
+        ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
         test_rows=test_rows,

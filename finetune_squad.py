@@ -24,7 +24,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.record import CURVE_NAME, Summary
+from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.tasks import protocol, squad
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.tasks.squad_metric import Squad
@@ -231,6 +231,8 @@ def job_of(
             bool(np.isnan(scores).any())
             or degenerate(args, predict(args, data["validation"], windows["validation"], scores), data["validation"])
         ),
+        scored_examples={"validation": len(data["validation"])},
+        baseline=no_answer_to_all(data["validation"]) if args.version_2_with_negative else None,
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
     )
@@ -306,6 +308,13 @@ def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], question
     """Whether a run says of all questions of 2.0 that they have an answer, or of all that they have none."""
     threshold = measure(args, predicted, questions).get("threshold")
     return threshold is not None and len({spans.answer(threshold) == "" for spans in predicted.values()}) == 1
+
+
+def no_answer_to_all(questions: list[squad.Question]) -> Baseline:
+    """What the empty answer to every question of 2.0 scores."""
+    predictions = [{"id": question.id, "prediction_text": "", "no_answer_probability": None} for question in questions]
+    scores = Squad("2.0", keep_in_memory=True).compute(predictions=predictions, references=squad.references(questions))
+    return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}
 
 
 def write_predictions(args: SquadArguments, folder: Path, questions, windows: squad.Windows) -> None:

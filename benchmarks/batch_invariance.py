@@ -2,10 +2,14 @@
 
     python benchmarks/batch_invariance.py [--steps 50] [--bound 1e-5]
 
-Trains a small model without dropout on generated text, always 16 sequences a step, through the command line of the
-recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each with three micro-batches. Prints the
-largest relative difference of the logged losses from a single process that takes the whole batch at once; exit code 1
-above the bound. About five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
+First one step over 16 sequences, by the stock `RobertaForMaskedLM` with `Trainer` and by ours, with the same weights
+and masks: loss, norm of the gradient, and the largest difference of a gradient's entry from that of the whole batch at
+once, relative to the norm.
+
+Then a small model without dropout is trained on generated text, always 16 sequences a step, through the command line of
+the recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each with three micro-batches. Printed
+is the largest relative difference of the logged losses from a single process that takes the whole batch at once; exit
+code 1 above the bound. About five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
 """
 
 import argparse
@@ -19,9 +23,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
-from transformers import RobertaConfig
+import numpy as np
+import torch
+import transformers
+from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer, TrainerCallback
 
+from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.tokenizer_training import train_tokenizer
+from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 GLOBAL_BATCH_SIZE = 16
 LAUNCHES = [("one process", "one_gpu", 1), ("two processes", "two_cpus", 2)]
@@ -64,6 +75,65 @@ def write_inputs(folder: Path) -> Path:
     return preset
 
 
+class Blocks(torch.utils.data.IterableDataset):
+    """Blocks of 16 to 62 ids, so that micro-batches differ in padding and in predicted positions."""
+
+    def __init__(self, folder: Path, tokenizer):
+        text = (folder / "validation.txt").read_text(encoding="utf-8").split("\n\n")
+        ids = tokenizer(text[:GLOBAL_BATCH_SIZE])["input_ids"]
+        lengths = [16 + 46 * number // (GLOBAL_BATCH_SIZE - 1) for number in range(GLOBAL_BATCH_SIZE)]
+        self.rows = [np.array(row[:length], dtype=np.uint16) for row, length in zip(ids, lengths, strict=True)]
+
+    def __iter__(self):
+        for number, row in enumerate(self.rows):
+            yield {"input_ids": row, "epoch": 0, "block_id": number}
+
+
+class KeepGradient(TrainerCallback):
+    """Keeps the gradient of the step, before the optimizer takes it."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.gradient = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+
+
+def one_step(folder: Path, stock: bool, micro_batch: int) -> tuple[float, float, torch.Tensor]:
+    """(loss, gradient norm, gradient) of a step over all blocks, by the stock model and `Trainer`, or by ours."""
+    torch.manual_seed(0)
+    tokenizer, keep = AutoTokenizer.from_pretrained(folder / "tokenizer"), KeepGradient()
+    collator, config = MlmCollator(tokenizer, seed=0), RobertaConfig.from_json_file(folder / "config.json")
+    values = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    values |= {"per_device_train_batch_size": micro_batch, "output_dir": str(folder / "step")}
+    values |= {"gradient_accumulation_steps": GLOBAL_BATCH_SIZE // micro_batch, "report_to": "none"}
+    shared = {"train_dataset": Blocks(folder, tokenizer), "callbacks": [keep], "args": MlmTrainingArguments(**values)}
+    if stock:
+        columns = ("input_ids", "attention_mask", "labels")  # those that the stock class takes
+        trainer = Trainer(
+            model=transformers.RobertaForMaskedLM(config),
+            data_collator=lambda examples: {name: x for name, x in collator(examples).items() if name in columns},
+            **shared,
+        )
+    else:
+        of_ours = {"flops_per_token": 1.0, "fingerprint": {"global_batch_size": GLOBAL_BATCH_SIZE}, "resumed": None}
+        model = RobertaForMaskedLM(config)
+        trainer = MlmTrainer(model=model, data_collator=collator, watch=StepWatch(), **of_ours, **shared)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], float(keep.gradient.norm()), keep.gradient
+
+
+def print_gradients(folder: Path) -> None:
+    """Loss and gradient of one step in two layouts, stock and ours."""
+    _, _, at_once = one_step(folder, False, GLOBAL_BATCH_SIZE)
+    print(f"{'one step':<24}{'sequences x accumulation':>26}{'loss':>12}{'gradient norm':>15}{'difference':>15}")
+    for stock in (True, False):
+        for micro_batch in (GLOBAL_BATCH_SIZE, 1):
+            loss, norm, gradient = one_step(folder, stock, micro_batch)
+            difference = float((gradient - at_once).abs().max() / at_once.norm())
+            layout = f"{micro_batch} x {GLOBAL_BATCH_SIZE // micro_batch}"
+            print(f"{'stock' if stock else 'ours':<24}{layout:>26}{loss:>12.5f}{norm:>15.5f}{difference:>15.1e}")
+    print(flush=True)
+
+
 def losses(preset: Path, launch_file: str, processes: int, micro_batch: int, steps: int) -> list[float]:
     """The loss of every step, and the validation loss at the end."""
     output_dir = preset.parent / f"{launch_file}-{micro_batch}"
@@ -93,9 +163,10 @@ def main() -> None:
     args = parser.parse_args()
 
     largest, reference = 0.0, None
-    print(f"{'launch':<24}{'sequences x accumulation':>26}{'last loss':>12}{'largest relative difference':>30}")
     with tempfile.TemporaryDirectory() as folder:
         preset = write_inputs(Path(folder))
+        print_gradients(Path(folder))
+        print(f"{'launch':<24}{'sequences x accumulation':>26}{'last loss':>12}{'largest relative difference':>30}")
         for name, launch_file, processes in LAUNCHES:
             at_once = GLOBAL_BATCH_SIZE // processes
             for accumulation in (1, 4, at_once):

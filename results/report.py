@@ -1,21 +1,25 @@
-"""The ledger's tables, curves and page, made from the run records in this folder and nothing else.
+"""The ledger's tables, curves and pages, made from the run records in this folder and nothing else.
 
     python results/report.py                                        # or: make report
     python results/report.py --add runs/roberta_mini                # a pretraining run, as results/roberta_mini/
     python results/report.py --add runs/glue/rte --name roberta_mini    # what was fine-tuned from it
+    python results/report.py --add runs/squad/v1.1 --name roberta_mini --note "3,468 of the 10,570 questions"
 
-It writes results/curves.png, results/scores.png, results/index.html (a single file, opens from disk) and the section of
-README.md between its two marks. Figures of the paper are those that the fine-tuning scripts print.
+It writes results/curves.png, results/scores.png, results/README.md, results/index.html (a single file, opens from
+disk) and the section of README.md between its two marks; the three texts say the same. Figures of the paper are those
+that the fine-tuning scripts print; proofs.yaml lists what was proved, with the command that prints each figure.
 """
 
 import base64
 import html
+import itertools
 import math
 import re
 import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -26,8 +30,9 @@ from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.publishing import plots
-from roberta_recipe.publishing.card import markdown_table
+from roberta_recipe.publishing.card import device_of, markdown_table, of_baseline, scored_on
 from roberta_recipe.publishing.plots import LedgerEntry
 from roberta_recipe.record import (
     CURVE_NAME,
@@ -44,15 +49,35 @@ from roberta_recipe.tasks import glue, race, squad
 
 NOT_RUN = "not run"
 ADVICE = "add it with that version"
-HEAD = ("task", "paper", "ours: median (spread, n)", "preset", "tokens", "hardware", "hours")
+PROOFS_NAME = "proofs.yaml"
+PROOF_HEAD = ("what was proved", "figure", "command")
+SCORE_HEAD = ("task, metric", "model", "scored on", "pretrained", "random weights", "majority answer", "paper: large")
+HEAD = ("task", "paper", "ours: median (spread, seeds)", "scored on", "majority answer", "preset", "tokens")
+HEAD += ("hardware", "hours")
+SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram entropy")
+SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
+TITLE = (
+    "# Results\n\nMade by `make report` from the run records in this folder; [index.html](index.html) is the same page."
+)
+ESTABLISHED = 0.05  # p below which a difference between seeds is called one
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _KEPT += ("parameters", "versions", "commit", "hardware")
 
 
-class Ledger(NamedTuple):
-    """What the folder holds: pretraining records by model, and fine-tunings by (model, file's name)."""
+@dataclass
+class Proof:
+    """An entry of `proofs.yaml`: a claim, and the figure that the command prints for it."""
 
+    claim: str
+    figure: str
+    command: str
+
+
+class Ledger(NamedTuple):
+    """What the folder holds: proofs, pretraining records by model, and fine-tunings by (model, file's name)."""
+
+    proofs: list[Proof]
     pretrained: dict[str, PretrainingRecord]
     tuned: dict[tuple[str, str], LedgerEntry]
 
@@ -65,21 +90,64 @@ class Row(NamedTuple):
     shown: str
     paper: str
 
+    @property
+    def name(self) -> str:
+        """Without the metric."""
+        return self.shown.partition(",")[0]
+
+
+class Pair(NamedTuple):
+    """The same fine-tuning from a pretrained model and from random weights, by a metric; either may be None."""
+
+    row: Row
+    model: str
+    pretrained: LedgerEntry | None
+    random: LedgerEntry | None
+
+    @property
+    def any(self) -> LedgerEntry:
+        return self.pretrained or self.random
+
+
+class Section(NamedTuple):
+    """A section of the report: paragraphs above and below a table, in which `code` and **weight** are marked, or a
+    picture."""
+
+    title: str
+    above: Sequence[str] = ()
+    head: tuple[str, ...] = ()
+    lines: Sequence[tuple[str, ...]] = ()
+    below: Sequence[str] = ()
+    picture: str = ""  # its file's name
+
 
 def read(folder: Path) -> Ledger:
     """All records of the ledger, by name."""
     pretrained = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{RECORD_NAME}"))}
     others = sorted(path for path in folder.glob("*/*.json") if path.name != RECORD_NAME)
-    return Ledger(pretrained, {(path.parent.name, path.stem): durable.read_json(path) for path in others})
+    tuned = {(path.parent.name, path.stem): durable.read_json(path) for path in others}
+    return Ledger(read_proofs(folder / PROOFS_NAME), pretrained, tuned)
 
 
-def add(folder: Path, source: Path, name: str | None) -> Path:
-    """Copy a finished run's record into the ledger, or the summary and the shortened records of a fine-tuning; returns
-    the path that was written. Raises `InputError` where `source` is no finished run."""
+def read_proofs(path: Path) -> list[Proof]:
+    """What was proved, where the ledger has a list of it. Raises `InputError` for an entry that lacks something."""
+    proofs = []
+    for number, entry in enumerate(load_yaml(path)["proofs"] if path.is_file() else [], 1):
+        where = f"{path}, entry {number}"
+        values = check_mapping(entry, [Proof], where)
+        if missing := [name for name in ("claim", "figure", "command") if name not in values]:
+            raise InputError(f"{where} has no {missing[0]!r}: each entry has a claim, a figure and a command")
+        proofs.append(Proof(**values))
+    return proofs
+
+
+def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
+    """Copy a finished run's record into the ledger, or the summary and the shortened records of a fine-tuning with a
+    `note` on its data; returns the path that was written. Raises `InputError` where `source` is no finished run."""
     if (source / SUMMARY_NAME).is_file():
         if not name:
             raise InputError(f"{source} is a fine-tuning: say with --name of which model")
-        kept = shortened(source)
+        kept = shortened(source, note)
         stem = "_".join([kept["task"].replace(" ", "_"), *_variants(kept["resolved_args"])])
         target = folder / name / f"{stem}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,10 +166,10 @@ def add(folder: Path, source: Path, name: str | None) -> Path:
     return target
 
 
-def shortened(source: Path) -> LedgerEntry:
+def shortened(source: Path, note: str) -> LedgerEntry:
     """What the ledger keeps of a fine-tuning: the picked setting, its runs and the flags that are shown; no folders of
     the machine."""
-    summary = read_record(source / SUMMARY_NAME, ("settings", "shown_args"), ADVICE)
+    summary = read_record(source / SUMMARY_NAME, ("settings", "shown_args", "scored_examples"), ADVICE)
     scores = picked_setting(summary)
     runs = []
     for seed in scores["seeds"]:
@@ -112,7 +180,8 @@ def shortened(source: Path) -> LedgerEntry:
     args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None}
     args |= {name: scores[name] for name in ("learning_rate", "global_batch_size")}
     scores |= {"best_run": Path(scores["best_run"]).name}
-    kept = {name: summary.get(name) for name in ("task", "metric", "dataset", "shown_args", "duplicates")}
+    names = ("task", "metric", "dataset", "scored_examples", "baseline", "shown_args", "duplicates")
+    kept = {name: summary.get(name) for name in names} | {"note": note}
     return {**kept, "settings": [scores], "picked": 0, "resolved_args": args, "runs": runs}
 
 
@@ -133,36 +202,135 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     each fine-tuning of the ledger, or "not run"."""
     lines = []
     for model, record in ledger.pretrained.items():
-        args = record["resolved_args"]
-        perplexity = f"{model}: {decimal(record['metrics']['eval_perplexity'], 2)} (n 1)"
+        args, blocks = record["resolved_args"], sum(c["blocks"] for c in record["counts"]["validation"].values())
+        ours = f"{model}: {decimal(record['metrics']['eval_perplexity'], 2)} (1 seed)"
+        shown = ("held-out perplexity of its own text", "none for this text", ours)
         spent = _spent([record], record["tokens_seen"])
-        lines.append(("held-out perplexity of its own text", "none for this text", perplexity, _preset(args), *spent))
+        lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(args), *spent))
     for row in paper_rows():
-        tuned = [(key, entry) for key, entry in ledger.tuned.items() if entry["task"] == row.task]
-        tuned = [(key, entry) for key, entry in tuned if _has(entry, row.metric)]
-        for (model, _), entry in tuned:
+        tuned = [(model, entry) for (model, _), entry in ledger.tuned.items() if _has(entry, row)]
+        for model, entry in tuned:
             args, runs = entry["resolved_args"], entry["runs"]
-            scores = [record["metrics"][row.metric] for record in runs]
-            scores = [-math.inf if score is None else score for score in scores]  # a correlation with a constant
-            spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
-            flat = sum(record["degenerate"] for record in runs)  # the same answer to everything
-            counts = f"n {len(scores)}" + f", {flat} degenerate" * (flat > 0)
-            ours = f"{_tuned_name(model, args)}: {percent(statistics.median(scores))} ({spread}{counts})"
+            ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
+            measured = (scored_on(entry), of_baseline(entry, row.metric))
             tokens = sum(record["tokens_seen"] for record in runs)
-            lines.append((row.shown, row.paper, ours, _settings(args), *_spent(runs, tokens)))
+            lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
         if not tuned:
             lines.append((row.shown, row.paper, *[NOT_RUN] * (len(HEAD) - 2)))
     return lines
 
 
-def _has(entry: LedgerEntry, metric: str) -> bool:
+def pairs(ledger: Ledger) -> list[Pair]:
+    """Every fine-tuning of the ledger by the metric that picks its epoch, with and without pretraining side by side."""
+    found: dict[tuple, dict[bool, LedgerEntry]] = {}
+    rows = paper_rows()
+    for (model, _), entry in ledger.tuned.items():
+        args = entry["resolved_args"]
+        level = args.get("level", "all")
+        metric = entry["metric"] if level == "all" else level  # of RACE
+        row = next((row for row in rows if (row.task, row.metric) == (entry["task"], metric)), None)
+        if row is None:  # a task that the paper does not have
+            continue
+        name = _tuned_name(model, args | {"random_weights": False, "level": "all"})  # the row names the level
+        found.setdefault((rows.index(row), name), {})[bool(args.get("random_weights"))] = entry
+    ordered = sorted(found.items(), key=lambda item: item[0][0])  # stable
+    return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, name), sides in ordered]
+
+
+def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
+    """Lines below `SCORE_HEAD`, one for each task and model."""
+    return [
+        (
+            pair.row.shown,
+            pair.model,
+            scored_on(pair.any),
+            *(_score(side, pair.row.metric) if side else NOT_RUN for side in (pair.pretrained, pair.random)),
+            of_baseline(pair.any, pair.row.metric),
+            pair.row.paper,
+        )
+        for pair in pairs(ledger)
+    ]
+
+
+def verdict(ledger: Ledger) -> list[str]:
+    """What the scores say of each pretrained model, a paragraph each: beside the majority answer, and by permutation of
+    seeds."""
+    paragraphs = []
+    for model, record in ledger.pretrained.items():
+        said: dict[str, list[str]] = {}
+        for pair in pairs(ledger):
+            if pair.model == model and pair.pretrained and pair.random:
+                kind, what = judged(pair)
+                said.setdefault(kind, []).append(f"{pair.row.name} {what}")
+        if not said:
+            continue
+        spent = _spent([record], record["tokens_seen"])
+        size = f"{record['parameters'] / 1e6:.1f} M parameters, {spent[0]} tokens, {spent[2]} hours on {spent[1]}"
+        gains = said.pop("Better than random weights", None)
+        sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
+                     f"**{model} ({size}) shows no gain over random weights that its seeds establish.**"]  # fmt: skip
+        sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
+        paragraphs.append(" ".join(sentences))
+    return paragraphs
+
+
+def judged(pair: Pair) -> tuple[str, str]:
+    """(the verdict on a task, its figures): pretrained against random weights, by the seeds' scores."""
+    metric, sides = pair.row.metric, (pair.pretrained, pair.random)
+    ours, random = ([_number(run["metrics"][metric]) for run in side["runs"]] for side in sides)
+    baseline = (pair.any["baseline"] or {"metrics": {}})["metrics"].get(metric)
+    medians = statistics.median(ours), statistics.median(random)
+    against = " against ".join(percent(median) for median in medians)
+    if min(len(ours), len(random)) == 1:
+        return "A single seed, so no statement", against
+    if baseline is not None and max(medians) <= baseline:
+        return "Not above the majority answer", f"{against} ({percent(baseline)})"
+    if min(random) <= medians[0] <= max(random):
+        return "Level with random weights", against
+    p, least = permutation_p(ours, random), permutation_p([1.0] * len(ours), [0.0] * len(random))
+    seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
+    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f} (so many seeds give {least:.2f} at best)"
+    if medians[0] < min(random):
+        return "Below random weights", figures
+    return "Better than random weights" if p <= ESTABLISHED else "Suggestive, no more", figures
+
+
+def permutation_p(first: list[float], second: list[float]) -> float:
+    """Two-sided p of the difference of means, exact: the share of all ways to split the scores into two groups of these
+    sizes that differ at least as much."""
+    scores, size = first + second, len(first)
+
+    def gap(chosen: tuple[int, ...]) -> float:
+        others = [score for number, score in enumerate(scores) if number not in chosen]
+        return abs(statistics.fmean(scores[number] for number in chosen) - statistics.fmean(others))
+
+    seen = gap(tuple(range(size))) - 1e-12  # equal but for rounding
+    return statistics.fmean(gap(chosen) >= seen for chosen in itertools.combinations(range(len(scores)), size))
+
+
+def _number(score: float | None) -> float:
+    """A score that can be compared: a correlation with a constant is below all others."""
+    return -math.inf if score is None else score
+
+
+def _score(entry: LedgerEntry, metric: str) -> str:
+    """Median, spread and number of seeds; a degenerate seed gives the same answer to everything."""
+    scores = [_number(record["metrics"][metric]) for record in entry["runs"]]
+    spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
+    flat = sum(record["degenerate"] for record in entry["runs"])
+    counts = f"{len(scores)} seed{'s' * (len(scores) > 1)}" + f", {flat} degenerate" * (flat > 0)
+    return f"{percent(statistics.median(scores))} ({spread}{counts})"
+
+
+def _has(entry: LedgerEntry, row: Row) -> bool:
     """Whether the fine-tuning measured the paper's figure: the accuracy on a single level of RACE is not RACE's."""
-    single_level = metric == "accuracy" and entry["resolved_args"].get("level", "all") != "all"
-    return not single_level and all(metric in record["metrics"] for record in entry["runs"])
+    single_level = row.metric == "accuracy" and entry["resolved_args"].get("level", "all") != "all"
+    measured = all(row.metric in record["metrics"] for record in entry["runs"])
+    return entry["task"] == row.task and measured and not single_level
 
 
 def _variants(args: dict[str, Any]) -> list[str]:
-    """What tells two rows of the same task and model apart."""
+    """What tells two rows of the same task and model asection."""
     found = [name for name in ("random_weights", "without_article") if args.get(name)]
     limits = [name for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")]
     return found + [f"{name}_{args[name]}" for name in limits]
@@ -190,10 +358,9 @@ def _settings(args: dict[str, Any]) -> str:
 
 
 def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
-    hardware = records[0]["hardware"]
-    cores = hardware["cpu_cores"]
-    where = ", ".join(hardware["gpus"]) or f"{cores} CPU core{'s' * (cores > 1)}"
-    return f"{tokens / 1e6:,.1f} M", where, f"{sum(record['train_seconds'] for record in records) / 3600:.2f}"
+    """(tokens, hardware, hours) of runs on the same machine."""
+    hours = sum(record["train_seconds"] for record in records) / 3600
+    return f"{tokens / 1e6:,.1f} M", device_of(records[0]["hardware"]), f"{hours:.2f}"
 
 
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
@@ -215,20 +382,39 @@ def speed(ledger: Ledger) -> list[tuple[str, ...]]:
     return lines
 
 
-SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram entropy")
-SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
-
-
-def readme_section(ledger: Ledger) -> str:
-    """What stands in the README between the marks."""
-    run_lines = [line for line in table(ledger) if line[2] != NOT_RUN]
+def sections(ledger: Ledger) -> list[Section]:
+    """The report: README.md has the first two sections, results/README.md and the page have all."""
+    proofs = [(proof.claim, proof.figure, f"`{proof.command}`") for proof in ledger.proofs]
+    explained = (
+        "Validation scores times 100, median over seeds, each at its best epoch, picked on the same examples. "
+        "Majority answer: what the most frequent right answer scores when it is given to every example."
+    )
+    notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]
     waiting = [line[0] for line in table(ledger) if line[2] == NOT_RUN]
-    paragraphs = [markdown_table(HEAD, run_lines)]
-    if waiting:
-        paragraphs.append("Not run: " + "; ".join(waiting) + ".")
-    if lines := by_source(ledger):
-        paragraphs.append(markdown_table(SOURCE_HEAD, lines))
-    return "\n\n".join(paragraphs)
+    below = [f"Data that are not the official files as they come. {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
+    below += [f"Not run: {'; '.join(waiting)}."] * bool(waiting)
+    spent = "Hours and tokens are those of all seeds. A degenerate seed learnt to give one answer to everything."
+    return [
+        Section("What was proved", (), PROOF_HEAD, proofs),
+        Section("What the models score", [*verdict(ledger), explained], SCORE_HEAD, score_table(ledger), below),
+        Section("Every run beside the paper's tables", [spent], HEAD, table(ledger)),
+        Section("Pretraining: loss and perplexity over tokens", picture="curves.png"),
+        Section("Held-out perplexity by source", (), SOURCE_HEAD, by_source(ledger)),
+        Section("Pretraining: hardware, speed, memory", (), SPEED_HEAD, speed(ledger)),
+        Section("Fine-tuning: validation score over steps", picture="scores.png"),
+    ]
+
+
+def as_markdown(shown: Sequence[Section], level: int) -> str:
+    """Sections as Markdown, with titles of a level."""
+    blocks = []
+    for section in shown:
+        if section.picture:
+            what = f"![{section.title}]({section.picture})"
+        else:
+            what = markdown_table(section.head, section.lines)
+        blocks += [f"{'#' * level} {section.title}", *section.above, what, *section.below]
+    return "\n\n".join(blocks)
 
 
 def with_section(readme: str, section: str) -> str:
@@ -239,54 +425,66 @@ def with_section(readme: str, section: str) -> str:
     return pattern.sub(lambda _: f"{MARKS[0]}\n{section}\n{MARKS[1]}", readme)
 
 
-def html_table(head: tuple[str, ...], lines: list[tuple[str, ...]], kind: str) -> str:
-    """A table; on a narrow screen, each line of the kind "ledger" becomes a list."""
+def html_text(text: str) -> str:
+    """A paragraph or a cell, its `code` and **weight** marked."""
+    text = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
+
+
+def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    """A table; on a narrow screen, each line becomes a list."""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     rows = []
     for line in lines:
         columns = "".join(
-            f'<td data-name="{html.escape(name)}"{" class=none" * (cell == NOT_RUN)}>{html.escape(cell)}</td>'
+            f'<td data-name="{html.escape(name)}"{" class=none" * (cell == NOT_RUN)}>{html_text(cell)}</td>'
             for name, cell in zip(head, line, strict=True)
         )
-        rows.append(f"<tr{' class=none' * (NOT_RUN in line)}>{columns}</tr>")
+        rows.append(f"<tr{' class=none' * (NOT_RUN in line[2:3])}>{columns}</tr>")
     body = f"<thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide"><table class="{kind}">{body}</table></div>'
+    return f'<div class="wide"><table>{body}</table></div>'
 
 
-def page(ledger: Ledger, curves: Path, scores: Path) -> str:
-    """The whole page, images inside."""
+def page(shown: Sequence[Section], folder: Path) -> str:
+    """The whole page, the pictures of `folder` inside."""
+    blocks = []
+    for section in shown:
+        blocks += [f"<h2>{html.escape(section.title)}</h2>", *(f"<p>{html_text(text)}</p>" for text in section.above)]
+        if section.picture:
+            data = base64.b64encode((folder / section.picture).read_bytes()).decode()
+            image = f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}">'
+            blocks.append(f'<div class="wide">{image}</div>')
+        else:
+            blocks.append(html_table(section.head, section.lines))
+        blocks += [f"<p>{html_text(text)}</p>" for text in section.below]
     template = Template((Path(__file__).parent / "page_template.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        ledger=html_table(HEAD, table(ledger), "ledger"),
-        sources=html_table(SOURCE_HEAD, by_source(ledger), "plain"),
-        speed=html_table(SPEED_HEAD, speed(ledger), "plain"),
-        curves=base64.b64encode(curves.read_bytes()).decode(),
-        scores=base64.b64encode(scores.read_bytes()).decode(),
-    )
+    return template.substitute(sections="\n".join(blocks))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="folders of finished runs to add first")
     parser.add_argument("--name", help="model that the added fine-tunings are of; or another name for an added model")
+    parser.add_argument("--note", default="", help="what to know of the added data, such as an unofficial split")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the ledger")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page with the two marks")
     args = parser.parse_args(argv)
     for source in args.add:
-        print(f"added       {add(args.results, source, args.name)}")
+        print(f"added       {add(args.results, source, args.name, args.note)}")
     ledger = read(args.results)
     if not ledger.pretrained:
         raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
-    curves, scores = args.results / "curves.png", args.results / "scores.png"
-    plots.plot_curves(ledger.pretrained, curves)
+    plots.plot_curves(ledger.pretrained, args.results / "curves.png")
     named = [(_tuned_name(model, entry["resolved_args"]), entry) for (model, _), entry in ledger.tuned.items()]
-    plots.plot_scores(named, scores)
-    page_path = args.results / "index.html"
-    page_path.write_text(page(ledger, curves, scores), encoding="utf-8")
+    plots.plot_scores(named, args.results / "scores.png")
+    shown = sections(ledger)
+    page_path, text_path = args.results / "index.html", args.results / "README.md"
+    page_path.write_text(page(shown, args.results), encoding="utf-8")
+    text_path.write_text(f"{TITLE}\n\n{as_markdown(shown, 2)}\n", encoding="utf-8")
     readme = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(with_section(readme, readme_section(ledger)), encoding="utf-8")
+    args.readme.write_text(with_section(readme, as_markdown(shown[:2], 3)), encoding="utf-8")
     done = len([line for line in table(ledger) if line[2] != NOT_RUN])
-    print(f"written     {page_path}, {curves}, {args.readme}: {done} lines of {len(table(ledger))} run")
+    print(f"written     {page_path}, {text_path}, {args.readme}: {done} lines of {len(table(ledger))} run")
 
 
 if __name__ == "__main__":

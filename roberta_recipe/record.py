@@ -32,6 +32,7 @@ class RunRecord(TypedDict):
     parameters: int
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
     tokens_at_steps: list[list[float]]  # [step, tokens seen]
+    skipped_steps: int  # by fp16, as gradients overflowed
     resolved_args: dict[str, Any]  # a valid preset
     shown_args: list[str]  # names of the arguments that the model card and the ledger show
     wall_clock_s: float  # of this start
@@ -61,7 +62,6 @@ class PretrainingRecord(RunRecord):
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
     digest: str  # checksum of all blocks and masks consumed
-    skipped_steps: int  # by fp16, as gradients overflowed
 
 
 class DatasetCard(TypedDict):
@@ -77,13 +77,22 @@ class DatasetCard(TypedDict):
     loading_note: NotRequired[str]  # what loading the model alone leaves out
 
 
+class Baseline(TypedDict):
+    """What the same answer to every validation example scores: the answer that is most often right."""
+
+    answer: str  # "entailment", "C", "no answer"
+    metrics: dict[str, float | None]  # the task's own, by the names of `RunRecord.metrics`
+
+
 class FinetuneRecord(RunRecord):
     """`run_record.json` of one run of a fine-tuning protocol."""
 
     task: str
     metric: str  # picks the epoch
     dataset: DatasetCard
-    examples: dict[str, int]  # by split, as the model sees them
+    examples: dict[str, int]  # by split, as the model sees them (SQuAD: windows)
+    scored_examples: dict[str, int]  # by validation split, what the metrics are means over (SQuAD: questions)
+    baseline: Baseline | None  # None where no single answer can be scored: spans, correlations
     degenerate: bool  # one answer to everything
     fingerprint: dict[str, Any]
     computed_tokens: int  # with padding
@@ -116,6 +125,8 @@ class Summary(TypedDict):
     picked: int  # number of the setting with the best median
     task: str
     dataset: DatasetCard
+    scored_examples: dict[str, int]  # as in `FinetuneRecord`
+    baseline: Baseline | None
     resolved_args: dict[str, Any]
     shown_args: list[str]
     duplicates: NotRequired[dict[str, Any]]

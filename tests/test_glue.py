@@ -1,7 +1,7 @@
 """GLUE through the command line, on a few generated rows of each task in the official layout."""
 
 import json
-import random
+import shutil
 import types
 import zipfile
 from pathlib import Path
@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from conftest import PLACES, SUBJECTS, VERBS, run_python
+from official_files import PAIR, write_glue, write_lines, write_wsc
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, DebertaV2Config
+from transformers import AutoModelForSequenceClassification, DebertaV2Config, RobertaForMaskedLM
 
 import finetune_glue
 from roberta_recipe import durable
@@ -23,53 +24,18 @@ from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
 from roberta_recipe.training import batch, finetune_trainer, heads
 
-PAIR = ("sentence1", "sentence2")
-ROWS = {"train": 24, "validation": 9, "test": 7}
-HEADERS = {
-    "cola": ["source", "label", "original", "sentence"],
-    "sst2": ["sentence", "label"],
-    "mrpc": ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"],
-    "stsb": ["index", "genre", "filename", "year", "old_index", "source1", "source2", *PAIR, "score"],
-    "qqp": ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
-    "mnli": ["index", "promptID", "pairID", "genre", *PAIR, "label1", "gold_label"],
-    "qnli": ["index", "question", "sentence", "label"],
-    "rte": ["index", *PAIR, "label"],
-    "wnli": ["index", *PAIR, "label"],
-    "ax": ["index", *PAIR],
-}
+ROWS = {"train": 24, "dev": 9, "test": 7}
 
 
 def sentence(rng):
     return f"{rng.choice(SUBJECTS).capitalize()} {rng.choice(VERBS)} {rng.choice(SUBJECTS)} {rng.choice(PLACES)}."
 
 
-def write_tsv(path, header, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [*([header] if header else []), *rows]
-    path.write_text("".join("\t".join(line) + "\n" for line in lines), encoding="utf-8")
-
-
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """The folders of all ten tasks; labels cycle with the row number."""
-    folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
-    for name, task in {**TASKS, "ax": AX}.items():
-        for split, (file, _) in task.splits.items():
-            kind, rows = split.partition("_")[0], []
-            for number in range(ROWS[kind]):
-                row = dict.fromkeys(HEADERS[name], str(number))
-                texts = [sentence(rng) for _ in task.columns]
-                if name == "qnli":  # two sentences for each question
-                    texts[0] = f"Who {split} {number // 2}?"
-                row |= dict(zip(task.columns, texts, strict=True))
-                answer = number % len(task.labels) if task.labels else number % 6
-                row[task.label_column] = task.labels[answer] if task.labels else f"{answer}.000"
-                rows.append(row)
-            header = [c for c in HEADERS[name] if kind != "test" or c not in (task.label_column, "label1")]
-            if name == "cola":
-                header = header if kind != "test" else ["index", "sentence"]
-            lines = [[row.get(column, str(n)) for column in header] for n, row in enumerate(rows)]
-            write_tsv(folder / task.folder / file, None if split in task.headers else header, lines)
+    folder = tmp_path_factory.mktemp("glue")
+    write_glue(folder, rows=ROWS, text=sentence)
     return folder
 
 
@@ -113,7 +79,7 @@ def wsc_dir(tmp_path, data_dir, monkeypatch):
     wnli = []
     for split, file in finetune_glue.WSC_FILES.items():
         rows = []
-        for number in range(ROWS[split]):
+        for number in range(ROWS[split.replace("validation", "dev")]):
             name = ("cat", "boat")[number % 2]
             text = f"The cat sees the boat and the dog number {number} {split} but it sleeps."
             pronoun = text.split(" ").index("it")
@@ -123,7 +89,8 @@ def wsc_dir(tmp_path, data_dir, monkeypatch):
             if split == "test":
                 wnli.append([str(number), text, f"The {name} sleeps."])
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_tsv(data_dir / "WNLI" / "test.tsv", ["index", *PAIR], wnli)
+    lines = ["\t".join(row) for row in (["index", "sentence1", "sentence2"], *wnli)]
+    write_lines(data_dir / "WNLI" / "test.tsv", lines)
     return folder
 
 
@@ -177,6 +144,66 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
     (tmp_path / "glue" / "rte" / "submission" / "RTE.tsv").write_text("index\tprediction\n0\tyes\n")
     with pytest.raises(InputError, match="row 0: 'yes' is no label of RTE"):
         glue_table.main([*folder, "--submission", "--other_rows"])
+
+
+def test_a_submission_of_the_official_sizes(tmp_path):
+    """The eleven files as the server's guidelines have them, from prediction files with as many rows as GLUE's."""
+    for name, task in {**TASKS, "ax": AX}.items():
+        for split, file in task.submission.items():
+            numbers = np.arange(task.splits[split][1])
+            predictions = numbers % len(task.labels) if task.labels else numbers % 11 / 2
+            path = tmp_path / ("mnli" if name == "ax" else name) / "submission" / file
+            glue.write_predictions(path, glue.answers(task, predictions))
+        summary = {"settings": [{"median": 0.5}], "picked": 0}
+        durable.write_json(tmp_path / ("mnli" if name == "ax" else name) / "summary.json", summary)
+    glue_table.main(["--folder", str(tmp_path), "--submission"])
+    nli = ["contradiction", "entailment", "neutral"]
+    official = {
+        "CoLA": (1063, ["0", "1"]), "SST-2": (1821, ["0", "1"]), "MRPC": (1725, ["0", "1"]),
+        "QQP": (390965, ["0", "1"]), "MNLI-m": (9796, nli), "MNLI-mm": (9847, nli), "AX": (1104, nli),
+        "QNLI": (5463, ["entailment", "not_entailment"]), "RTE": (3000, ["entailment", "not_entailment"]),
+        "WNLI": (146, ["0", "1"]), "STS-B": (1379, [f"{score / 2:.4f}" for score in range(11)]),
+    }  # fmt: skip
+    with zipfile.ZipFile(tmp_path / "submission.zip") as archive:
+        assert sorted(archive.namelist()) == sorted(f"{name}.tsv" for name in official)
+        for name, (rows, labels) in official.items():
+            lines = archive.read(f"{name}.tsv").decode().split("\n")
+            assert lines[0] == "index\tprediction" and lines[-1] == "" and len(lines) == rows + 2, name
+            indices, predictions = zip(*(line.split("\t") for line in lines[1:-1]), strict=True)
+            assert indices == tuple(map(str, range(rows))) and sorted(set(predictions)) == sorted(labels), name
+
+
+def test_a_wnli_test_set_of_the_official_size(flags, wsc_dir, tmp_path, data_dir, config, tokenizer):
+    """All 146 rows are predicted, a sixth of them rewritten, and each by the schema that it asks for."""
+    config.max_position_embeddings = 130
+    RobertaForMaskedLM(config).save_pretrained(tmp_path / "longer")
+    tokenizer.save_pretrained(tmp_path / "longer")
+    folder = tmp_path / "official"
+    shutil.copytree(data_dir, folder)
+    others = ["--data_dir", folder, "--model_name_or_path", tmp_path / "longer", "--max_seq_length", 128]
+    order = write_wsc(tmp_path / "official_wsc", folder)
+    shutil.copy(tmp_path / "official_wsc" / "test.jsonl", wsc_dir / "test.jsonl")
+    finetune_glue.main(flags("wnli", "--do_predict", *special("wnli", wsc_dir), *others))
+    assert record_of(tmp_path, "wnli")["features"]["test rows with WSC's phrase"] == 146
+    lines = (tmp_path / "glue" / "wnli" / "submission" / "WNLI.tsv").read_text().splitlines()[1:]
+    assert len(lines) == 146 and {line.split("\t")[1] for line in lines} == {"0", "1"}
+    # the same rows, asked for literally
+    literal = write_wsc(tmp_path / "again", folder, changes_every=None)
+    assert literal == order
+    finetune_glue.main(flags("wnli", "--do_predict", *special("wnli", wsc_dir), *others))
+    assert (tmp_path / "glue" / "wnli" / "submission" / "WNLI.tsv").read_text().splitlines()[1:] == lines
+
+
+def test_mnli_without_the_mismatched_set(flags, tmp_path, data_dir, capsys):
+    folder = tmp_path / "without"
+    shutil.copytree(data_dir, folder)
+    (folder / "MNLI" / "dev_mismatched.tsv").unlink()
+    summary = finetune_glue.main(flags("mnli", "--data_dir", folder))
+    assert "dev_mismatched.tsv is missing: nothing is measured on validation_mismatched" in capsys.readouterr().err
+    assert set(summary["settings"][0]["medians"]) == {"accuracy"} == set(summary["dataset"]["hub_metrics"])
+    (folder / "MNLI" / "dev_matched.tsv").unlink()
+    with pytest.raises(InputError, match=r"dev_matched\.tsv is missing"):
+        finetune_glue.main(flags("mnli", "--data_dir", folder))
 
 
 def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
@@ -568,12 +595,15 @@ def test_presets_are_fairseqs(root):
         "mnli": (1e-5, 32, 123873, 7432),
         "qnli": (1e-5, 32, 33112, 1986),
         "qqp": (1e-5, 32, 113272, 28318),
-        "rte": (2e-5, 16, 2036, 122),
+        "rte": (2e-5, 16, 1560, 94),  # fairseq: 2,036 steps of which --max-epoch 10 runs 1,560
         "sst2": (1e-5, 32, 20935, 1256),
         "mrpc": (1e-5, 16, 2296, 137),
         "cola": (1e-5, 16, 5336, 320),
         "stsb": (2e-5, 16, 3598, 214),
     }
+    rows = {name: TASKS[name].splits["train"][1] for name in table}
+    epochs = {name: steps * batch / rows[name] for name, (_, batch, steps, _) in table.items()}
+    assert all(9.9 < count < 10.15 for count in epochs.values()), epochs  # section 5.1: ten
     presets = sorted((root / "presets" / "glue").glob("*.yaml"))
     assert {path.stem for path in presets} == set(TASKS) and len(presets) == 9
     for path in presets:

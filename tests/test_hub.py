@@ -116,6 +116,7 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         "| global_batch_size | 8 |",
         "| hidden size | 32 |",
         f"{record['counts']['train']['train_file']['documents']:,} | ",
+        f"| all held-out text | {sum(counts['blocks'] for counts in record['counts']['validation'].values()):,} | ",
         'AutoModelForMaskedLM.from_pretrained("me/small")',
         "![loss over steps](loss_curve.png)",
     ):
@@ -308,6 +309,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     assert files["model.safetensors"] == (best / "best" / "model.safetensors").read_bytes()
     assert {"summary.json", "run_record.json", "preset.yaml", "loss_curve.png", "tokenizer.json"} <= set(files)
     assert "validation_scores.npy" not in files
+    assert "| rte (other_rows) | validation, 24 examples | accuracy |" in card_of(files).text
+    assert "| 2 | 50.0 (always entailment) | accuracy " in card_of(files).text
     head = card_of(files).data.to_dict()
     (result,) = head["model-index"][0]["results"]
     # with other_rows the card does not claim GLUE's rows
@@ -331,6 +334,7 @@ def made_up_summary(**dataset):
     described |= {"task_type": "text-classification", "hub_metrics": {"kappa": "cohen_kappa"}, "note": "", **dataset}
     return {
         **{"task": "same sense", "metric": "kappa", "picked": 0, "settings": [{**scores, "medians": medians}]},
+        **{"scored_examples": {"validation": 277}, "baseline": {"answer": "same", "metrics": {"kappa": 0.25}}},
         **{"dataset": described, "resolved_args": {"level": "all"}, "shown_args": ["level"]},
     }
 
@@ -342,7 +346,10 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
     push_tool.main([*push, str(tmp_path / "sense")])
     card = card_of(server.repositories["me/small"]["main"])
-    assert "| Same sense? | kappa | 50.0 | 40.0 to 60.0 | 2 | kappa 50.0 |" in card.text
+    scored = (
+        "| Same sense? | validation, 277 examples | kappa | 50.0 | 40.0 to 60.0 | 2 | 25.0 (always same) | kappa 50.0 |"
+    )
+    assert scored in card.text and "Majority answer: what the most frequent right answer scores" in card.text
     assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
     with pytest.raises(InputError, match=r"has no summary\.json"):
         push_tool.main([*push, str(tmp_path / "none")])
@@ -365,6 +372,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     record = {
         **{"task": "same sense", "metric": "kappa", "metrics": {"kappa": 0.6, "total": 100}, "degenerate": False},
         **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
+        **{"scored_examples": {"validation_a": 1250, "validation_b": 30}, "baseline": None},
         **{"resolved_args": {**settings, "global_batch_size": 16}, "tokens_seen": 1000, "tokens_per_second": 10},
         **{"shown_args": [name for name in settings if name not in ("hidden", "model_name_or_path")]},
         **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc"},
@@ -375,6 +383,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     assert result["task"] == {"type": "text-classification"}
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
+    assert "| Same sense? | validation, 277 examples | kappa |" in shown.text
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
     assert "nyu-mll" not in str(shown) and "huggingface.co/datasets" not in str(shown) and "total" not in str(shown)
     table = shown.text.split("## Training")[1].split("10 steps")[0]
@@ -383,6 +392,10 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
 
     of_hub = {**record, "dataset": {**record["dataset"], "hub_id": "me/sense", "hub_config": "all", "note": ""}}
     alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None)  # a run without a summary
+    assert (
+        "| validation_a, 1,250 examples; validation_b, 30 examples | kappa | 60.0 | 60.0 to 60.0 | 1 | - |"
+        in alone.text
+    )
     assert "on Same sense? ([me/sense](https://huggingface.co/datasets/me/sense)) by the protocol" in alone.text
     (result,) = alone.data.to_dict()["model-index"][0]["results"]
     assert (result["dataset"]["type"], result["dataset"]["config"]) == ("me/sense", "all")

@@ -97,6 +97,19 @@ def test_from_the_command_line(flags, tmp_path, capsys):
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsys):
+    shutil.copytree(data_dir, tmp_path / "data")
+    empty = {"article": "A ship.", "questions": [], "options": [], "answers": [], "id": "high7.txt"}
+    write(tmp_path / "data" / "train" / "high", "7.txt", empty)
+    finetune_race.main(flags("--data_dir", tmp_path / "data", "--max_steps", 1))
+    said, counts = capsys.readouterr().err, record_of(tmp_path / "race")["features"]
+    assert "Passages    train, high: 9; no question, and so no example, in 1: high/7.txt" in said
+    assert "Passages    train, middle: 8\n" in said
+    high, middle = counts["train_high"], counts["train_middle"]
+    assert (high["passages"], high["passages_without_questions"], high["questions"]) == (9, 1, 24)
+    assert (middle["passages"], middle["passages_without_questions"], middle["questions"]) == (8, 0, 24)
+
+
 def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
     command += [root / "finetune_race.py", *flags("--seeds", 1, 2, "--level", "high")]
@@ -227,6 +240,18 @@ def test_files_are_read_in_order_and_folded(data_dir):
     assert "ABCD"[questions[0].answer] == passage(0, "trainmiddle")["answers"][0]
 
 
+def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
+    """As two passages of the official train/high, at the beginning, inside and at the end."""
+    for number in range(6):
+        empty = {"questions": [], "options": [], "answers": []} if number in (0, 2, 5) else {}
+        write(tmp_path / "train" / "high", f"{number}.txt", {**passage(number, "gaps"), **empty})
+    found: list[str] = []
+    questions = race.read_folder(tmp_path, "train", ("high",), found)
+    assert found == ["high/0.txt", "high/2.txt", "high/5.txt"]
+    assert [question.passage for question in questions[::3]] == [f"high/{number}.txt" for number in (1, 3, 4)]
+    assert len(questions) == 9 and questions == race.read_folder(tmp_path, "train", ("high",))
+
+
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
@@ -310,6 +335,7 @@ def test_the_hubs_columns(monkeypatch):
 # Bad input
 
 ROW = passage(0, "bad")
+NO_QUESTIONS = {"questions": [], "options": [], "answers": []}
 
 
 @pytest.mark.parametrize(
@@ -322,15 +348,18 @@ ROW = passage(0, "bad")
         ({**ROW, "answers": ["A", "", "B"]}, r"question 2: answer '' is none of"),
         ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: 3 options, and 4 are wanted"),
         ({**ROW, "answers": ["A", "B"]}, r"3 questions, 3 lists of options, 2 answers"),
-        ({**ROW, "article": " \n"}, r"question 1: the article is empty"),
+        ({**ROW, "article": " \n"}, r"8.txt: the article is empty"),
         ({**ROW, "questions": "abc"}, r"questions, options and answers must be lists"),
         ({**ROW, "answers": None}, r"questions, options and answers must be lists"),
-        ({**ROW, "questions": [], "options": [], "answers": []}, r"0 questions, 0 lists of options, 0 answers"),
+        ({**ROW, "questions": []}, r"0 questions, 3 lists of options, 3 answers"),
+        ({**ROW, **NO_QUESTIONS, "article": "\u00a0\n"}, r"8.txt: the article is empty"),
+        ({**ROW, **NO_QUESTIONS, "article": None}, r"8.txt: the article must be a Unicode text"),
+        ({**ROW, **NO_QUESTIONS}, r"middle: none of its 1 passages has a question"),
         ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options, and 4 are wanted"),
         ({**ROW, "options": [None, ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options"),
-        ({**ROW, "article": "half \ud83d"}, r"article, question and options must be Unicode texts"),
+        ({**ROW, "article": "half \ud83d"}, r"8.txt: the article must be a Unicode text"),
         ("[" * 10**5, r"8.txt is not JSON"),
-        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: article, question and options must be Unicode texts"),
+        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: question and options must be Unicode texts"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, content, said):

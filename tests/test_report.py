@@ -1,5 +1,6 @@
-"""The ledger: tables, curves and page say what the records say, and "not run" where a record is missing."""
+"""The ledger: tables, verdict, curves and pages say what the records say, and "not run" where a record is missing."""
 
+import itertools
 import json
 import math
 import re
@@ -45,7 +46,8 @@ def write_pretraining(folder, perplexity=50.25):
         "unigram_entropy": 6.5,
         "loss_at_steps": {"train": [[50, 5.0], [100, 4.0]], "validation": [[50, 4.8], [100, 3.9]]},
         "tokens_at_steps": [[50, 500_000]],
-        "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16},
+        "counts": {"train": {}, "validation": {"a": {"blocks": 1000}, "b": {"blocks": 24}}},
+        "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64"},
         "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
         "shown_args": ["global_batch_size"],
     }
@@ -53,7 +55,7 @@ def write_pretraining(folder, perplexity=50.25):
     (folder / "loss_curve.png").write_bytes(b"png")
 
 
-def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False, **args):
+def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False, majority=0.5, **args):
     args = {"learning_rate": 1e-4, "global_batch_size": 16, "num_train_epochs": 3.0, "max_seq_length": 64, **args}
     settings = {"resolved_args": {**args, "data_dir": "/home/somebody/data"}, "shown_args": [*args, "doc_stride"]}
     runs = [Run(1e-4, 16, seed, folder / f"lr0.0001-batch16-seed{seed}") for seed in range(1, len(scores) + 1)]
@@ -69,7 +71,8 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
             "parameters": 5_000_000,
             "versions": {},
             "commit": "abc",
-            "hardware": {"gpus": [], "cpu_cores": 2},
+            "hardware": {"gpus": [], "cpu_cores": 2, "machine": "x86_64"}
+            | ({"processor": "EPYC"} if len(scores) == 1 else {}),
             **settings,
         }
         for score in scores
@@ -79,7 +82,9 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
         (run.output_dir / "run_record.json").write_text(json.dumps(record))
     dataset = {"name": f"GLUE {task}", "hub_id": None, "hub_config": None, "split": "validation", "note": ""}
     dataset |= {"task_type": "text-classification", "hub_metrics": {metric: metric}}
-    summary = summarise(runs, records, metric) | {"task": task, "dataset": dataset, "duplicates": {}, **settings}
+    baseline = None if majority is None else {"answer": "yes", "metrics": {metric: majority}}
+    measured = {"dataset": dataset, "scored_examples": {"validation": 277}, "baseline": baseline}
+    summary = summarise(runs, records, metric) | {"task": task, "duplicates": {}, **measured, **settings}
     (folder / "summary.json").write_text(json.dumps(finite(summary)))
 
 
@@ -88,6 +93,44 @@ def report(ledger, tmp_path, *argv):
     readme.exists() or readme.write_text(EMPTY)
     ledger.main(["--results", str(tmp_path / "results"), "--readme", str(readme), *map(str, argv)])
     return readme.read_text(), (tmp_path / "results" / "index.html").read_text()
+
+
+def write_pair(ledger, tmp_path, task, pretrained, random, **settings):
+    """Add a fine-tuning of the model `mini` from its weights, and the same from random weights."""
+    write_tuning(tmp_path / f"{task}_ours", pretrained, task=task, **settings)
+    write_tuning(tmp_path / f"{task}_random", random, task=task, random_weights=True, **settings)
+    for side in ("ours", "random"):
+        ledger.add(tmp_path / "results", tmp_path / f"{task}_{side}", "mini", "made of 277 rows" * (task == "rte"))
+
+
+def cells(text, first):
+    """The cells of the only line of a Markdown table that begins with `first`."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+class TextOf(HTMLParser):
+    """The cells of a page's tables, by line, and all of its text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.lines, self.text, self.in_cell = [], "", False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.lines.append([])
+        elif tag in ("td", "th"):
+            self.lines[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        self.text += data
+        if self.in_cell:
+            self.lines[-1][-1] += data
 
 
 def test_tables_show_the_records(ledger, tmp_path, capsys):
@@ -102,30 +145,95 @@ def test_tables_show_the_records(ledger, tmp_path, capsys):
     )
     report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
     for folder in ("glue/rte", "random/rte_random"):
-        readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini")
+        readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
     lines = readme.splitlines()
     assert lines[0] == "# Title" and lines[-1] == "after" and "old" not in lines
-    spent = "4.5 M | 2 CPU cores | 1.50 |"
-    settings = "0.0001, batch 16, 3 epochs, length 64"
-    assert f"| GLUE rte, accuracy | 86.6 (base 78.7) | mini: 60.0 (55.0 to 70.0, n 3) | {settings} | {spent}" in lines
-    assert any("mini, random weights: 51.0 (n 1, 1 degenerate)" in line and "2,000 examples" in line for line in lines)
-    assert any(line.startswith("| held-out perplexity") and "mini: 50.25" in line for line in lines)
-    assert "| mini | b | 10.00 | 4.000 | 6.500 |" in lines and any("NVIDIA H200 | 2.00 |" in line for line in lines)
+    # a task has one line, with pretrained, random and majority side by side
+    figures = ["mini", "validation, 277 examples", "60.0 (55.0 to 70.0, 3 seeds)", "51.0 (1 seed, 1 degenerate)"]
+    assert cells(readme, "GLUE rte, accuracy") == [
+        "GLUE rte, accuracy",
+        *figures,
+        "50.0 (always yes)",
+        "86.6 (base 78.7)",
+    ]
+    assert readme.count("GLUE rte: odd.") == 1  # the note of both sides, once
     waiting = next(line for line in lines if line.startswith("Not run: "))
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
 
-    # every figure of the paper's tables has a line on the page, also where nothing was run
+    # settings and cost are in the ledger's own README.md, with every other figure
+    whole = (tmp_path / "results" / "README.md").read_text()
+    assert readme.split(ledger.MARKS[0])[1].split(ledger.MARKS[1])[0].replace("###", "##").strip() in whole
+    measured = "mini: 60.0 (55.0 to 70.0, 3 seeds) | validation, 277 examples | 50.0 (always yes)"
+    settings, spent = "0.0001, batch 16, 3 epochs, length 64", "4.5 M | 2 cores of x86_64 | 1.50 |"
+    assert f"| GLUE rte, accuracy | 86.6 (base 78.7) | {measured} | {settings} | {spent}" in whole.splitlines()
+    assert "mini, random weights: 51.0 (1 seed, 1 degenerate)" in whole
+    assert "length 64, 2,000 examples | 1.5 M | 2 cores of EPYC | 0.50 |" in whole
+    assert "| mini: 50.25 (1 seed) | validation, 1,024 blocks | - | 32 x 128, 100 steps" in whole
+    assert "| mini | b | 10.00 | 4.000 | 6.500 |" in whole and "| NVIDIA H200 | 2.00 |" in whole
+
+    # every figure of the paper's tables has a line, also where nothing was run
     assert len(ledger.paper_rows()) == 9 + 4 + 3
-    assert page.count(">not run<") == (len(ledger.paper_rows()) - 1) * 5
+    assert page.count(">not run<") == whole.count("| not run") == (len(ledger.paper_rows()) - 1) * 7
     assert page.count("data:image/png;base64,") == 2 and "<script" not in page and "http" not in page
     assert 'name="viewport"' in page
-    HTMLParser().feed(page)
     names = sorted(path.name for path in (tmp_path / "results/mini").glob("rte*"))
     assert names == ["rte.json", "rte_random_weights_max_train_samples_2000.json"]
     stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
+    assert (stored["scored_examples"], stored["baseline"]["answer"]) == ({"validation": 277}, "yes")
     assert set(stored["resolved_args"]) == {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length"}
     assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
+
+
+def test_the_page_says_what_the_two_readmes_say(ledger, tmp_path):
+    write_pretraining(tmp_path / "results" / "mini")
+    proof = {"claim": "<One> thing", "figure": "3 of 3", "command": "python benchmarks/order.py"}
+    (tmp_path / "results" / "proofs.yaml").write_text(json.dumps({"proofs": [proof]}))
+    write_pair(ledger, tmp_path, "rte", [0.6, 0.7, 0.55], [0.5])
+    readme, page = report(ledger, tmp_path)
+    whole, shown = (tmp_path / "results" / "README.md").read_text(), TextOf(page)
+    assert cells(readme, "<One> thing") == ["<One> thing", "3 of 3", "`python benchmarks/order.py`"]
+    assert ["<One> thing", "3 of 3", "python benchmarks/order.py"] in shown.lines and "<One>" not in page
+    tables = [line.replace("`", "").strip("| ").split(" | ") for line in whole.splitlines() if line.startswith("| ")]
+    without_rules = [line for line in tables if set(line) != {"---"}]
+    assert shown.lines == without_rules and len(shown.lines) > 25
+    for paragraph in [*ledger.verdict(ledger.read(tmp_path / "results")), "GLUE rte: made of 277 rows."]:
+        assert paragraph in readme and paragraph in whole and paragraph.replace("**", "") in shown.text
+    # proofs come first, then the verdict, then its table
+    order = [readme.index(text) for text in ("What was proved", "What the models score", "**mini (", "| GLUE rte")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "random", "majority", "said"),
+    [
+        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each, "
+         "two-sided permutation p 0.10 (so many seeds give 0.10 at best)"),
+        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.64], 0.5, "Suggestive, no more: GLUE rte 66.0 against 62.0, 3 seeds each, "
+         "two-sided permutation p 0.20 (so many seeds give 0.10 at best)"),
+        ([0.61, 0.64, 0.68], [0.61, 0.66, 0.60], 0.5, "Level with random weights: GLUE rte 64.0 against 61.0"),
+        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.66, "Not above the majority answer: GLUE rte 66.0 against 61.0 "
+         "(66.0)"),
+        ([0.51, 0.52, 0.53], [0.61, 0.62, 0.60], None, "Below random weights: GLUE rte 52.0 against 61.0"),
+        ([0.63, 0.66, 0.68], [0.61], 0.5, "A single seed, so no statement: GLUE rte 66.0 against 61.0"),
+        ([0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64], 0.5, "is better than random weights on GLUE rte "
+         "72.0 against 62.0, 5 seeds each, two-sided permutation p 0.01"),
+    ],
+)  # fmt: skip
+def test_the_verdict_follows_from_the_seeds(ledger, tmp_path, pretrained, random, majority, said):
+    write_pretraining(tmp_path / "results" / "mini")
+    write_pair(ledger, tmp_path, "rte", pretrained, random, majority=majority)
+    (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
+    assert said in verdict and verdict.startswith("**mini (5.0 M parameters, 2.0 M tokens, 2.00 hours on NVIDIA H200)")
+    gains = "shows no gain over random weights that its seeds establish.**"
+    assert (gains in verdict) == ("better" not in said) and verdict.count("GLUE rte") == 1
+
+
+def test_permutations_of_seeds(ledger):
+    """By hand: of the 6 ways to split 1, 2, 3, 4 into pairs, 2 differ as much as {3, 4} and {1, 2}, 4 as {2, 4}."""
+    assert ledger.permutation_p([3, 4], [1, 2]) == pytest.approx(2 / 6)
+    assert ledger.permutation_p([2, 4], [1, 3]) == pytest.approx(4 / 6)
+    assert ledger.permutation_p([1, 4], [2, 3]) == 1.0
 
 
 def test_curves_stand_over_the_tokens_that_were_seen(tmp_path, monkeypatch):
@@ -146,7 +254,8 @@ def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "cola", [None, None, 0.2], task="cola", metric="matthews_correlation")
     readme, _ = report(ledger, tmp_path, "--add", tmp_path / "cola", "--name", "mini")
-    assert "mini: nan (nan to 20.0, n 3)" in readme
+    row = ["validation, 277 examples", "nan (nan to 20.0, 3 seeds)", "not run", "50.0 (always yes)"]
+    assert cells(readme, "GLUE cola, matthews_correlation")[2:-1] == row
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
@@ -158,7 +267,9 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     path.write_text(json.dumps({**record, "metrics": {"accuracy": 0.42, "middle": 0.42}}))
     readme, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
     (line,) = [line for line in readme.splitlines() if line.startswith("| RACE")]
-    assert line.startswith("| RACE, middle |") and "mini, level middle: 42.0 (n 1) | 0.0001, batch 16" in line
+    assert line.startswith("| RACE, middle | mini | validation, 277 examples | 42.0 (1 seed) | not run | - |")
+    whole = (tmp_path / "results" / "README.md").read_text()
+    assert "| mini, level middle: 42.0 (1 seed) | validation, 277 examples | - | 0.0001, batch 16" in whole
     assert "RACE, accuracy; RACE, high" in readme.split("Not run: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
@@ -181,6 +292,15 @@ def test_bad_input(ledger, tmp_path, root):
         report(ledger, tmp_path, "--add", tmp_path / "rte", "--name", "mini")
     with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
         report(ledger, tmp_path, "--add", tmp_path / "empty")
+    proofs = tmp_path / "results" / "proofs.yaml"
+    for text, message in (
+        ("proofs: [{claim: a, figure: b}]", r"proofs.yaml, entry 1 has no 'command'"),
+        ("proofs: [{claim: a, figure: 3, command: b}]", "figure is 3, and must be text"),
+    ):
+        proofs.write_text(text)
+        with pytest.raises(InputError, match=message):
+            report(ledger, tmp_path)
+    proofs.unlink()
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(InputError, match="has no section between"):
         report(ledger, tmp_path)
@@ -189,13 +309,60 @@ def test_bad_input(ledger, tmp_path, root):
 
 
 def test_what_is_committed_is_what_the_records_give(ledger, root):
-    """README, page and ledger belong together: `make report` after every change of a record."""
+    """README, page and ledger belong together: `make report` after every change of a record or a proof."""
     found = ledger.read(root / "results")
+    sections = ledger.sections(found)
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert ledger.with_section(readme, ledger.readme_section(found)) == readme
-    shown = (root / "results" / "index.html").read_text(encoding="utf-8")
-    tables = re.findall(r"<table.*?</table>", shown, re.S)
-    wanted = ledger.page(found, root / "results" / "curves.png", root / "results" / "scores.png")
-    assert tables == re.findall(r"<table.*?</table>", wanted, re.S) and len(tables) == 3
+    assert ledger.with_section(readme, ledger.as_markdown(sections[:2], 3)) == readme
+    whole = (root / "results" / "README.md").read_text(encoding="utf-8")
+    assert whole == f"{ledger.TITLE}\n\n{ledger.as_markdown(sections, 2)}\n"
+    shown, wanted = (
+        (root / "results" / "index.html").read_text(encoding="utf-8"),
+        ledger.page(sections, root / "results"),
+    )
+    without_pictures = [re.sub('base64,[^"]*', "", text) for text in (shown, wanted)]
+    assert without_pictures[0] == without_pictures[1] and shown.count("<table") == 5
     records = json.dumps([*found.pretrained.values(), *found.tuned.values()])
     assert not re.search(r'"/(home|root|tmp|work|mnt)/', records)
+    assert len(found.proofs) >= 4 and all((root / proof.command.split()[1]).is_file() for proof in found.proofs)
+
+
+def test_every_committed_score_names_its_examples_and_the_majority(ledger, root):
+    """A score that is a share of n examples times n is a whole number: n is the number that it was measured on."""
+    found, checked = ledger.read(root / "results"), 0
+    for (model, name), entry in found.tuned.items():
+        ((split, count),) = entry["scored_examples"].items()
+        assert split == "validation" and isinstance(entry["note"], str)
+        assert (entry["baseline"] is None) == (entry["task"] == "squad 1.1"), (model, name)
+        measured = [record["metrics"] for record in entry["runs"]] + [(entry["baseline"] or {"metrics": {}})["metrics"]]
+        for metrics in measured:
+            for metric in {"accuracy", "exact", "exact_match"} & metrics.keys():
+                assert metrics[metric] * count == pytest.approx(round(metrics[metric] * count), abs=1e-6), (model, name)
+                checked += 1
+    assert checked > 30
+    official = {"cola": 1043, "sst2": 872, "mrpc": 408, "rte": 277}
+    counts = {entry["task"]: entry["scored_examples"]["validation"] for entry in found.tuned.values()}
+    assert official.items() <= counts.items()
+    noted = {entry["task"] for entry in found.tuned.values() if entry["note"]}
+    assert noted == {"wnli", "squad 1.1", "squad 2.0", "race"}
+
+
+def test_the_committed_verdict_says_what_the_seeds_say(ledger, root):
+    """Worked out here again, from the files: the medians, and the permutations of CoLA's six scores."""
+    folder = root / "results" / "roberta_mini"
+
+    def scores(name):
+        return [run["metrics"] for run in json.loads((folder / f"{name}.json").read_text())["runs"]]
+
+    (verdict,) = ledger.verdict(ledger.read(root / "results"))
+    ours, random = ([run["matthews_correlation"] for run in scores(name)] for name in ("cola", "cola_random_weights"))
+    splits = list(itertools.combinations(ours + random, len(ours)))
+    gaps = [abs(sum(chosen) - (sum(ours + random) - sum(chosen))) for chosen in splits]
+    p = sum(gap > abs(sum(ours) - sum(random)) - 1e-9 for gap in gaps) / len(splits)
+    figures = (
+        f"{100 * sorted(ours)[1]:.1f} against {100 * sorted(random)[1]:.1f}, 3 seeds each, two-sided permutation p"
+    )
+    assert f"Suggestive, no more: GLUE cola {figures} {p:.2f} " in verdict and 0.05 < p <= 0.2
+    f1 = [100 * scores(f"squad_1.1{kind}_max_train_samples_4000")[0]["f1"] for kind in ("", "_random_weights")]
+    single = verdict.split("A single seed, so no statement: ")[1]
+    assert f"SQuAD 1.1 {f1[0]:.1f} against {f1[1]:.1f}" in single and "RACE" in single

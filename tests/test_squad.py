@@ -457,33 +457,6 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
             finetune_squad.main(flags(version, "--data_dir", tmp_path))
 
 
-def test_what_cannot_be_scored_is_named(data_dir, tmp_path, capsys):
-    path = tmp_path / "predictions.json"
-    dev = data_dir / "dev-v1.1.json"
-    names = [question.id for question in squad.read_file(dev, version_2=False)]
-    path.write_text(json.dumps(dict.fromkeys(names[2:], "x")))
-    argv = ["--predictions", str(path), "--validation_file", str(dev)]
-    with pytest.raises(InputError, match=rf"no prediction for 2 of 8 questions \({names[0]}, {names[1]}\)"):
-        squad_score.main(argv)
-    path.write_text(json.dumps(dict.fromkeys([*names, "other"], "x")))
-    assert squad_score.main(argv) == {"exact_match": 0.0, "f1": 0.0}
-    assert "1 ids are not asked for: other" in capsys.readouterr().err
-    path.write_text("[]")
-    with pytest.raises(InputError, match="must hold a JSON object"):
-        squad_score.main(argv)
-    with pytest.raises(InputError, match="required: --validation_file"):
-        squad_score.main(argv[:2])
-    path.write_text(json.dumps(dict.fromkeys(names, 1)))
-    with pytest.raises(InputError, match=rf"the prediction of question {names[0]} is 1"):
-        squad_score.main(argv)
-    with pytest.raises(InputError, match=r"none.json is missing"):
-        squad_score.main(["--predictions", str(tmp_path / "none.json"), *argv[2:]])
-    with pytest.raises(InputError, match=r"unknown argument '--data_dir'"):
-        squad_score.main([*argv, "--data_dir", str(data_dir)])
-    with pytest.raises(InputError, match=r"null_odds=x goes with version 2.0: add --version_2_with_negative"):
-        squad_score.main([*argv, "--null_odds", "x"])
-
-
 BAD = {
     "stride": (["--doc_stride", 60], "doc_stride=60 must be from 0 to below the 40 tokens"),
     "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),

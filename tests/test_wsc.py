@@ -362,63 +362,6 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form, tmp_p
         assert (wsc.run_batch(model, collator(asked))[1] < 0).all()
 
 
-def test_predictions_in_the_order_of_wnli(tmp_path):
-    trains = "Maude and Dora had seen the trains , with puffs of smoke . Horses ran away when they came in sight."
-    key = "Ann took Chester 's \u00e9clair tin from her son Bo , but he wanted it for himself ."
-    schemas = read(
-        tmp_path,
-        row(trains, "Maude and Dora", "they", 17),
-        row(trains, "trains", "they", 17),
-        row(trains, "puffs.", "they", 17),
-        row(key, "Ann", "her", 7),
-        row(key, "Chester", "her", 7),
-        row(key, "Bo", "he", 12),
-        row(key, "Chester", "he", 12),
-        row(key, "Chester 's \u00e9clair tin", "it", 14),
-        row('Ann said "no" .', "Ann", "no", 2),
-    )
-    as_trains = "Maude and Dora had seen the trains, with puffs of smoke. Horses ran away when they came in sight."
-    as_key = "Ann took Chester’s eclair tin from her son Bo, but he wanted it for himself."
-    asked = [
-        (2, as_trains, "Horses ran away when the puffs came in sight."),  # an article that the span lacks
-        (0, as_trains, "horses ran away when Maude and  Dora came in sight"),
-        (1, as_trains.upper(), "Horses ran away when the trains came in sight."),
-        (4, as_key, "Ann took Chester's eclair tin from Chester's son Bo."),  # a possessive for "her"
-        (3, as_key, "Ann took Chester ’s eclair tin from Ann's son Bo."),
-        (6, as_key, "Chester wanted it for himself."),
-        (5, as_key, "Bo wanted it for himself."),
-        (7, as_key, "He wanted Chester's \u00e9clair tin for himself."),
-        (8, "Ann said ``no''.", "Ann said Ann."),
-    ]
-    rows = [(sentence1, sentence2) for _, sentence1, sentence2 in asked]
-    for chosen in range(len(schemas)):  # a schema's prediction stands at its own row only
-        predictions = [number == chosen for number in range(len(schemas))]
-        assert wsc.to_wnli_rows(predictions, schemas, rows) == [int(number == chosen) for number, _, _ in asked]
-
-
-def test_an_article_tells_two_schemas_apart(tmp_path):
-    text = "A dog met the cat, and it ran."
-    schemas = read(tmp_path, row(text, "a dog", "it", 6), row(text, "dog", "it", 6))
-    rows = [(text, "Dog ran."), (text, "A dog ran."), (text, "The dog ran.")]
-    assert wsc.to_wnli_rows([False, True], schemas, rows) == [1, 0, 0]
-
-
-def test_wnli_rows_that_match_nothing(tmp_path):
-    schemas = read(tmp_path, row())
-    text = schemas[0].text
-    assert wsc.to_wnli_rows([True], schemas, [(text, "The cat leaves at night.")]) == [1]
-    for sentence1, sentence2 in [
-        (text, "A small dog leaves at night."),
-        (text, "The cat follows a small dog near the sea."),  # in the text, but not where the pronoun is
-        (text, "The cat"[4:] + "s leave at night."),
-        ("Another text.", "The cat leaves at night."),
-    ]:
-        with pytest.raises(InputError, match=r"row 2 \(.* matches no schema; give"):
-            wsc.to_wnli_rows([True], schemas, [(text, "The cat leaves."), (sentence1, sentence2)])
-    with pytest.raises(InputError, match=r"row 1 .*, and 1 more rows; give"):
-        wsc.to_wnli_rows([True], schemas, [(text, "x"), (text, "y")])
-
-
 def test_spacy_is_asked_for_by_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
     with pytest.raises(InputError, match="`pip install spacy`, then `python -m spacy download en_core_web_lg`"):

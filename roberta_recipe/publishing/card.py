@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from roberta_recipe.hardware import Machine
 from roberta_recipe.record import (
     FinetuneRecord,
     PretrainingRecord,
@@ -29,6 +30,7 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
+_SHARED = ("task", "metric", "dataset", "scored_examples", "baseline", "resolved_args", "shown_args")  # with a summary
 _SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden size",
@@ -142,6 +144,25 @@ def markdown_table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in rows)
 
 
+def scored_on(summary: Summary) -> str:
+    """Split and number of examples that the scores are of."""
+    return "; ".join(f"{split}, {count:,} examples" for split, count in summary["scored_examples"].items())
+
+
+def of_baseline(summary: Summary, metric: str) -> str:
+    """What the same answer to every example scores by a metric, and which answer; "-" where there is no such figure."""
+    baseline = summary["baseline"]
+    value = baseline["metrics"].get(metric) if baseline else None
+    return "-" if value is None else f"{percent(value)} (always {baseline['answer']})"
+
+
+def device_of(hardware: Machine) -> str:
+    """What a run ran on: its GPUs, or the cores of its processor, by its name where the record has it."""
+    cores = hardware["cpu_cores"]
+    on_cpu = f"{cores} core{'s' * (cores > 1)} of {hardware.get('processor') or hardware['machine']}"
+    return ", ".join(hardware["gpus"]) or on_cpu
+
+
 def _base_model(args: dict[str, Any]) -> dict[str, str]:
     """For the head of the card, where the run started from a model of the Hub and not from a folder."""
     name = args.get("model_name_or_path") or ""
@@ -182,9 +203,8 @@ def _architecture(config: dict[str, Any], record: RunRecord) -> str:
 
 
 def _training(record: RunRecord) -> str:
-    args, hardware, versions = record["resolved_args"], record["hardware"], record["versions"]
+    args, device, versions = record["resolved_args"], device_of(record["hardware"]), record["versions"]
     rows = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)]
-    device = ", ".join(hardware["gpus"]) or f"{hardware['cpu_cores']} CPU cores ({hardware['machine']})"
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         "## Training\n\n"
@@ -217,12 +237,17 @@ def _text_table(record: PretrainingRecord) -> str:
     metrics = record["metrics"]
     whole = {"loss": metrics["eval_loss"], "perplexity": metrics["eval_perplexity"]}
     whole |= {"unigram_entropy": record["unigram_entropy"]}
+    whole |= {"blocks": sum(counts["blocks"] for counts in record["counts"]["validation"].values())}
     figures = {"all held-out text": whole, **record["metrics_by_source"]}
     rows = [
-        (name, *(decimal(measured[key]) for key in ("loss", "perplexity", "unigram_entropy")))
+        (
+            name,
+            f"{measured['blocks']:,}",
+            *(decimal(measured[key]) for key in ("loss", "perplexity", "unigram_entropy")),
+        )
         for name, measured in figures.items()
     ]
-    return markdown_table(("held-out text", "loss (nats)", "perplexity", "unigram entropy"), rows)
+    return markdown_table(("held-out text", "blocks", "loss (nats)", "perplexity", "unigram entropy"), rows)
 
 
 def _score_table(summaries: list[Summary]) -> str:
@@ -234,8 +259,11 @@ def _score_table(summaries: list[Summary]) -> str:
             f"{name} {percent(value)}" for name, value in scores["medians"].items() if name in published
         )
         median, seeds = percent(scores["median"]), len(scores["seeds"])
-        rows.append((summary["dataset"]["name"], summary["metric"], median, spread, seeds, medians))
-    return markdown_table(("task", "metric", "median", "spread", "seeds", "medians of all metrics"), rows)
+        task, metric = (summary["dataset"]["name"], scored_on(summary)), summary["metric"]
+        rows.append((*task, metric, median, spread, seeds, of_baseline(summary, metric), medians))
+    head = ("task", "scored on", "metric", "median", "spread", "seeds", "majority answer", "medians of all metrics")
+    explained = "Majority answer: what the most frequent right answer scores when it is given to every example."
+    return f"{markdown_table(head, rows)}\n\n{explained}"
 
 
 def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:
@@ -286,7 +314,7 @@ def _alone(record: FinetuneRecord) -> Summary:
         "best_run": "",
         "medians": record["metrics"],
     }
-    shared = {name: record[name] for name in ("task", "metric", "dataset", "resolved_args", "shown_args")}
+    shared = {name: record[name] for name in _SHARED}
     return {**shared, "settings": [scores], "picked": 0}
 
 

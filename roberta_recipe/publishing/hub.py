@@ -57,6 +57,7 @@ _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's f
 _ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
 _ADVICE = "push it with that version"
+_OF_SUMMARY = ("settings", "picked", "dataset", "shown_args", "scored_examples")  # what a card shows of it
 _MARK = "recipe_run"  # key in the card's head: which run a repository holds
 
 Result = TypeVar("Result")
@@ -314,7 +315,7 @@ def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | Finetun
     """
     summary, of_run = None, folder
     if (folder / SUMMARY_NAME).is_file():
-        summary = read_record(folder / SUMMARY_NAME, ("settings", "picked", "shown_args"), _ADVICE)
+        summary = read_record(folder / SUMMARY_NAME, _OF_SUMMARY, _ADVICE)
         of_run = folder / Path(picked_setting(summary)["best_run"]).name
     weights = of_run / BEST_NAME if (of_run / BEST_NAME).is_dir() else of_run
     if not (of_run / RECORD_NAME).is_file() or not (weights / "model.safetensors").is_file():
@@ -340,5 +341,5 @@ def contents(
         return files, card.fine_tuned(repo, config, record, summary, **metadata)
     if missing := [path for path in results if not (path / SUMMARY_NAME).is_file()]:
         raise InputError(f"{missing[0]} has no {SUMMARY_NAME}: name the folder of a finished fine-tuning")
-    summaries = [read_record(path / SUMMARY_NAME, ("settings", "dataset"), _ADVICE) for path in results]
+    summaries = [read_record(path / SUMMARY_NAME, _OF_SUMMARY, _ADVICE) for path in results]
     return files, card.pretrained(repo, config, record, summaries, **metadata)

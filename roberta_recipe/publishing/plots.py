@@ -16,6 +16,7 @@ from roberta_recipe.record import FinetuneRecord, PretrainingRecord, Summary
 class LedgerEntry(Summary):
     """A fine-tuning in the ledger (`results/`): only its picked setting, and the runs of that setting."""
 
+    note: str  # on data that are no official split; may be empty
     runs: list[FinetuneRecord]  # shortened
 
 

@@ -1,12 +1,13 @@
 """GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): its tasks, the official TSV layout, the Hub's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import read_text
+from roberta_recipe.log import logger
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.glue_metric import GLUE_METRICS
 from roberta_recipe.tasks.protocol import load_from_hub, name_on_split
@@ -121,7 +122,7 @@ PAPER = {
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
     """What the model card says of the data of the task `name`: GLUE's where `task` is in the table above, and the rows
     are the official rows."""
-    known = TASKS.get(name) == task
+    known = name in TASKS and TASKS[name] == replace(task, splits=TASKS[name].splits)
     official = known and not other_rows
     first, *others = task.splits_of("validation")
     metrics = [*task.metrics, *(name_on_split(metric, split) for split in others for metric in task.metrics)]
@@ -146,6 +147,18 @@ class Examples:
 
     def __len__(self):
         return len(self.texts)
+
+
+def with_files_of(task: Task, data_dir: str | None) -> Task:
+    """The task without the validation sets behind its first (MNLI's mismatched genres) that `data_dir` lacks; a warning
+    names each."""
+    absent = []
+    for split in task.splits_of("validation")[1:] if data_dir else []:
+        path = Path(data_dir, task.folder, task.splits[split][0])
+        if not path.is_file():
+            logger.warning(f"{path} is missing: nothing is measured on {split}")
+            absent.append(split)
+    return replace(task, splits={split: file for split, file in task.splits.items() if split not in absent})
 
 
 def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examples:

@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
     SUMMARY_NAME,
+    Baseline,
     DatasetCard,
     FinetuneRecord,
     SettingScores,
@@ -114,6 +115,8 @@ class Job:
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
+    scored_examples: dict[str, int]  # by validation split, what the metrics are means over
+    baseline: Baseline | None  # see `constant_answer`
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # fingerprints of what the script read (`inputs_fingerprint`)
     test_rows: str = ""  # fingerprint of the tests' rows, so that stored scores of other rows are not used
@@ -267,6 +270,8 @@ def finetune(
             metric=job.metric,
             dataset=job.dataset,
             examples={split: len(features) for split, features in job.features.items()},
+            scored_examples=job.scored_examples,
+            baseline=job.baseline,
             degenerate=job.degenerate(best),
             **job.found,
             fingerprint=fingerprint,
@@ -303,6 +308,23 @@ def score(trainer: FinetuneTrainer, job: Job) -> tuple[dict[str, float], np.ndar
 def name_on_split(metric: str, split: str) -> str:
     """The name of a metric on a validation split other than the first: `accuracy_mismatched`."""
     return f"{metric}_{split.partition('_')[2]}"
+
+
+def constant_answer(
+    wanted: dict[str, list[Any]], names: Sequence[str], measure: Callable[[str, np.ndarray], dict[str, float]]
+) -> Baseline | None:
+    """What the most frequent of the right answers `wanted`, by validation split, scores when it is given to every
+    example: the first split says which it is (of equals, the first), `names` what it is called, and `measure` scores
+    (split, answers (examples,)). None without names: no correlation with a constant score has a value."""
+    if not names:
+        return None
+    splits = list(wanted)
+    answer = int(np.bincount(wanted[splits[0]]).argmax())
+    metrics: dict[str, float | None] = {}
+    for split in splits:
+        scores = measure(split, np.full(len(wanted[split]), answer))
+        metrics |= {name if split == splits[0] else name_on_split(name, split): scores[name] for name in scores}
+    return {"answer": names[answer], "metrics": metrics}
 
 
 def test_scores(run: Run, job: Job) -> dict[str, np.ndarray] | None:
@@ -351,6 +373,8 @@ def finish(
         **summarise(runs, records, job.metric),
         "task": job.name,
         "dataset": job.dataset,
+        "scored_examples": job.scored_examples,
+        "baseline": job.baseline,
         **job.found,
         "resolved_args": resolved_args,
         "shown_args": shown_names(args, training_args),

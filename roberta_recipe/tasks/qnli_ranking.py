@@ -3,6 +3,10 @@ question are compared with each other, and a single (question, sentence) pair is
 
 After Liu et al. 2019b (MT-DNN, arXiv 1901.11504, section 3): a score for each pair, and the cross-entropy of the
 positive pair among the pairs of its question.
+
+What differs: the candidates of a question are the pairs that its own split has for it. The paper says that candidates
+"are mined from the training set", and neither the paper nor fairseq's code says how. A question with a single pair has
+nothing to be compared with, and is decided by a threshold that is right most often on validation.
 """
 
 from collections import Counter

@@ -4,6 +4,7 @@ The official layout: train|dev|test / middle|high / *.txt, a JSON object in each
 1704.04683).
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Question:
     options: tuple[str, ...]
     answer: int
 
+    @property
+    def passage(self) -> str:
+        """The name of its passage: questions of the same file have the same."""
+        return self.id.rpartition(", ")[0]
+
     def with_option(self, option: str) -> str:
         """Question and option as one text: the option fills the blank, or follows a question without a blank (fairseq's
         preprocess_RACE.py, which fills each `_`; here a run of `_` is one blank)."""
@@ -52,9 +58,14 @@ def fold(text: str) -> str:
     return " ".join(text.split())
 
 
-def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Question]:
-    """The questions of "train", "validation" or "test", by level and number of the file. Raises `InputError` that names
-    file and question."""
+def read_folder(
+    data_dir: Path, split: str, levels: tuple[str, ...], without_questions: list[str] | None = None
+) -> list[Question]:
+    """The questions of "train", "validation" or "test", by level and number of the file.
+
+    The names of the passages that have no question (two of the official train/high) are put into `without_questions`.
+    Raises `InputError` that names file and question, or a level in which no passage has a question.
+    """
     questions = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
@@ -64,12 +75,17 @@ def read_folder(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Que
                 f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
                 f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
             )
-        for path in paths:
-            questions += _of_file(path, level)
+        passages = {f"{level}/{path.name}": list(_of_file(path, level)) for path in paths}
+        if not any(passages.values()):
+            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files anew")
+        questions += itertools.chain.from_iterable(passages.values())
+        if without_questions is not None:
+            without_questions += [name for name, asked in passages.items() if not asked]
     return questions
 
 
 def _of_file(path: Path, level: str) -> Iterator[Question]:
+    """The questions of a passage; none where its lists are empty. Raises `InputError`."""
     row = read_input_json(path)
     try:
         article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
@@ -78,12 +94,18 @@ def _of_file(path: Path, level: str) -> Iterator[Question]:
     if not all(isinstance(column, list) for column in columns):
         raise InputError(f"{path}: questions, options and answers must be lists")
     counts = [len(column) for column in columns]
-    if len(set(counts)) > 1 or not counts[0]:
+    if len(set(counts)) > 1:
         raise InputError(f"{path}: {counts[0]} questions, {counts[1]} lists of options, {counts[2]} answers")
-    if isinstance(article, str):
-        article = fold(article)  # here, so that all its questions share one string
+    article = _article(str(path), article)  # here, so that all its questions share one string
     for number, (text, choices, answer) in enumerate(zip(*columns, strict=True), 1):
         yield checked(f"{level}/{path.name}, question {number}", str(path), level, article, text, choices, answer)
+
+
+def _article(where: str, text: Any) -> str:
+    """An article, folded. Raises `InputError` where it is no text or an empty text."""
+    if not is_text(text) or not text.strip():
+        raise InputError(f"{where}: the article {'is empty' if is_text(text) else 'must be a Unicode text'}")
+    return fold(text)
 
 
 def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
@@ -94,22 +116,21 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
         rows = load_from_hub(HUB_DATASET, level, split=split, instead=instead)
         for number, row in enumerate(rows):
             name = f"{row['example_id']}, row {number}"
-            row["article"] = folded.setdefault(row["article"], fold(row["article"]))
+            row["article"] = folded.setdefault(row["article"], _article(f"{HUB_DATASET}: {name}", row["article"]))
             questions.append(
                 checked(name, HUB_DATASET, level, *(row[key] for key in ("article", "question", "options", "answer")))
             )
     return questions
 
 
-def checked(name: str, where: str, level: str, article: Any, text: Any, options: Any, answer: Any) -> Question:
-    """One question. Raises `InputError` unless it has four options, a letter as its answer, and texts."""
+def checked(name: str, where: str, level: str, article: str, text: Any, options: Any, answer: Any) -> Question:
+    """One question about a folded article. Raises `InputError` unless it has four options, a letter as its answer, and
+    texts."""
     if not isinstance(options, list) or len(options) != len(LETTERS):
         found = len(options) if isinstance(options, list) else "no list of"
         raise InputError(f"{where}: {name}: {found} options, and {len(LETTERS)} are wanted")
-    if not all(map(is_text, (article, text, *options))):
-        raise InputError(f"{where}: {name}: article, question and options must be Unicode texts")
-    if not article:
-        raise InputError(f"{where}: {name}: the article is empty")
+    if not all(map(is_text, (text, *options))):
+        raise InputError(f"{where}: {name}: question and options must be Unicode texts")
     if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
         raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
     return Question(name, level, article, text, tuple(options), LETTERS.index(answer))

@@ -371,20 +371,17 @@ def n_best(spans: Spans) -> list[dict[str, Any]]:
     return entries
 
 
-def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
-    """From a JSON file of a value for each question id: the `wanted` values, and the ids that are not wanted. Raises
-    `InputError` for another content, or where an id is missing."""
+def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str], list[str]]:
+    """From a JSON file of a value for each question id: the values of `wanted` ids in the order of the file, the wanted
+    ids that it lacks, and its ids that are not wanted. Raises `InputError` for another content."""
     values = read_input_json(path)
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold a JSON object, question id to {what}")
     if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:
         raise InputError(f"{path}: the {what} of question {wrong[0]} is {values[wrong[0]]!r}")
-    if missing := [name for name in wanted if name not in values]:
-        raise InputError(
-            f"{path} has no {what} for {len(missing):,} of {len(wanted):,} questions ({listed(missing)}); a score of "
-            "the others alone would flatter"
-        )
-    return {name: values[name] for name in wanted}, sorted(values.keys() - set(wanted))
+    asked = set(wanted)
+    found = {name: value for name, value in values.items() if name in asked}
+    return found, [name for name in wanted if name not in values], sorted(values.keys() - asked)
 
 
 def references(questions: list[Question]) -> list[dict[str, Any]]:

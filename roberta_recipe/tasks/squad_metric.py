@@ -18,6 +18,7 @@ import evaluate
 VERSIONS = ("1.1", "2.0")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's; other punctuation stays
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+WITHHELD_ABOVE = 1.0  # no_answer_probability: the threshold of evaluate-v2.0.py unless its user sets another
 
 
 def normalise(text: str) -> str:
@@ -95,23 +96,29 @@ class Squad(evaluate.Metric):
 
 
 def score_1(texts: dict[str, str], answers: dict[str, list[str]]) -> dict[str, float]:
-    """Version 1.1: id -> predicted text, id -> gold answers."""
-    matches = [best_of(exact, texts[name], gold) for name, gold in answers.items()]
-    overlaps = [best_of(lambda a, b: f1(a, b, False), texts[name], gold) for name, gold in answers.items()]
-    return {"exact_match": 100.0 * sum(matches) / len(answers), "f1": 100.0 * sum(overlaps) / len(answers)}
+    """Version 1.1: id -> predicted text, id -> gold answers. A question without a prediction counts as wrong."""
+    totals = {"exact_match": 0.0, "f1": 0.0}
+    for name, gold in answers.items():
+        if name in texts:
+            # one after the other, as the official script adds: `sum` rounds otherwise from Python 3.12 on
+            totals["exact_match"] += best_of(exact, texts[name], gold)
+            totals["f1"] += best_of(lambda a, b: f1(a, b, False), texts[name], gold)
+    return {name: 100.0 * total / len(answers) for name, total in totals.items()}
 
 
 def score_2(
     texts: dict[str, str], answers: dict[str, list[str]], no_answer: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Version 2.0: an unanswerable question has no gold answers, and the empty text is right. The best scores are those
-    of the same texts where every question above some probability of no answer has the empty text."""
+    """Version 2.0: an unanswerable question has no gold answers, and the empty text is right. A question above
+    `WITHHELD_ABOVE` counts as unanswered; the best scores are those of the texts as they are where every question above
+    some probability of no answer is withheld."""
     has_answer = {name: bool(gold) for name, gold in answers.items()}
     scores: dict[str, dict[str, float]] = {"exact": {}, "f1": {}}
     for name in answers:
         gold = gold_of_version_2(answers[name])
         scores["exact"][name] = best_of(exact, texts[name], gold)
         scores["f1"][name] = best_of(lambda a, b: f1(a, b, True), texts[name], gold)
+    withheld = {name for name, odds in (no_answer or {}).items() if odds > WITHHELD_ABOVE}
     result: dict[str, float] = {}
     groups = {"": list(answers)}
     groups["HasAns_"] = [name for name in answers if has_answer[name]]
@@ -119,7 +126,8 @@ def score_2(
     for prefix, names in groups.items():
         if names:
             for kind, values in scores.items():
-                result[prefix + kind] = 100.0 * sum(values[name] for name in names) / len(names)
+                shown = (float(not has_answer[name]) if name in withheld else values[name] for name in names)
+                result[prefix + kind] = 100.0 * sum(shown) / len(names)
             result[f"{prefix}total"] = len(names)
     if no_answer:
         for kind, values in scores.items():

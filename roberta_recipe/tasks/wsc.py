@@ -6,7 +6,6 @@ losses are those of fairseq's examples/roberta/wsc; the margin loss is that of K
 """
 
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(
 _JOINS_RIGHT = {"(", "[", "“"}
 _PRONOUN_EDGES = '.,;:!?"“”'
 _NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is a word after its index
-_ARTICLES = {"a", "an", "the"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _schema(line: str, where: str) -> Schema:
     if label is not None and type(label) is not bool:
         raise InputError(f"{where}: label is {label!r}, and must be true or false, or absent")
     idx, text, query, pronoun, index = values
-    text, starts = _join(text.split())
+    text, starts = join(text.split())
     found = None
     # the pronoun may be written as "it," where its word is "it"
     pattern = _pattern(pronoun.strip(_PRONOUN_EDGES + " ") or pronoun)
@@ -91,7 +89,7 @@ def _schema(line: str, where: str) -> Schema:
         raise InputError(
             f"{where}: span2_text {pronoun!r} is not at word {index} (or two beside it) of {text!r}; fix it"
         )
-    query = _join(query.split())[0]
+    query = join(query.split())[0]
     if query[-1:] in (".", ","):  # some queries of the test set end like a sentence
         query = query[:-1]
     if not query:
@@ -105,7 +103,7 @@ def _pattern(span: str) -> re.Pattern:
     return re.compile(rf"\W*(?<!\w)(?P<span>{words})(?!\w)", re.IGNORECASE)
 
 
-def _join(words: Sequence[str]) -> tuple[str, list[int]]:
+def join(words: Sequence[str]) -> tuple[str, list[int]]:
     """The words as running text ("Singer 's heels ." is "Singer's heels."), and the character at which each begins."""
     text, starts, glued = "", [], True
     for word in words:
@@ -323,50 +321,3 @@ def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: An
         if label == 1:
             total = total + wsc_loss(group[0], group[1:], **loss)
     return total, torch.stack([margin(group[0], group[1:]) for group in groups])
-
-
-def to_wnli_rows(
-    predictions: Sequence[bool], schemas: Sequence[Schema], wnli_rows: Sequence[tuple[str, str]]
-) -> list[int]:
-    """WNLI's labels (1: entailed) in the order of `wnli_rows`, each (sentence1, sentence2), from WSC predictions.
-
-    A row belongs to the schema whose text is sentence1, and contains sentence2 around the pronoun's position once the
-    query stands there. Case, accents, spacing and punctuation do not count; articles and possessive 's are ignored only
-    where no schema matches with them. Raises `InputError` that names the rows (from 1) that match no schema.
-    """
-    labels, unmatched = [], []
-    keys = [{}, {}]  # sentence1 -> its schemas, by exact words, and by words without articles and 's
-    for prediction, schema in zip(predictions, schemas, strict=True):
-        before, after = schema.text[: schema.start], schema.text[schema.end :]
-        for loose, known in enumerate(keys):
-            words = [_words(text, loose) for text in (before, schema.query, after)]
-            known.setdefault(tuple(_words(schema.text, loose)), []).append((words, prediction))
-    for number, (sentence1, sentence2) in enumerate(wnli_rows, 1):
-        found = [
-            prediction
-            for loose, known in enumerate(keys)
-            for words, prediction in known.get(tuple(_words(sentence1, loose)), [])
-            if _has_around(*words, _words(sentence2, loose))
-        ]
-        if found:
-            labels.append(int(found[0]))
-        else:
-            unmatched.append(f"row {number} ({sentence1!r}, {sentence2!r})")
-    if unmatched:
-        more = f", and {len(unmatched) - 1} more rows" if len(unmatched) > 1 else ""
-        raise InputError(f"WNLI's {unmatched[0]} matches no schema{more}; give the SuperGLUE file of the same split")
-    return labels
-
-
-def _words(text: str, loose: bool) -> list[str]:
-    """Lower-case words without accents and punctuation; if `loose`, also without articles and possessive 's."""
-    plain = unicodedata.normalize("NFKD", text.replace("’", "'").replace("`", "'").lower())
-    plain = "".join(letter for letter in plain if not unicodedata.combining(letter))
-    words = re.findall(r"\w+(?:'\w+)*", _join(plain.split())[0])
-    return [word.removesuffix("'s") for word in words if word not in _ARTICLES] if loose else words
-
-
-def _has_around(before: list[str], query: list[str], after: list[str], wanted: list[str]) -> bool:
-    """Whether `wanted` is a run of the words before + query + after that holds the whole query."""
-    words, start, end = before + query + after, len(before), len(before) + len(query)
-    return any(words[first : first + len(wanted)] == wanted for first in range(max(0, end - len(wanted)), start + 1))

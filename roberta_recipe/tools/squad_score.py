@@ -3,7 +3,10 @@
     python -m roberta_recipe.tools.squad_score --predictions predictions.json --validation_file dev-v1.1.json
     ... --predictions span_predictions.json --version_2_with_negative --null_odds null_odds.json   # and a dev-v2.0.json
 
-Every question of the file needs a prediction. With null_odds, the best scores over all thresholds come too.
+Every figure equals the official script's (evaluate-v1.1.py, evaluate-v2.0.py) to the last digit. A question without a
+prediction counts as wrong in 1.1, and is an error in 2.0, where the official script gives no score either. With
+null_odds, the best scores over all thresholds come too; equal odds are taken in the order of that file. Odds may be
+probabilities or any other numbers, but a question above 1 counts as unanswered (outside of the best scores).
 """
 
 import argparse
@@ -14,7 +17,7 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.tasks import squad
-from roberta_recipe.tasks.squad_metric import Squad
+from roberta_recipe.tasks.squad_metric import WITHHELD_ABOVE, score_1, score_2
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -22,11 +25,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--predictions", required=True, help="JSON file of question id to text")
     parser.add_argument("--validation_file", required=True, help="file with the answers, in SQuAD's JSON format")
     parser.add_argument("--version_2_with_negative", action="store_true", help="score as SQuAD 2.0")
-    parser.add_argument("--null_odds", help="2.0: JSON file of question id to the probability of no answer")
+    parser.add_argument("--null_odds", help="2.0: JSON file of question id to the odds of no answer")
     args = parser.parse_args(argv)
     if args.null_odds and not args.version_2_with_negative:
         raise InputError(f"null_odds={args.null_odds} goes with version 2.0: add --version_2_with_negative")
     return args
+
+
+def read_odds(path: str, names: list[str]) -> dict[str, float]:
+    """The odds of no answer of the questions `names`, in the order of the file. Raises `InputError`."""
+    odds, missing, _ = squad.read_answers(Path(path), names, "odds", (int, float))
+    if missing:
+        raise InputError(
+            f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad.listed(missing)})"
+        )
+    if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
+        logger.warning(
+            f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "
+            f"({squad.listed(above)}); as in the official script, they count as unanswered in all but the best scores"
+        )
+    return odds
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -35,17 +53,19 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse(argv)
     questions = squad.read_file(Path(args.validation_file), args.version_2_with_negative)
     names = [question.id for question in questions]
-    texts, others = squad.read_answers(Path(args.predictions), names, "prediction", str)
+    texts, missing, others = squad.read_answers(Path(args.predictions), names, "prediction", str)
     if others:
         logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {squad.listed(others)}")
-    predictions = [{"id": name, "prediction_text": text} for name, text in texts.items()]
+    if missing:
+        lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({squad.listed(missing)})"
+        if args.version_2_with_negative:
+            raise InputError(f"{args.predictions} has {lacks}; the official script of 2.0 scores no such file")
+        logger.warning(f"{args.predictions} has {lacks}; they count as wrong")
+    answers = {row["id"]: row["answers"] for row in squad.references(questions)}
     if args.version_2_with_negative:
-        odds = dict.fromkeys(names)
-        if args.null_odds:
-            odds, _ = squad.read_answers(Path(args.null_odds), names, "probability", (int, float))
-        predictions = [row | {"no_answer_probability": odds[row["id"]]} for row in predictions]
-    metric = Squad("2.0" if args.version_2_with_negative else "1.1", keep_in_memory=True)
-    scores = metric.compute(predictions=predictions, references=squad.references(questions))
+        scores = score_2(texts, answers, read_odds(args.null_odds, names) if args.null_odds else None)
+    else:
+        scores = score_1(texts, answers)
     print(json.dumps(scores, indent=2))
     return scores
 

@@ -1,0 +1,307 @@
+"""Made-up files of the official shapes, at the official sizes or a share of them: GLUE, SuperGLUE's WSC, RACE, SQuAD.
+
+    python tests/official_files.py --output_dir DIR                     # all of it at full size: 400 MB
+    python tests/official_files.py --output_dir DIR --share 0.001
+
+What is odd in the official files is here too: quotes that never close, line separators inside texts, rows of other
+column counts (QQP), files without header (CoLA), hypotheses that rewrite their text (WNLI), passages without questions
+(RACE), questions without answers (SQuAD 2.0). No sentence is anybody's.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+NAMES = ["Abel", "Berta", "Caspar", "Dorothea", "Emil", "Frieda", "Gustav", "Hedwig", "Ignaz", "Johanna"]
+THINGS = ["kettle", "lantern", "wagon", "violin", "ladder", "basket", "mirror", "anchor", "blanket", "hammer"]
+VERBS = ["carried", "painted", "repaired", "borrowed", "dropped", "noticed", "covered", "measured"]
+QUALITIES = ["heavy", "quiet", "broken", "expensive", "narrow", "bright", "wet", "empty"]
+ENDS = ["in the morning", "near the harbour", "without a word", "after the storm", "for a neighbour", "by mistake"]
+ODD = [
+    'He said "no',
+    "it's 5' long",
+    "caf\u00e9 \u2013 na\u00efve",
+    "a\u2028b",
+    "tab-less \u00a0 space ",
+    "100% #1 @x",
+    "\u201ctwo\u201d",
+]
+
+PAIR = ("sentence1", "sentence2")
+HEADERS = {  # of the training files; test files lack the label
+    "CoLA": ["source", "label", "original", "sentence"],
+    "SST-2": ["sentence", "label"],
+    "MRPC": ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"],
+    "STS-B": ["index", "genre", "filename", "year", "old_index", "source1", "source2", *PAIR, "score"],
+    "QQP": ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
+    "MNLI": ["index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse"]
+    + ["sentence1_parse", "sentence2_parse", *PAIR, "label1", "gold_label"],
+    "QNLI": ["index", "question", "sentence", "label"],
+    "RTE": ["index", *PAIR, "label"],
+    "WNLI": ["index", *PAIR, "label"],
+    "diagnostic": ["index", *PAIR],
+}
+NLI, RTE = ["entailment", "neutral", "contradiction"], ["entailment", "not_entailment"]
+LABELS = {"CoLA": "01", "SST-2": "01", "MRPC": "01", "QQP": "01", "MNLI": NLI, "QNLI": RTE, "RTE": RTE, "WNLI": "01"}
+ROWS = {  # of the official archive
+    "CoLA": {"train": 8551, "dev": 1043, "test": 1063},
+    "SST-2": {"train": 67349, "dev": 872, "test": 1821},
+    "MRPC": {"train": 3668, "dev": 408, "test": 1725},
+    "STS-B": {"train": 5749, "dev": 1500, "test": 1379},
+    "QQP": {"train": 363846, "dev": 40430, "test": 390965},
+    "MNLI": {
+        "train": 392702,
+        "dev_matched": 9815,
+        "dev_mismatched": 9832,
+        "test_matched": 9796,
+        "test_mismatched": 9847,
+    },
+    "QNLI": {"train": 104743, "dev": 5463, "test": 5463},
+    "RTE": {"train": 2490, "dev": 277, "test": 3000},
+    "WNLI": {"train": 635, "dev": 71},  # its test set is made from WSC's
+    "diagnostic": {"diagnostic": 1104},
+}
+LABEL_COLUMNS = ("label", "gold_label", "label1", "is_duplicate", "Quality", "score")
+WSC_ROWS = {"train": 554, "val": 104, "test": 146}
+RACE_SIZES = {  # split -> level -> (passages, questions)
+    "train": {"middle": (6409, 25421), "high": (18728, 62445)},
+    "dev": {"middle": (368, 1436), "high": (1021, 3451)},
+    "test": {"middle": (362, 1436), "high": (1045, 3498)},
+}
+WITHOUT_QUESTIONS = {("train", "high"): 2}  # passages
+SQUAD_SIZES = {  # (articles, paragraphs, questions, of these without answer)
+    "train-v1.1": (442, 18896, 87599, 0),
+    "dev-v1.1": (48, 2067, 10570, 0),
+    "train-v2.0": (442, 19035, 130319, 43498),
+    "dev-v2.0": (35, 1204, 11873, 5945),
+}
+
+
+def sentence(draw: random.Random) -> str:
+    """A sentence; every twentieth with something odd in it."""
+    words = f"{draw.choice(NAMES)} {draw.choice(VERBS)} the {draw.choice(QUALITIES)} {draw.choice(THINGS)}"
+    return f"{words} {draw.choice(ODD if draw.random() < 0.05 else ENDS)}."
+
+
+def share_of(count: int, share: float) -> int:
+    """At least 8, so that every label comes up."""
+    return max(round(count * share), min(count, 8))
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8", newline="")
+
+
+def write_glue(
+    folder: Path,
+    share: float = 1.0,
+    seed: int = 0,
+    rows: dict[str, int] | None = None,
+    text: Callable[[random.Random], str] = sentence,
+) -> None:
+    """The folders of all tasks and of the diagnostic set, WNLI's test set aside; `rows`: of "train", "dev", "test"."""
+    draw = random.Random(seed)
+    for task, splits in ROWS.items():
+        for split, official in splits.items():
+            kind = split.partition("_")[0].replace("diagnostic", "test")
+            count = rows[kind] if rows else share_of(official, share)
+            write_lines(folder / task / f"{split}.tsv", glue_lines(task, split, count, draw, text))
+
+
+def glue_lines(
+    task: str, split: str, count: int, draw: random.Random, text: Callable[[random.Random], str] = sentence
+) -> list[str]:
+    """The lines of a TSV file; labels cycle with the row's number."""
+    hidden = split.startswith("test") or task == "diagnostic"
+    columns = [name for name in HEADERS[task] if not (hidden and name in LABEL_COLUMNS)]
+    if hidden and task in ("CoLA", "SST-2"):
+        columns = ["index", "sentence"]
+    if hidden and task == "MRPC":
+        columns = ["index", *columns]
+    if split.startswith("dev") and task == "MNLI":  # each annotator's label
+        columns[-1:-1] = [f"label{number}" for number in (2, 3, 4, 5)]
+    lines = [] if task == "CoLA" and not hidden else ["\t".join(columns)]
+    labels = LABELS.get(task, "0")
+    for number in range(count):
+        label = f"{number % 5}.{number % 1000:03}" if task == "STS-B" else labels[number % len(labels)]
+        row = [cell(task, split, name, number, label, text(draw)) for name in columns]
+        lines.append("\t".join(row))
+        if task == "QQP" and not hidden and number % 40000 == 7:
+            lines.append("\t".join(row[:3]))  # a broken row
+    if task == "MRPC" and split == "train":
+        lines[0] = "\ufeff" + lines[0]
+    return lines
+
+
+def cell(task: str, split: str, column: str, number: int, label: str, text: str) -> str:
+    """A column of a row: its text, its label, or a number."""
+    if (task, column) == ("QNLI", "question"):  # with two sentences each
+        return f"Who {VERBS[number // 2 % 8]} thing {number // 2} of {split}?"
+    if column in LABEL_COLUMNS or column.startswith("label"):
+        return label
+    return text if column.startswith(("sentence", "question", "#")) and "ID" not in column else str(number)
+
+
+def schema(number: int, draw: random.Random) -> tuple[str, str, int, list[str]]:
+    """A Winograd text as WSC has it: text, pronoun, its word's number, and the phrases that may stand for it."""
+    first, second = draw.sample(NAMES, 2)
+    thing, other = draw.sample(THINGS, 2)
+    forms = [
+        (f"{first} put the {thing} beside the old {other} number {number} , because", "it",
+         [f"the {thing}", f"the old {other}"], f"was too {draw.choice(QUALITIES)} to stay in the garden ."),
+        (f"{first} told {second} 's brother on day {number} that", "he", [first, f"{second} 's brother"],
+         f"had lost the {draw.choice(QUALITIES)} {thing} near the station ."),
+        (f"The {thing}s were stored behind the {other}s for {number} years ; nobody knew where", "they",
+         [f"The {thing}s", f"the {other}s"], f"had come from , said {first} ."),
+        (f"{first} gave {second} the {thing} on day {number} , so {first} visited", "her", [second, first],
+         f"old house near the {other} in the evening ."),
+    ]  # fmt: skip
+    before, pronoun, phrases, after = draw.choice(forms)
+    return f"{before} {pronoun} {after}", pronoun, len(before.split()), phrases
+
+
+def write_wsc(
+    folder: Path, glue_folder: Path, share: float = 1.0, seed: int = 0, changes_every: int | None = 6
+) -> list[int]:
+    """WSC's three files and WNLI's test.tsv, whose rows ask for WSC's test schemas in another order, a sixth of them
+    rewritten. Returns the number of the WSC row that each WNLI row asks for."""
+    draw = random.Random(seed)
+    rows: list[dict] = []
+    for split, count in WSC_ROWS.items():
+        rows = []
+        while len(rows) < share_of(count, share):
+            text, pronoun, index, phrases = schema(len(rows), draw)
+            for number, phrase in enumerate(phrases):
+                target = {"span1_index": 0, "span1_text": phrase, "span2_index": index, "span2_text": pronoun}
+                rows.append({"idx": len(rows), "text": text, "target": target, "label": number == 0})
+        rows = rows[: share_of(count, share)]
+        hidden = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+        write_lines(folder / f"{split}.jsonl", [json.dumps(row) for row in (hidden if split == "test" else rows)])
+    order = draw.sample(range(len(rows)), len(rows))
+    lines = ["index\tsentence1\tsentence2"]
+    for number, chosen in enumerate(order):
+        target, words = rows[chosen]["target"], rows[chosen]["text"].split()
+        before, after = words[: target["span2_index"]], words[target["span2_index"] + 1 :]
+        changed = changes_every is not None and number % changes_every == 0
+        hypothesis = rewritten(before, target["span1_text"].split(), after, draw, changes=changed)
+        lines.append(f"{number}\t{joined(words)}\t{hypothesis}")
+    write_lines(glue_folder / "WNLI" / "test.tsv", lines)
+    return order
+
+
+def joined(words: list[str]) -> str:
+    """Words as running text."""
+    text = " ".join(words)
+    for mark in (",", ".", ";", "'s"):
+        text = text.replace(f" {mark}", mark)
+    return text
+
+
+def rewritten(before: list[str], phrase: list[str], after: list[str], draw: random.Random, changes: bool) -> str:
+    """A piece of a text with the phrase in the pronoun's position, as WNLI has it; with `changes`, case is lost, a
+    letter is missing, or words outside the phrase are left out or added."""
+    kept = min(draw.randint(0 if len(after) > 3 else 4, 8), len(before))
+    before, after = before[len(before) - kept :], after[: draw.randint(4, 12)]
+    for change in draw.sample(("lower", "letter", "leave out", "add", "article"), draw.randint(1, 2) if changes else 0):
+        side = draw.choice([words for words in (before, after) if len(words) > 3] or [after])
+        if change == "lower":
+            before, phrase, after = ([word.lower() for word in words] for words in (before, phrase, after))
+        elif change == "article":
+            before, phrase, after = (
+                [w for w in ws if w.lower() not in ("a", "an", "the")] or ws for ws in (before, phrase, after)
+            )
+        elif change == "add":
+            side.insert(draw.randrange(len(side)), draw.choice(("also", "very", "really")))
+        elif change == "leave out" and len(side) > 3:
+            del side[draw.randrange(len(side))]
+        elif change == "letter":
+            number = draw.randrange(len(side))
+            at = draw.randrange(max(len(side[number]) - 1, 1))
+            side[number] = side[number][:at] + side[number][at + 1 :] if len(side[number]) > 3 else side[number]
+    return joined([*before, *phrase, *after])
+
+
+def write_race(folder: Path, share: float = 1.0, seed: int = 0) -> None:
+    """RACE's folders: a JSON object a file, in a single line."""
+    draw = random.Random(seed)
+    for split, levels in RACE_SIZES.items():
+        for level, (passages, questions) in levels.items():
+            count, without = share_of(passages, share), WITHOUT_QUESTIONS.get((split, level), 0)
+            spread = questions_of(count - without, max(round(questions * share), count), draw)
+            for number, asked in enumerate([*spread, *[0] * without]):
+                row = {
+                    "answers": [draw.choice("ABCD") for _ in range(asked)],
+                    "options": [[sentence(draw) for _ in range(4)] for _ in range(asked)],
+                    "questions": [
+                        draw.choice(["Who came  _  ?", "What is true?", "_ is the best title."]) for _ in range(asked)
+                    ],
+                    "article": "\n".join(sentence(draw) for _ in range(12)),
+                    "id": f"{level}{number}.txt",
+                }
+                write_lines(folder / split / level / f"{number}.txt", [json.dumps(row)])
+
+
+def questions_of(count: int, total: int, draw: random.Random) -> list[int]:
+    """`total` questions over `count` passages, at least one each."""
+    spread = [1] * count
+    for _ in range(total - count):
+        spread[draw.randrange(count)] += 1
+    return spread
+
+
+def write_squad(folder: Path, share: float = 1.0, seed: int = 0) -> None:
+    """The four files of SQuAD 1.1 and 2.0."""
+    draw = random.Random(seed)
+    for name, sizes in SQUAD_SIZES.items():
+        articles, paragraphs, questions, without = (share_of(size, share) if size else 0 for size in sizes)
+        spread = questions_of(max(paragraphs, articles), max(questions, paragraphs, articles), draw)
+        empty = set(draw.sample(range(sum(spread)), without))
+        titles: list[dict] = [{"title": f"Article_{number}", "paragraphs": []} for number in range(articles)]
+        number = 0
+        for paragraph, asked in enumerate(spread):
+            context, qas = " ".join(sentence(draw) for _ in range(6)), []
+            for _ in range(asked):
+                answers = (
+                    [] if number in empty else [answer_in(context, draw) for _ in range(3 if "dev" in name else 1)]
+                )
+                qa = {
+                    "id": f"{name}-{number}",
+                    "question": f"What about {draw.choice(THINGS)} {number}?",
+                    "answers": answers,
+                }
+                if "v2.0" in name:
+                    qa["is_impossible"] = not answers
+                    if not answers:
+                        qa["plausible_answers"] = [answer_in(context, draw)]
+                qas.append(qa)
+                number += 1
+            titles[paragraph % articles]["paragraphs"].append({"context": context, "qas": qas})
+        write_lines(folder / f"{name}.json", [json.dumps({"version": name.partition("-v")[2], "data": titles})])
+
+
+def answer_in(context: str, draw: random.Random) -> dict:
+    """One to four words of the context, where they start."""
+    starts = [0, *(at + 1 for at, letter in enumerate(context) if letter == " ")]
+    first = draw.randrange(len(starts) - 5)
+    text = context[starts[first] : starts[first + draw.randint(1, 4)]].rstrip()
+    return {"text": text, "answer_start": starts[first]} if text else answer_in(context, draw)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=1.0, help="of the official number of rows")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    write_glue(args.output_dir / "glue", args.share, args.seed)
+    write_wsc(args.output_dir / "wsc", args.output_dir / "glue", args.share, args.seed)
+    write_race(args.output_dir / "race", args.share, args.seed)
+    write_squad(args.output_dir / "squad", args.share, args.seed)
+    print(f"{args.output_dir}: {', '.join(sorted(path.name for path in args.output_dir.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()
