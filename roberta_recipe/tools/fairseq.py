@@ -4,8 +4,12 @@ r"""RoBERTa checkpoints of fairseq as Hugging Face's, and back (names and shapes
         --encoder encoder.json --bpe vocab.bpe --output_dir runs/roberta_base
     python -m roberta_recipe.tools.fairseq to_fairseq --model_name_or_path runs/roberta_base --output_dir fairseq_model
 
-The logits are the same both ways. fairseq has no token types, so their single vector is added to the positions, and no
-rows of the embedding without a token, so they are left out.
+The logits are the same both ways (`benchmarks/against_fairseq.py`), or the conversion is refused: every setting that
+changes what fairseq computes is checked. fairseq has no token types, so their single vector is added to the positions,
+and no rows of the embedding without a token, so they are left out. In fairseq, the folder loads with
+
+    RobertaModel.from_pretrained("fairseq_model", gpt2_encoder_json="fairseq_model/encoder.json",
+                                 gpt2_vocab_bpe="fairseq_model/vocab.bpe")
 """
 
 import argparse
@@ -48,13 +52,53 @@ _IN_LAYER = {
     "final_layer_norm": "output.LayerNorm",
 }
 _LM_HEAD, _HEADS = "encoder.lm_head.", "classification_heads."
+_TOKENS, _POSITIONS = f"{_BODY}embed_tokens.weight", f"{_BODY}embed_positions.weight"
+_LM_DECODER = f"{_LM_HEAD}weight"
+
+# fairseq's settings that change the logits (base_architecture, TransformerEncoder, MultiheadAttention), with the value
+# that Hugging Face's RoBERTa computes. A setting that is absent has this value in fairseq too.
+_BODY_SETTINGS = {
+    "encoder_normalize_before": False,
+    "layernorm_embedding": True,
+    "encoder_learned_pos": True,
+    "no_token_positional_embeddings": False,
+    "no_scale_embedding": True,
+    "encoder_layers_to_keep": None,
+    "encoder_xformers_att_config": None,
+    "xformers_att_config": None,
+    "quant_noise_pq": 0,
+    "quant_noise_scalar": 0,
+    "mha_heads_to_keep": -1,
+    "ffn_blocks_to_remove": -1,
+}
+_HEAD_SETTINGS = {"pooler_activation_fn": "tanh", "spectral_norm_classification_head": False}
+_TRAINING_ONLY = ("activation_dropout", "relu_dropout", "encoder_layerdrop")  # and Hugging Face has none of them
+# exactly equal functions; of two names, the last is what fairseq calls it today
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "relu": "relu",
+    "relu_squared": "relu2",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+_RESAVE = """python -c "
+import torch
+from fairseq.checkpoint_utils import load_checkpoint_to_cpu
+from omegaconf import OmegaConf
+found = load_checkpoint_to_cpu('{path}')
+settings = OmegaConf.to_container(found['cfg'], resolve=True, enum_to_str=True)
+torch.save({{'model': found['model'], 'cfg': {{'model': settings['model']}}}}, '{plain}')
+\""""
 MNLI_LABELS = ("contradiction", "neutral", "entailment")  # fairseq's order: examples/roberta/README.md
 _SPECIAL = tokenization.LEADING_TOKENS  # 0 to 3 in both
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights under today's names, and the training arguments. No code of the pickle is run. Raises `InputError` where
-    it holds more than tensors and an `argparse.Namespace`, or is no checkpoint."""
+    """Weights under today's names, and the model's settings: of `args`, or of `cfg`, where today's fairseq keeps them
+    (empty where there are neither). No code of the pickle is run. Raises `InputError` where it holds more than plain
+    values, tensors and `argparse.Namespace`, or is no checkpoint."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -63,13 +107,24 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         raise InputError(f"checkpoint={path} is missing") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
+        resave = _RESAVE.format(path=path, plain=path.with_name(f"plain_{path.name}"))
         raise InputError(
-            f"checkpoint={path} cannot be read without running what it holds: {reason}. In a fairseq that trusts it, "
-            "save {'model': checkpoint['model'], 'args': None} anew"
+            f"checkpoint={path} cannot be read without running what it holds: {reason.strip()}. If you trust it, save "
+            f"its weights and settings anew where fairseq is installed, and convert plain_{path.name}:\n{resave}"
         ) from None
     except (KeyError, TypeError):
         raise InputError(f"checkpoint={path} is no checkpoint of fairseq: it has no 'model'") from None
-    return modern(weights), vars(content["args"]) if content.get("args") else {}
+    return modern(weights), settings_of(content)
+
+
+def settings_of(content: dict[str, Any]) -> dict[str, Any]:
+    """The model's settings in a checkpoint: those of `args` if it has any (as in fairseq), else of `cfg`'s `model`."""
+    found = content.get("args")
+    if found is None:
+        found = (content.get("cfg") or {}).get("model")
+    if isinstance(found, argparse.Namespace):
+        return vars(found)
+    return {name: value for name, value in (found or {}).items() if value is not None}  # None is unset in a DictConfig
 
 
 def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,36 +141,34 @@ def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_hugging_face(
-    weights: dict[str, torch.Tensor], arguments: dict[str, Any], head: str | None = None, heads: int | None = None
+    weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None = None, heads: int | None = None
 ) -> PreTrainedModel:
     """`RobertaForMaskedLM`, or with a `head` of `classification_heads` `RobertaForSequenceClassification`. `heads`:
-    attention heads, where the arguments do not say. Raises `InputError` for weights that are missing or left over."""
-    config = config_of(weights, arguments, heads)
+    attention heads, where the settings do not say. Raises `InputError` for settings that Hugging Face's RoBERTa does
+    not compute, and for weights that are missing, left over or of another shape."""
+    config = config_of(weights, settings, head, heads)
     found, used = {}, set()
     for name, tensor in weights.items():
         if new := hugging_face_name(name, head):
             found[new] = tensor.float()
             used.add(name)
-    left = [name for name in weights if name not in used and not name.startswith((_HEADS, _LM_HEAD))]
+    left = [name for name in weights if name not in used]
+    if strange := [name for name in left if not name.startswith((_HEADS, _LM_HEAD))]:
+        raise InputError(f"{len(strange)} weights are not RoBERTa's, {strange[0]} among them")
     if left:
-        raise InputError(f"{len(left)} weights are not RoBERTa's, {left[0]} among them")
+        logger.info(f"left out: {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in left}))}")
     found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
-    if head:
-        config.num_labels = len(found["classifier.out_proj.weight"]) if "classifier.out_proj.weight" in found else 0
-        if not config.num_labels:
-            head_names = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
-            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(head_names) or 'it has none'}")
-        if head == "mnli":
-            config.id2label = dict(enumerate(MNLI_LABELS))
-            config.label2id = {label: number for number, label in config.id2label.items()}
-        model: PreTrainedModel = RobertaForSequenceClassification(config)
-    else:
-        model = RobertaForMaskedLM(config)
+    if "lm_head.bias" in found:
+        found["lm_head.decoder.bias"] = found["lm_head.bias"]  # the decoder's is computed with
+    model = (RobertaForSequenceClassification if head else RobertaForMaskedLM)(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, tensor in found.items():
+        if shapes.get(name, tensor.shape) != tensor.shape:
+            raise InputError(f"{name} has the shape {tuple(tensor.shape)}, and RoBERTa's is {shapes[name]}")
     missing, unexpected = model.load_state_dict(found, strict=False)
-    model.tie_weights()
-    missing = [name for name in missing if not name.startswith("lm_head.decoder.")]  # tied
     if missing or unexpected:
         raise InputError(f"the checkpoint lacks {', '.join(missing[:3])}, and has {', '.join(unexpected[:3])} too many")
+    model.tie_weights()
     return model.eval()
 
 
@@ -136,39 +189,110 @@ def hugging_face_name(name: str, head: str | None) -> str | None:
     return None
 
 
-def config_of(weights: dict[str, torch.Tensor], arguments: dict[str, Any], heads: int | None) -> RobertaConfig:
-    """A config from the weights' shapes; attention heads and dropouts are from the arguments (without arguments, a head
-    for every 64 of the hidden size, and 0.1)."""
+def config_of(
+    weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None, heads: int | None
+) -> RobertaConfig:
+    """A config: sizes from the weights' shapes, the rest from the settings. Raises `InputError` for a setting that
+    Hugging Face's RoBERTa does not compute."""
+    activation = activation_of(settings, head)
     try:
-        vocab_size, hidden = weights[f"{_BODY}embed_tokens.weight"].shape
-        positions = len(weights[f"{_BODY}embed_positions.weight"])
+        vocab_size, hidden = weights[_TOKENS].shape
+        positions = len(weights[_POSITIONS])
         inner = len(weights[f"{_BODY}layers.0.fc1.weight"])
     except KeyError as error:
         raise InputError(f"the checkpoint is no RoBERTa of fairseq: it has no {error}") from None
-    heads = heads or arguments.get("encoder_attention_heads") or hidden // 64
-    if not heads or hidden % heads:
-        raise InputError(f"{heads} attention heads do not divide the hidden size {hidden}: --num_attention_heads")
-    layers = {name.split(".")[3] for name in weights if name.startswith(f"{_BODY}layers.")}
-    return RobertaConfig(
+    layers = len({name.split(".")[3] for name in weights if name.startswith(f"{_BODY}layers.")})
+    for name, size in {"encoder_layers": layers, "encoder_embed_dim": hidden, "encoder_ffn_embed_dim": inner}.items():
+        if settings.get(name, size) != size:
+            raise InputError(f"the settings say {name}={settings[name]}, and the weights are those of {size}")
+    config = RobertaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
-        num_hidden_layers=len(layers),
-        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        num_attention_heads=attention_heads(settings, hidden, heads),
         intermediate_size=inner,
+        hidden_act=activation,
         max_position_embeddings=positions,
         type_vocab_size=1,
         layer_norm_eps=1e-5,
-        hidden_dropout_prob=arguments.get("dropout", 0.1),
-        attention_probs_dropout_prob=arguments.get("attention_dropout", 0.1),
+        hidden_dropout_prob=settings.get("dropout", 0.1),
+        attention_probs_dropout_prob=settings.get("attention_dropout", 0.1),
+        classifier_dropout=settings.get("pooler_dropout", 0.0),
         bos_token_id=0,
         pad_token_id=1,
         eos_token_id=2,
     )
+    if head:
+        labels = weights.get(f"{_HEADS}{head}.out_proj.weight", torch.empty(0))
+        if not len(labels):
+            head_names = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
+            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(head_names) or 'it has none'}")
+        config.num_labels = len(labels)
+        if head == "mnli":
+            config.id2label = dict(enumerate(MNLI_LABELS))
+            config.label2id = {label: number for number, label in config.id2label.items()}
+    else:
+        config.tie_word_embeddings = is_tied(weights, settings)
+    return config
+
+
+def activation_of(settings: dict[str, Any], head: str | None) -> str:
+    """Hugging Face's name of the activation. Raises `InputError` for every setting that changes the logits and that
+    Hugging Face's RoBERTa does not compute: its classification head has tanh, its masked-LM head has GELU."""
+    for name, wanted in {**_BODY_SETTINGS, **(_HEAD_SETTINGS if head else {})}.items():
+        value = settings.get(name, wanted)
+        if value != wanted and (value or wanted):
+            raise InputError(f"the checkpoint has {name}={value!r}, and Hugging Face's RoBERTa computes {wanted!r}")
+    for name in _TRAINING_ONLY:
+        if settings.get(name):
+            logger.warning(f"{name}={settings[name]} acts in training only, and Hugging Face's RoBERTa has none")
+    activation = settings.get("activation_fn", "gelu")
+    if activation not in (_ACTIVATIONS if head else ("gelu",)):
+        known = (
+            f"none of {', '.join(_ACTIVATIONS)}" if head else "not gelu, which Hugging Face's masked-LM head computes"
+        )
+        raise InputError(f"activation_fn={activation!r} is {known}")
+    return _ACTIVATIONS[activation]
+
+
+def attention_heads(settings: dict[str, Any], hidden: int, heads: int | None) -> int:
+    """The number of attention heads: of the settings; without settings `heads`, else a head for every 64 of the
+    hidden size. What is assumed without settings is logged."""
+    if settings:
+        said = settings.get("encoder_attention_heads", 12)  # fairseq's default
+        if heads and heads != said:
+            raise InputError(f"--num_attention_heads {heads}: the checkpoint has encoder_attention_heads={said}")
+        heads = said
+    else:
+        source = "as --num_attention_heads says" if heads else f"one for every 64 of the hidden size {hidden}"
+        heads = heads or hidden // 64
+        logger.warning(
+            f"the checkpoint holds no settings (neither args nor cfg). Assumed are {heads} attention heads, {source}, "
+            "activation_fn=gelu, pooler_activation_fn=tanh, and layer norms after the sublayers"
+        )
+    if not heads or hidden % heads:
+        raise InputError(f"{heads} attention heads do not divide the hidden size {hidden}: --num_attention_heads")
+    return heads
+
+
+def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
+    """Whether the masked-LM head's output matrix is the embedding. Raises `InputError` where the head is empty, or
+    where the settings say that the two are tied and they differ."""
+    dense = weights.get(f"{_LM_HEAD}dense.weight")
+    if dense is not None and not dense.any():
+        raise InputError("the masked-LM head is empty (to_fairseq writes it so for a classifier): name a --head")
+    differ = not weights.get(_LM_DECODER, weights[_TOKENS]).equal(weights[_TOKENS])
+    untied = settings.get("untie_weights_roberta", differ and not settings)
+    if differ and not untied:
+        raise InputError(f"untie_weights_roberta={untied}, and {_LM_DECODER} is not {_TOKENS}")
+    return not untied
 
 
 def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None) -> dict[str, torch.Tensor]:
     """Weights under fairseq's names; the token type's vector is added to all positions, rows beyond `vocab_size` are
-    left out. A classifier becomes the head `head`, MNLI's with its labels in fairseq's order."""
+    left out. A classifier becomes the head `head`, MNLI's with its labels in fairseq's order, beside an empty masked-LM
+    head. Raises `InputError` for what fairseq's RoBERTa does not compute."""
+    refuse_other_arithmetic(model, head)
     state = {name: tensor.detach().cpu().float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
     names = {f"roberta.{theirs}": f"{_BODY}{ours}" for ours, theirs in _OUTSIDE.items()}
@@ -180,18 +304,19 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
         module, _, kind = name.rpartition(".")
         if module in names:
             weights[f"{names[module]}.{kind}"] = tensor.clone()
-        elif name in ("lm_head.decoder.weight", "lm_head.bias"):
+        elif module == "lm_head.decoder":
             weights[_LM_HEAD + kind] = tensor[:vocab_size].clone()
         elif module in ("lm_head.dense", "lm_head.layer_norm"):
             weights[f"{_LM_HEAD}{name.removeprefix('lm_head.')}"] = tensor.clone()
         elif module.startswith("classifier.") and head:
             weights[f"{_HEADS}{head}.{name.removeprefix('classifier.')}"] = tensor.clone()
-        elif name != "lm_head.decoder.bias":  # tied to lm_head.bias
+        elif name != "lm_head.bias":  # the decoder's is computed with
             hint = "" if head else "; name a head, e.g. mnli"
             raise InputError(f"fairseq's RoBERTa has no module for {name}{hint}")
-    tokens, positions = f"{_BODY}embed_tokens.weight", f"{_BODY}embed_positions.weight"
-    weights[tokens] = weights[tokens][:vocab_size].clone()
-    weights[positions] += types[0]
+    weights[_TOKENS] = weights[_TOKENS][:vocab_size].clone()
+    weights[_POSITIONS] += types[0]
+    if head:
+        weights |= empty_lm_head(weights[_TOKENS])
     if head == "mnli":
         labels = {label.lower(): number for number, label in model.config.id2label.items()}
         if set(labels) != set(MNLI_LABELS):
@@ -200,6 +325,35 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
         for kind in ("weight", "bias"):
             weights[f"{_HEADS}mnli.out_proj.{kind}"] = weights[f"{_HEADS}mnli.out_proj.{kind}"][order]
     return weights
+
+
+def refuse_other_arithmetic(model: PreTrainedModel, head: str | None) -> None:
+    """Raises `InputError` where a Hugging Face model computes what fairseq's RoBERTa does not."""
+    config = model.config
+    activations = _ACTIVATIONS.values() if head else ("gelu",)  # fairseq's masked-LM head has the layers' activation
+    if config.hidden_act not in activations:
+        raise InputError(f"hidden_act={config.hidden_act!r}: fairseq computes {', '.join(dict.fromkeys(activations))}")
+    wanted = {"layer_norm_eps": 1e-5, "pad_token_id": 1, "is_decoder": False, "add_cross_attention": False}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise InputError(f"{name}={getattr(config, name)}, and fairseq's RoBERTa computes with {value}")
+    types = model.roberta.embeddings.token_type_embeddings.weight
+    if not (types == types[0]).all():
+        raise InputError(f"fairseq's RoBERTa has no token types, and the model has type_vocab_size={len(types)}")
+
+
+def empty_lm_head(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A masked-LM head that finds every token equally probable: fairseq loads no model without such a head, and a
+    classifier of Hugging Face has none. `tokens` (vocab_size, hidden) is the embedding."""
+    vocab_size, hidden = tokens.shape
+    return {
+        _LM_DECODER: tokens,
+        f"{_LM_HEAD}bias": torch.zeros(vocab_size),
+        f"{_LM_HEAD}dense.weight": torch.zeros(hidden, hidden),
+        f"{_LM_HEAD}dense.bias": torch.zeros(hidden),
+        f"{_LM_HEAD}layer_norm.weight": torch.ones(hidden),
+        f"{_LM_HEAD}layer_norm.bias": torch.zeros(hidden),
+    }
 
 
 def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrainedTokenizerBase:
@@ -218,22 +372,38 @@ def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrained
 
 
 def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """dict.txt, encoder.json and vocab.bpe from which fairseq gives every token the same id."""
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    """dict.txt, encoder.json and vocab.bpe from which fairseq gives every token the same id. Raises `InputError` for a
+    tokenizer that is not GPT-2's BPE under RoBERTa's ids."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
     ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if [token for token, _ in ordered[:4]] != list(_SPECIAL) or ordered[-1][0] != tokenizer.mask_token:
         raise InputError("the tokenizer's ids are not RoBERTa's: <s> <pad> </s> <unk> first, <mask> last")
     inner = [token for token, _ in ordered[4:-1]]
+    if added := [token["content"] for token in backend["added_tokens"] if token["content"] in set(inner)]:
+        raise InputError(f"fairseq's BPE has no added tokens, and the tokenizer has {', '.join(added[:3])}")
+    wanted = {
+        "normalizer": {"type": None},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "ignore_merges": False},
+    }
+    for stage, values in wanted.items():
+        for name, value in values.items():
+            if (found := (backend[stage] or {}).get(name)) != value:
+                raise InputError(f"the tokenizer's {stage} has {name}={found!r}, and fairseq's BPE computes {value!r}")
     lines = "".join(f"{number} 1\n" for number in range(len(inner)))
     (folder / "dict.txt").write_text(lines, encoding="utf-8")
     durable.write_json(folder / "encoder.json", {token: number for number, token in enumerate(inner)})
-    merges = "".join(" ".join(pair) + "\n" for pair in model["merges"])
+    merges = "".join(" ".join(pair) + "\n" for pair in backend["model"]["merges"])
     (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
 
 
-def arguments_of(config: RobertaConfig) -> argparse.Namespace:
-    """The arguments from which fairseq builds the model."""
-    return argparse.Namespace(
+def checkpoint_of(model: PreTrainedModel, vocab_size: int, head: str | None) -> dict[str, Any]:
+    """What fairseq's loaders want in model.pt: weights, the settings that build the model, and a history of training,
+    which is empty. `head` and `vocab_size` as in `to_fairseq`."""
+    config, weights = model.config, to_fairseq(model, vocab_size, head)
+    positions = config.max_position_embeddings - config.pad_token_id - 1
+    pooler_dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    settings = argparse.Namespace(
         arch="roberta",
         task="masked_lm",
         criterion="masked_lm",
@@ -243,10 +413,16 @@ def arguments_of(config: RobertaConfig) -> argparse.Namespace:
         encoder_attention_heads=config.num_attention_heads,
         dropout=config.hidden_dropout_prob,
         attention_dropout=config.attention_probs_dropout_prob,
-        activation_fn="gelu",
-        max_positions=config.max_position_embeddings - config.pad_token_id - 1,
-        tokens_per_sample=config.max_position_embeddings - config.pad_token_id - 1,
+        pooler_dropout=pooler_dropout,
+        activation_fn={theirs: ours for ours, theirs in _ACTIVATIONS.items()}[config.hidden_act],
+        pooler_activation_fn="tanh",
+        untie_weights_roberta=not weights[_LM_DECODER].equal(weights[_TOKENS]),
+        load_checkpoint_heads=True,
+        max_positions=positions,
+        tokens_per_sample=positions,
     )
+    history = [{"optimizer_name": "FairseqAdam", "lr_scheduler_state": {}, "num_updates": 0}]
+    return {"args": settings, "model": weights, "optimizer_history": history, "extra_state": {}}
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
@@ -260,8 +436,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
         if absent := [path for path in files if not Path(path).is_file()]:
             raise InputError(f"{absent[0]} is missing")
         tokenizer = read_vocabulary(*map(Path, files))
-    weights, arguments = read_checkpoint(Path(args.checkpoint))
-    model = to_hugging_face(weights, arguments, args.head, args.num_attention_heads)
+    weights, settings = read_checkpoint(Path(args.checkpoint))
+    model = to_hugging_face(weights, settings, args.head, args.num_attention_heads)
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
@@ -271,21 +447,42 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
 def convert_to_fairseq(args: argparse.Namespace) -> None:
     """The command `to_fairseq`."""
-    path = path_or_hub_id(args.model_name_or_path)
+    model = load_hugging_face(args.model_name_or_path, args.head)
+    tokenizer, folder = tokenization.load_tokenizer(args.model_name_or_path), Path(args.output_dir)
+    if len(tokenizer) > model.config.vocab_size:
+        raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
+    checkpoint = checkpoint_of(model, len(tokenizer), args.head)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_vocabulary(tokenizer, folder)
+    torch.save(checkpoint, folder / "model.pt")
+    if args.head:
+        logger.warning(
+            "the masked-LM head in model.pt is empty (a classifier has none, and fairseq loads no model without one): "
+            "it finds all tokens equally probable"
+        )
+    logger.info(f"{folder}: model.pt, dict.txt, encoder.json, vocab.bpe")
+
+
+def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
+    """The masked-LM model, or with a `head` the classifier, of a Hugging Face checkpoint, in float32. Raises
+    `InputError` where there is none of that kind: a head that it lacks is never drawn at random."""
+    path = path_or_hub_id(name)
+    cls = RobertaForSequenceClassification if head else RobertaForMaskedLM
     try:
         config = AutoConfig.from_pretrained(path)
-        cls = RobertaForSequenceClassification if args.head else RobertaForMaskedLM
-        model = cls.from_pretrained(path, dtype=torch.float32)
+        if config.model_type != "roberta":
+            raise InputError(f"{name!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
+        model, found = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
-        raise InputError(f"no checkpoint at model_name_or_path={args.model_name_or_path!r}: {error}") from None
-    if config.model_type != "roberta":
-        raise InputError(f"{args.model_name_or_path!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
-    tokenizer, folder = tokenization.load_tokenizer(args.model_name_or_path), Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = to_fairseq(model, len(tokenizer), args.head)
-    torch.save({"args": arguments_of(config), "model": weights}, folder / "model.pt")
-    write_vocabulary(tokenizer, folder)
-    logger.info(f"{folder}: model.pt, dict.txt, encoder.json, vocab.bpe")
+        raise InputError(f"no checkpoint at model_name_or_path={name!r}: {error}") from None
+    if missing := sorted(found["missing_keys"]):
+        hint = "leave --head out for a masked-LM model" if head else "name the --head of a classifier, e.g. mnli"
+        raise InputError(f"{name!r} has no {missing[0]}: {hint}")
+    if left := sorted(found["unexpected_keys"]):
+        logger.warning(f"left out: {', '.join(left)}")
+    return model.eval()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -298,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
     to_hf.add_argument("--bpe", help="vocab.bpe of GPT-2")
     to_hf.add_argument("--tokenizer_name", help="a tokenizer of the same ids, in place of dict, encoder and bpe")
     to_hf.add_argument("--head", help="a classification head, e.g. mnli; without it, the masked-LM head")
-    to_hf.add_argument("--num_attention_heads", type=int, help="where the checkpoint has no arguments")
+    to_hf.add_argument("--num_attention_heads", type=int, help="where the checkpoint has no settings")
     to_hf.set_defaults(convert=convert_to_hf)
     back = commands.add_parser("to_fairseq", help="a Hugging Face RoBERTa as fairseq's model.pt")
     back.add_argument("--model_name_or_path", required=True)
