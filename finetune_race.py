@@ -10,6 +10,7 @@ in the preset, with its source; any flag overrides it.
 
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -181,6 +182,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     test_rows = durable.fingerprint(rows.pop("test", None))
     right = [question.answer for question in data["validation"]]
+    levels = Counter(question.level for question in data["validation"])
     return protocol.Job(
         name="race",
         metric="accuracy",
@@ -194,7 +196,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
-        scored_examples={"validation": len(right)},
+        scored_examples={"validation": len(right)} | (levels if args.level == "all" else {}),
         baseline=protocol.constant_answer(
             {"validation": right},
             race.LETTERS,

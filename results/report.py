@@ -212,7 +212,7 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
         for model, entry in tuned:
             args, runs = entry["resolved_args"], entry["runs"]
             ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
-            measured = (scored_on(entry), of_baseline(entry, row.metric))
+            measured = (scored_on(entry, row.metric), of_baseline(entry, row.metric))
             tokens = sum(record["tokens_seen"] for record in runs)
             lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
         if not tuned:
@@ -243,7 +243,7 @@ def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
         (
             pair.row.shown,
             pair.model,
-            scored_on(pair.any),
+            scored_on(pair.any, pair.row.metric),
             *(_score(side, pair.row.metric) if side else NOT_RUN for side in (pair.pretrained, pair.random)),
             of_baseline(pair.any, pair.row.metric),
             pair.row.paper,
@@ -268,7 +268,7 @@ def verdict(ledger: Ledger) -> list[str]:
         size = f"{record['parameters'] / 1e6:.1f} M parameters, {spent[0]} tokens, {spent[2]} hours on {spent[1]}"
         gains = said.pop("Better than random weights", None)
         sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
-                     f"**{model} ({size}) shows no gain over random weights that its seeds establish.**"]  # fmt: skip
+                     f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
@@ -289,7 +289,7 @@ def judged(pair: Pair) -> tuple[str, str]:
         return "Level with random weights", against
     p, least = permutation_p(ours, random), permutation_p([1.0] * len(ours), [0.0] * len(random))
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
-    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f} (so many seeds give {least:.2f} at best)"
+    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f} (no less than {least:.2f} is possible)"
     if medians[0] < min(random):
         return "Below random weights", figures
     return "Better than random weights" if p <= ESTABLISHED else "Suggestive, no more", figures

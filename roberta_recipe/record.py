@@ -91,7 +91,8 @@ class FinetuneRecord(RunRecord):
     metric: str  # picks the epoch
     dataset: DatasetCard
     examples: dict[str, int]  # by split, as the model sees them (SQuAD: windows)
-    scored_examples: dict[str, int]  # by validation split, what the metrics are means over (SQuAD: questions)
+    scored_examples: dict[str, int]  # by validation split, what the metrics are means over (SQuAD: questions); then
+    # by metric, where a metric is over fewer (RACE: middle, high)
     baseline: Baseline | None  # None where no single answer can be scored: spans, correlations
     degenerate: bool  # one answer to everything
     fingerprint: dict[str, Any]

@@ -63,7 +63,7 @@ def test_race(model_dir, tokenizer):
     args = finetune_race.RaceArguments(model_name_or_path=model_dir)
     features = {split: SimpleNamespace(rows=[]) for split in ("train", "validation")}
     job = finetune_race.job_of(args, {"train": [], "validation": questions}, features, tokenizer, {})
-    assert job.scored_examples == {"validation": 5}
+    assert job.scored_examples == {"validation": 5, "middle": 2, "high": 3}
     assert job.baseline["answer"] == "B"
     assert job.baseline["metrics"] == pytest.approx({"accuracy": 0.6, "middle": 1.0, "high": 1 / 3})
 

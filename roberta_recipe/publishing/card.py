@@ -144,9 +144,13 @@ def markdown_table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in rows)
 
 
-def scored_on(summary: Summary) -> str:
-    """Split and number of examples that the scores are of."""
-    return "; ".join(f"{split}, {count:,} examples" for split, count in summary["scored_examples"].items())
+def scored_on(summary: Summary, metric: str = "") -> str:
+    """Split and number of examples that the scores are of, or those of a single metric."""
+    counts = summary["scored_examples"]
+    if metric in counts:
+        return f"{next(iter(counts))}, {counts[metric]:,} examples"
+    splits = {name: count for name, count in counts.items() if name.startswith("validation")}
+    return "; ".join(f"{split}, {count:,} examples" for split, count in splits.items())
 
 
 def of_baseline(summary: Summary, metric: str) -> str:

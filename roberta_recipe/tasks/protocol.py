@@ -115,7 +115,7 @@ class Job:
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
-    scored_examples: dict[str, int]  # by validation split, what the metrics are means over
+    scored_examples: dict[str, int]  # as in `FinetuneRecord`
     baseline: Baseline | None  # see `constant_answer`
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # fingerprints of what the script read (`inputs_fingerprint`)
