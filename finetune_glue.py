@@ -268,6 +268,11 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
     for split, examples in data.items():
         schemas, found = read_schemas(args, task, split)
         counts.update(found)
+        if own := [schema for schema in schemas if schema.idx < 0]:
+            listed = "; ".join(f"{schema.where.rpartition(', ')[2]}: {schema.query!r}" for schema in own[:5])
+            logger.warning(
+                f"WNLI: {len(own)} test rows ask for phrases that WSC lacks, and are scored with these: {listed}"
+            )
         features[split] = [
             wsc.build_features(
                 schema,

@@ -2,11 +2,12 @@
 
     python benchmarks/wnli_rows.py --wsc_dir WSC --glue_dir GLUE          # half a minute
 
-For WNLI's train.tsv and dev.tsv it counts the rows whose pronoun and phrase WSC marks, and whether WSC's label is
-WNLI's (phrases that WSC does not mark for a pronoun: right where no marked phrase is, when only two are possible). For
-test.tsv, which has no labels, it counts only. Then every schema of WSC is rewritten at random as WNLI's authors did by
-hand (a piece of the text with the phrase in it, case lost, letters wrong, words left out or added), and it counts how
-many find the schema that they come from.
+For WNLI's train.tsv and dev.tsv it counts how the rows are found, and how often WSC's label of the phrase is WNLI's; a
+phrase that WSC lacks, at a pronoun that it marks, is taken for right where no marked phrase is (most pronouns have two
+candidates), which checks its pronoun but not its words. For test.tsv, which has no labels, it counts only.
+
+Then every schema of WSC is rewritten at random as WNLI's authors did by hand (a piece of the text with the phrase in
+it, case lost, letters wrong, words left out or added), and it counts how many find the schema that they come from.
 """
 
 import argparse
@@ -65,12 +66,13 @@ def on_rows(path: Path, schemas: list[wsc.Schema]) -> str:
     counts: Counter[str] = Counter()
     for row, line in zip(aligned, lines[1:], strict=True):
         counts[row.found] += 1
-        label = row.schema.label
+        label, kind = row.schema.label, "labels of the phrase"
         if label is None and all(schema.label is not None for schema in row.marked):
             label = not any(schema.label for schema in row.marked) if row.marked else None
+            kind = "labels inferred from WSC's other phrases"
         if labelled and label is not None:
-            counts["labels compared"] += 1
-            counts["labels right"] += label == (line[3] == "1")
+            counts[kind] += 1
+            counts[f"{kind}, right"] += label == (line[3] == "1")
     return f"{len(aligned)} rows; " + ", ".join(f"{kind} {count}" for kind, count in counts.items())
 
 

@@ -58,7 +58,8 @@ SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram en
 SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
 TITLE = (
-    "# Results\n\nMade by `make report` from the run records in this folder; [index.html](index.html) is the same page."
+    "# Results\n\nMade by `make report` from the run records in this folder and from [proofs.yaml](proofs.yaml), which\n"
+    "says what each command of the first table printed; [index.html](index.html) is the same page."
 )
 ESTABLISHED = 0.05  # p below which a difference between seeds is called one
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
@@ -258,10 +259,10 @@ def verdict(ledger: Ledger) -> list[str]:
     paragraphs = []
     for model, record in ledger.pretrained.items():
         said: dict[str, list[str]] = {}
-        for pair in pairs(ledger):
-            if pair.model == model and pair.pretrained and pair.random:
-                kind, what = judged(pair)
-                said.setdefault(kind, []).append(f"{pair.row.name} {what}")
+        judged_pairs = [p for p in pairs(ledger) if p.model == model and p.pretrained and p.random]
+        for pair in judged_pairs:
+            kind, what = judged(pair)
+            said.setdefault(kind, []).append(f"{pair.row.name} {what}")
         if not said:
             continue
         spent = _spent([record], record["tokens_seen"])
@@ -269,6 +270,8 @@ def verdict(ledger: Ledger) -> list[str]:
         gains = said.pop("Better than random weights", None)
         sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
                      f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
+        if not gains and (least := least_p(judged_pairs)) > ESTABLISHED:
+            sentences.append(f"So few seeds could not show it: p would be {least:.2f} at best.")
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
@@ -287,12 +290,18 @@ def judged(pair: Pair) -> tuple[str, str]:
         return "Not above the majority answer", f"{against} ({percent(baseline)})"
     if min(random) <= medians[0] <= max(random):
         return "Level with random weights", against
-    p, least = permutation_p(ours, random), permutation_p([1.0] * len(ours), [0.0] * len(random))
+    p = permutation_p(ours, random)
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
-    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f} (no less than {least:.2f} is possible)"
+    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f}"
     if medians[0] < min(random):
         return "Below random weights", figures
     return "Better than random weights" if p <= ESTABLISHED else "Suggestive, no more", figures
+
+
+def least_p(some: list[Pair]) -> float:
+    """The least p that the seeds of any of these pairs could give."""
+    counts = [[len(side["runs"]) for side in (pair.pretrained, pair.random)] for pair in some]
+    return min(permutation_p([1.0] * ours, [0.0] * random) for ours, random in counts)
 
 
 def permutation_p(first: list[float], second: list[float]) -> float:
@@ -386,7 +395,7 @@ def sections(ledger: Ledger) -> list[Section]:
     """The report: README.md has the first two sections, results/README.md and the page have all."""
     proofs = [(proof.claim, proof.figure, f"`{proof.command}`") for proof in ledger.proofs]
     explained = (
-        "Validation scores times 100, median over seeds, each at its best epoch, picked on the same examples. "
+        "Validation scores times 100, median over seeds, each at its best evaluation, picked on the same examples. "
         "Majority answer: what the most frequent right answer scores when it is given to every example."
     )
     notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]

@@ -108,7 +108,7 @@ def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
                 f"{where}: the environment variable {name} {state}, and the files are {patterns!r}; set it to the "
                 f"folder of your files before the command: export {name}=..."
             )
-    return _VARIABLE.sub(lambda found: os.environ[found[1]], patterns)
+    return _VARIABLE.sub(lambda found: glob.escape(os.environ[found[1]]), patterns)
 
 
 def check_corpus(corpus: Corpus) -> Corpus:

@@ -143,14 +143,14 @@ def checked(questions: list[Question], where: str, version_2: bool | None) -> li
     if unanswerable and version_2 is False:
         raise InputError(
             f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
-            "1.1; for 2.0, --config presets/squad/v2.0.yaml (--version_2_with_negative true)"
+            "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
         )
     if len(unanswerable) == len(questions):
         raise InputError(f"{where}: none of its {len(questions):,} questions has an answer")
     if version_2 and not unanswerable:
         raise InputError(
-            f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; --config "
-            "presets/squad/v1.1.yaml (--version_2_with_negative false)"
+            f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; leave out "
+            "--version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
         )
     return questions
 

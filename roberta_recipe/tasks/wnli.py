@@ -27,15 +27,18 @@ from roberta_recipe.tasks.wsc import Schema, join
 _WORD = re.compile(r"\w+(?:['’`]\w+)*")
 _ARTICLES = {"a", "an", "the"}
 _PRONOUNS = {"he", "she", "it", "they", "him", "her", "them", "his", "hers", "its", "their", "theirs"}
+_PRONOUNS |= {"himself", "herself", "itself", "themselves"}
+_POSSESSIVE = {"her", "his", "hers", "its", "their", "theirs"}
 _LINKS = {"and", "or", "of", "in", "on", "at", "with", "from", "for", "by", "who"}  # a phrase's head is before them
 
 _AGREEMENT = {"are": "is", "were": "was", "have": "has", "do": "does"}  # "they were" becomes "Yakutsk was"
 
-# What an alignment costs, in words: a word that sentence2 adds, leaves out (and each further word of that gap) or
-# changes; an article, added or left out; the first word of a phrase that WSC does not have, and each further word; a
-# pronoun that WSC does not mark in a text that it has. `benchmarks/wnli_rows.py` measures what they are worth.
-_ADDED, _LEFT_OUT, _LEFT_OUT_FURTHER, _CHANGED, _ARTICLE = 1.0, 0.75, 0.25, 1.0, 0.2
-_FIRST, _FURTHER, _UNMARKED = 0.2, 0.4, 0.5
+# What an alignment costs, in words: a word that sentence2 adds, leaves out or changes (and each further word of such a
+# gap); an article, or another pronoun that is replaced; a phrase that is written otherwise than WSC's, and each further
+# word; the first word of a phrase that WSC does not have; a pronoun that WSC does not mark in a text that it has.
+_ADDED, _LEFT_OUT, _CHANGED, _ARTICLE, _REPLACED = 1.0, 0.75, 1.0, 0.2, 0.5
+_ADDED_FURTHER, _LEFT_OUT_FURTHER = 0.5, 0.25
+_RESPELT, _FIRST, _FURTHER, _UNMARKED = 0.3, 0.6, 0.4, 0.5
 _ALIKE = 0.75  # difflib's ratio, from which two words count as spellings of the same word
 
 
@@ -69,15 +72,14 @@ def align_rows(rows: Sequence[tuple[str, str]], schemas: Sequence[Schema], where
     aligned = []
     for number, pair in enumerate(rows, 1):
         text, hypothesis = (join(sentence.split())[0] for sentence in pair)
+        if not words_of(hypothesis):
+            raise InputError(f"{where}, row {number}: sentence2 {hypothesis!r} has no words")
         for loose, known in enumerate(by_text):
             if of_text := known.get(_keys(words_of(text, bool(loose))), []):
                 break
         found = _align(text, hypothesis, of_text, bool(loose), f"{where}, row {number}")
         if found is None:
-            raise InputError(
-                f"{where}, row {number}: sentence1 {text!r} has no pronoun for which a phrase of sentence2 "
-                f"{hypothesis!r} could stand"
-            )
+            raise InputError(f"{where}, row {number}: sentence1 {text!r} has no pronoun that sentence2 could replace")
         aligned.append(found)
     if aligned and all(row.found == FOUND[-1] for row in aligned):
         given = schemas[0].where.rpartition(":")[0]
@@ -104,16 +106,16 @@ def _keys(words: Iterable[Word]) -> tuple[str, ...]:
 
 def _align(text: str, hypothesis: str, schemas: Sequence[Schema], loose: bool, where: str) -> Aligned | None:
     """The best pronoun of a text for a hypothesis, with the schema of the phrase that stands there; None where there is
-    no pronoun, or no word in the hypothesis. `schemas` have the words of `text`, but other characters."""
+    no pronoun. `schemas` have the words of `text`, but other characters."""
     words, wanted = words_of(text, loose), words_of(hypothesis)
     at: dict[int, list[Schema]] = {}  # by number of the pronoun's word
     for schema in schemas:
         starts = [word.start for word in words_of(schema.text, loose)]
         at.setdefault(bisect_left(starts, schema.start), []).append(schema)
     best: tuple[float, int, tuple[int, int]] | None = None
-    for position, word in enumerate(words if wanted else []):
+    for position, word in enumerate(words):
         if position in at or word.key in _PRONOUNS:
-            queries = {_keys(words_of(schema.query, True)) for schema in at.get(position, [])}
+            queries = [schema.query for schema in at.get(position, [])]
             cost, span = _phrase_at(position, _keys(words), _keys(wanted), queries)
             cost += 0 if position in at or not schemas else _UNMARKED
             if best is None or cost < best[0]:
@@ -123,7 +125,7 @@ def _align(text: str, hypothesis: str, schemas: Sequence[Schema], loose: bool, w
     cost, position, (first, last) = best
     phrase = hypothesis[wanted[first].start : wanted[last - 1].end]
     marked = tuple(at.get(position, ()))
-    if same := [schema for schema in marked if same_phrase(phrase, schema.query)]:
+    if same := [schema for schema in marked if extra_words(phrase, schema.query) is not None]:
         nearest = max(same, key=lambda schema: _likeness(phrase.lower(), schema.query.lower()))
         return Aligned(nearest, FOUND[0], marked, cost)
     query, pronoun = re.sub(r"['’`]s$", "", phrase), words[position]
@@ -132,7 +134,7 @@ def _align(text: str, hypothesis: str, schemas: Sequence[Schema], loose: bool, w
 
 
 def _phrase_at(
-    position: int, words: Sequence[str], wanted: Sequence[str], queries: set[tuple[str, ...]]
+    position: int, words: Sequence[str], wanted: Sequence[str], queries: Sequence[str]
 ) -> tuple[float, tuple[int, int]]:
     """The lowest cost of `wanted` as a run of `words` in which a phrase stands for the word at `position`, and the
     phrase as words [first, last) of `wanted`."""
@@ -142,31 +144,43 @@ def _phrase_at(
 
     def cost(span: tuple[int, int]) -> float:
         first, last = span
-        phrase = tuple(key.removesuffix("'s") for key in wanted[first:last] if key not in _ARTICLES)
-        if phrase in queries:
-            return before[first] + after[last]
-        unchanged = _ADDED * (wanted[first:last] == words[position : position + 1])  # the pronoun itself is no phrase
-        own = _FIRST + _FURTHER * (len(phrase) - 1) if phrase else _CHANGED  # an article alone is no phrase
-        return before[first] + own + unchanged + after[last]
+        phrase, pronoun = wanted[first:last], words[position]
+        unfit = tuple(phrase) == (pronoun,) or (phrase[-1].endswith("'s") and pronoun not in _POSSESSIVE)
+        return before[first] + _of_phrase(phrase, queries) + _CHANGED * unfit + after[last]
 
     best = min(spans, key=cost)
     return cost(best), best
+
+
+def _of_phrase(phrase: Sequence[str], queries: Iterable[str]) -> float:
+    """What it costs that a phrase stands for a pronoun for which WSC has `queries`."""
+    keys = tuple(key.removesuffix("'s") for key in phrase if key not in _ARTICLES)
+    if not keys:  # an article alone is no phrase
+        return _FIRST + _CHANGED
+    text = " ".join(phrase)
+    if any(keys == _keys(words_of(query, True)) for query in queries):
+        return 0.0
+    extra = [count for query in queries if (count := extra_words(text, query)) is not None]
+    if extra:
+        return _RESPELT + _FURTHER * min(extra)
+    return _FIRST + _FURTHER * (len(keys) - 1)
 
 
 def _costs_up_to(wanted: Sequence[str], words: Sequence[str]) -> list[float]:
     """For each n from 0 to all of `wanted`: the cost of its first n words as an end of `words` (edit distance with
     affine gaps, in which the words before that end cost nothing)."""
     row = [0.0] * (len(words) + 1)  # by number of `words` that are used up
+    added = [math.inf] * len(row)  # of these, where the last of `wanted` is added
     costs = [row[-1]]
     for key in wanted:
-        added = _ARTICLE if key in _ARTICLES else _ADDED
-        previous, row = row, [row[0] + added]
-        gap = math.inf  # the cost where the last of `words` is left out
+        first, further = (_ARTICLE, _ARTICLE) if key in _ARTICLES else (_ADDED, _ADDED_FURTHER)
+        added = [min(cost + first, gap + further) for cost, gap in zip(row, added, strict=True)]
+        previous, row = row, [added[0]]
+        left_out = math.inf  # where the last of `words` is left out
         for number, word in enumerate(words):
             first, further = (_ARTICLE, _ARTICLE) if word in _ARTICLES else (_LEFT_OUT, _LEFT_OUT_FURTHER)
-            gap = min(row[number] + first, gap + further)
-            changed = previous[number] + _changed(key, word)
-            row.append(min(changed, previous[number + 1] + added, gap))
+            left_out = min(row[number] + first, left_out + further)
+            row.append(min(previous[number] + _changed(key, word), added[number + 1], left_out))
         costs.append(row[-1])
     return costs
 
@@ -175,6 +189,8 @@ def _changed(key: str, word: str) -> float:
     """What it costs that `key` stands where `word` did: less where they are spellings of the same word."""
     if _AGREEMENT.get(key, key) == _AGREEMENT.get(word, word):
         return 0.0
+    if word in _PRONOUNS:
+        return _REPLACED
     likeness = _likeness(key, word)
     return 1 - likeness if likeness >= _ALIKE else _CHANGED
 
@@ -184,18 +200,23 @@ def _likeness(first: str, second: str) -> float:
     return SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
-def same_phrase(first: str, second: str) -> bool:
-    """Whether two phrases can name the same thing: their heads are alike, and at most one of them has further words
-    ("Tatyana's mother" and "mother", but not "the younger students" and "the older students")."""
-    (words, head), (others, other_head) = _content(first), _content(second)
+@lru_cache(maxsize=1 << 16)
+def extra_words(phrase: str, query: str) -> int | None:
+    """How many words a phrase has beyond a query that it can name; None where it cannot name it.
+
+    Of the two, at most one has words that the other lacks, and their heads are alike ("Tatyana's mother" names
+    "mother", "the younger students" not "the older students"); of a name, words can be left out ("Nell" names
+    "Nell Raleigh").
+    """
+    (words, head), (others, other_head) = _content(phrase), _content(query)
     if not words or not others or ("and" in words) != ("and" in others):
-        return False
-    left = [word for word in words if not any(_changed(word, other) < _CHANGED for other in others)]
-    right = [other for other in others if not any(_changed(word, other) < _CHANGED for word in words)]
-    flat = not any(
-        word in _LINKS or word.endswith("'s") for phrase in (first, second) for word in phrase.lower().split()
-    )
-    return not (left and right) and (flat or _changed(head, other_head) < _CHANGED)
+        return None
+    extra = [word for word in words if not any(_changed(word, other) < _CHANGED for other in others)]
+    lacking = [other for other in others if not any(_changed(word, other) < _CHANGED for word in words)]
+    is_name = not any(word.key in _LINKS or word.key.endswith("'s") for word in words_of(query))
+    if (extra and lacking) or not (_changed(head, other_head) < _CHANGED or (is_name and not extra)):
+        return None
+    return len(extra)
 
 
 def _content(phrase: str) -> tuple[list[str], str]:

@@ -11,6 +11,7 @@ probabilities or any other numbers, but a question above 1 counts as unanswered 
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from roberta_recipe.args import RecipeParser
@@ -39,6 +40,8 @@ def read_odds(path: str, names: list[str]) -> dict[str, float]:
         raise InputError(
             f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad.listed(missing)})"
         )
+    if undefined := [name for name in names if math.isnan(odds[name])]:
+        raise InputError(f"{path}: the odds of {squad.listed(undefined)} are NaN, which has no order; give a number")
     if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
         logger.warning(
             f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "

@@ -73,8 +73,8 @@ def check_precision(args: TrainingArguments) -> None:
         )
     if args.fp16 and args.device.type == "cpu" and not args.deepspeed_plugin:  # DeepSpeed has it, or says so itself
         raise InputError(
-            "fp16=true: a CPU has no fp16 training; leave it out for fp32, or, where the CPU has bf16, --fp16 false "
-            "--bf16 true"
+            "fp16=true: a CPU has no fp16 training; --fp16 false trains in fp32, and --fp16 false --bf16 true in bf16 "
+            "where the CPU has it"
         )
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16 (torch would emulate it); --fp16 true")
