@@ -59,7 +59,8 @@ SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", 
 MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
 TITLE = (
     "# Results\n\nMade by `make report` from the run records in this folder and from\n"
-    "[proofs.yaml](proofs.yaml), which says what each command of the first table printed; [index.html](index.html) is the same page."
+    "[proofs.yaml](proofs.yaml), which says what each command of the first table printed;\n"
+    "[index.html](index.html) is the same page."
 )
 ESTABLISHED = 0.05  # p below which a difference between seeds is called one
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
