@@ -110,26 +110,22 @@ def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsy
     assert (middle["passages"], middle["passages_without_questions"], middle["questions"]) == (8, 0, 24)
 
 
-def test_as_a_user_starts_it_and_again(flags, root, tmp_path):
-    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
-    command += [root / "finetune_race.py", *flags("--seeds", 1, 2, "--level", "high")]
-    done = run_python(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "medians: accuracy" in done.stdout and "middle" not in done.stdout.replace("middle 86.5", "")
-    again = run_python(*command, cwd=tmp_path)
-    assert again.returncode == 0 and again.stderr.count("Done") == 2 and "'loss'" not in again.stdout
-    assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
-
-
-def test_the_script_is_a_template(flags, root, tmp_path):
-    """Copied with `roberta_recipe` and a preset into an empty folder, it runs."""
+def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
+    """A copy of the script with `roberta_recipe` and a preset in an empty folder, by `accelerate launch`; then the same
+    command line, which finds its runs done."""
     script = copied("finetune_race.py", tmp_path / "mine")
     shutil.copy(root / "presets" / "race" / "paper.yaml", script.parent / "mine.yaml")
-    argv = flags()
+    argv = flags("--seeds", 1, 2, "--level", "high")
     assert argv[0] == "--config"
-    done = run_python(script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
+    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
+    done = run_python(*command, script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    assert record_of(tmp_path / "race")["steps"] == 6 and str(root) not in done.stderr
+    assert "medians: accuracy" in done.stdout and "middle" not in done.stdout.replace("middle 86.5", "")
+    assert record_of(tmp_path / "race")["steps"] == 6
+    finetune_race.main(argv)
+    again = capfd.readouterr()
+    assert again.err.count("Done") == 2 and "'loss'" not in again.out
+    assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
 
 
 def test_two_processes_give_the_curve_of_one_process(flags, root, tmp_path):
