@@ -7,9 +7,9 @@ The rule, for a row:
 1. Its text is that of the schemas that have the same words; case, accents, punctuation and spacing do not count, and
    articles and possessive 's only where no schema has the same words with them.
 2. Its pronoun is the pronoun of the text at which sentence2 is aligned with the fewest differences, once any phrase may
-   stand for the pronoun. Of equals, pronouns that a schema marks come first.
-3. Its schema is the schema of that pronoun whose query is the phrase. Where none is, the row becomes a schema of its
-   own, with the phrase as its query.
+   stand for the pronoun; a phrase of WSC's counts as none, and a pronoun that WSC does not mark as half a difference.
+3. Its schema is the schema of that pronoun whose query the phrase can name. Where there is none, the row becomes a
+   schema of its own, with the phrase as its query.
 """
 
 import math
