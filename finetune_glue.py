@@ -146,9 +146,7 @@ def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, 
     data = {}
     for split in (split for kind in kinds for split in task.splits_of(kind)):
         if args.task_name == "wnli":
-            schemas, _ = read_schemas(args, task, split)
-            labels = None if split == "test" else [int(schema.label) for schema in schemas]
-            data[split] = glue.Examples([(schema.text, schema.query) for schema in schemas], labels)
+            data[split] = read_schemas(args, task, split)
         else:
             data[split] = read_split(args, task, args.task_name, split)
     if args.task_name == "mnli" and training_args.do_predict:
@@ -171,18 +169,20 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
     return examples
 
 
-def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> tuple[list[wsc.Schema], dict[str, int]]:
+def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examples:
     """WNLI: SuperGLUE's schemas to train and validate on (WNLI's own training set has most of them twice), or a schema
     for each row of WNLI's test set, and how those were found."""
-    schemas = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split]))
+    schemas, labels, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), None, {}
     if split == "test":
         rows = read_split(args, task, "wnli", split).texts
         aligned = wnli.align_rows(rows, schemas, f"WNLI's {task.splits[split][0]}")
-        counts = Counter(f"test rows with {row.found}" for row in aligned)
-        return [row.schema for row in aligned], dict(counts)
-    if unlabelled := [schema.where for schema in schemas if schema.label is None]:
+        schemas, counts = [row.schema for row in aligned], Counter(f"test rows with {row.found}" for row in aligned)
+    elif unlabelled := [schema.where for schema in schemas if schema.label is None]:
         raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
-    return schemas, {}
+    else:
+        labels = [int(schema.label) for schema in schemas]
+    texts = [(schema.text, schema.query) for schema in schemas]
+    return glue.Examples(texts, labels, schemas=schemas, counts=counts)
 
 
 @dataclass
@@ -266,9 +266,8 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
     parse, counts, features = wsc.load_spacy(args.spacy_model), Counter(), {}
     for split, examples in data.items():
-        schemas, found = read_schemas(args, task, split)
-        counts.update(found)
-        if own := [schema for schema in schemas if schema.idx < 0]:
+        counts.update(examples.counts)
+        if own := [schema for schema in examples.schemas if schema.idx < 0]:
             listed = "; ".join(f"{schema.where.rpartition(', ')[2]}: {schema.query!r}" for schema in own[:5])
             logger.warning(
                 f"WNLI: {len(own)} test rows ask for phrases that WSC lacks, and are scored with these: {listed}"
@@ -280,7 +279,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
                 tokenizer,
                 max_length=args.max_seq_length,
             )
-            for schema in schemas[: len(examples)]
+            for schema in examples.schemas[: len(examples)]
         ]
     features["train"], left_out = wsc.training_features(features["train"])
     counts.update({f"schemas {why}": count for why, count in left_out.items()})

@@ -27,7 +27,7 @@ from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.tasks import protocol, squad
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
-from roberta_recipe.tasks.squad_metric import Squad
+from roberta_recipe.tasks.squad_metric import Squad, score_2
 from roberta_recipe.training import environment, modeling
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -312,8 +312,8 @@ def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], question
 
 def no_answer_to_all(questions: list[squad.Question]) -> Baseline:
     """What the empty answer to every question of 2.0 scores."""
-    predictions = [{"id": question.id, "prediction_text": "", "no_answer_probability": None} for question in questions]
-    scores = Squad("2.0", keep_in_memory=True).compute(predictions=predictions, references=squad.references(questions))
+    answers = {row["id"]: row["answers"] for row in squad.references(questions)}
+    scores = score_2(dict.fromkeys(answers, ""), answers)
     return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}
 
 

@@ -1,4 +1,4 @@
-"""The ledger's tables, curves and pages, made from the run records in this folder and nothing else.
+"""The ledger's tables, curves and pages, made from the run records and proofs.yaml in this folder.
 
     python results/report.py                                        # or: make report
     python results/report.py --add runs/roberta_mini                # a pretraining run, as results/roberta_mini/
@@ -340,7 +340,7 @@ def _has(entry: LedgerEntry, row: Row) -> bool:
 
 
 def _variants(args: dict[str, Any]) -> list[str]:
-    """What tells two rows of the same task and model asection."""
+    """What tells two rows of the same task and model apart."""
     found = [name for name in ("random_weights", "without_article") if args.get(name)]
     limits = [name for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")]
     return found + [f"{name}_{args[name]}" for name in limits]

@@ -1,7 +1,9 @@
 """GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): its tasks, the official TSV layout, the Hub's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -144,6 +146,8 @@ class Examples:
     texts: list[tuple[str, ...]]
     labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set
     skipped: int = 0  # broken rows
+    schemas: Sequence[Any] = ()  # WNLI: the `wsc.Schema` of each row
+    counts: dict[str, int] = field(default_factory=dict)  # WNLI: of test rows, by how their schema was found
 
     def __len__(self):
         return len(self.texts)

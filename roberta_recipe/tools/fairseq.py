@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RobertaConfig,
@@ -34,6 +33,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import path_or_hub_id, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.training.heads import read_config
 
 _BODY = "encoder.sentence_encoder."
 _OUTSIDE = {
@@ -468,13 +468,11 @@ def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
     `InputError` where there is none of that kind: a head that it lacks is never drawn at random."""
     path = path_or_hub_id(name)
     cls = RobertaForSequenceClassification if head else RobertaForMaskedLM
+    config = read_config(name)
+    if config.model_type != "roberta":
+        raise InputError(f"{name!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
     try:
-        config = AutoConfig.from_pretrained(path)
-        if config.model_type != "roberta":
-            raise InputError(f"{name!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
         model, found = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    except InputError:
-        raise
     except (OSError, ValueError) as error:
         raise InputError(f"no checkpoint at model_name_or_path={name!r}: {error}") from None
     if missing := sorted(found["missing_keys"]):

@@ -29,7 +29,7 @@ def load_with_head(
     # hides transformers' report on missing weights; the lines below say what matters
     transformers_logging.set_verbosity_error()
     try:
-        config = _read_config(name, **settings)
+        config = read_config(name, **settings)
         for field in _HEAD_DROPOUT:
             if head_dropout is not None and hasattr(config, field):
                 setattr(config, field, head_dropout)
@@ -61,7 +61,7 @@ def load_with_head(
     return _with_head_dropout(model, head_dropout)
 
 
-def _read_config(name: str, **settings: Any) -> PreTrainedConfig:
+def read_config(name: str, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config. Raises `InputError` where there is none."""
     try:
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
@@ -81,7 +81,7 @@ def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> to
 def check_length(name: str, max_seq_length: int) -> None:
     """Raise `InputError` where a checkpoint has fewer than `max_seq_length` positions; RoBERTa counts positions from
     its padding id + 1."""
-    config = _read_config(name)
+    config = read_config(name)
     positions = getattr(config, "max_position_embeddings", None) or max_seq_length
     if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
         positions -= config.pad_token_id + 1
