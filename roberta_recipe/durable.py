@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+SEAL = "checksum"  # key of a JSON file that carries a checksum of its other values
 
 
 def sha256(path: str | Path) -> str:
@@ -49,6 +50,19 @@ def write_json(path: str | Path, values: Any) -> None:
 
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
+    """`write_json` with a checksum of `values` beside them, for `read_sealed`."""
+    write_json(path, {**values, SEAL: fingerprint(json.loads(json.dumps(values)))})
+
+
+def read_sealed(path: str | Path) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises `ValueError` where it is not what was written, and `OSError`."""
+    values = read_json(path)
+    if not isinstance(values, dict) or values.pop(SEAL, None) != fingerprint(values):
+        raise ValueError("it is not what was written (checksum)")
+    return values
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,65 @@
+"""One run at a time in a folder: the second start is told who works there.
+
+The system frees a lock with the process that holds it, however that ends, so that nobody has to tell a dead owner's
+lock from a living one's. The file stays, and says who held it last.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.log import logger
+
+LOCK_NAME = ".lock"
+_held: dict[tuple[int, int], int] = {}  # descriptor by the (device, inode) of a lock file that this process holds
+
+
+def _close_in_child() -> None:
+    """A data worker that outlives its trainer for a moment must not keep the trainer's lock."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def take(folder: str | Path, name: str = LOCK_NAME) -> None:
+    """Hold `<folder>/<name>` until this process ends; the folder must exist. A lock that it holds already stays.
+
+    Raises `InputError` that names the owner where another process has it. A file system without locks is warned of.
+    """
+    path = Path(folder, name)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    found = os.fstat(descriptor)
+    if (found.st_dev, found.st_ino) in _held:
+        os.close(descriptor)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = _owner(path)
+        os.close(descriptor)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise InputError(f"{folder} is in use by {owner}; wait for it, end it, or name another folder") from None
+        logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")
+        return
+    _held[found.st_dev, found.st_ino] = descriptor
+    owner = {"pid": os.getpid(), "host": os.uname().nodename, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps({**owner, "command": shlex.join(sys.argv)}) + "\n").encode(), 0)
+
+
+def _owner(path: Path) -> str:
+    """Who holds a lock, as its file says it."""
+    try:
+        owner = json.loads(path.read_text())
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
