@@ -22,7 +22,7 @@ from transformers import TrainerCallback, pipeline, set_seed
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, tokenization
+from roberta_recipe.data import masking, order, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import train_tokenizer
@@ -30,7 +30,7 @@ from roberta_recipe.errors import InputError, Preempted, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining
+from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes
 from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
@@ -44,6 +44,7 @@ from roberta_recipe.training.pretraining import (
     mask_validation,
     read_corpus,
     run_fingerprint,
+    skipped_blocks,
     validation_blocks,
 )
 
@@ -80,12 +81,11 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, collator)
-    if training_args.auto_find_batch_size:
-        lower_to_memory(args, training_args, model, validation[0], collator)
+    lower_to_memory(args, training_args, model, validation[0], collator)
     blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
-    watch = StepWatch(args.max_train_minutes)
+    watch = StepWatch(args.max_train_minutes, args.rewind_on_spike)
     trainer = MlmTrainer(
         model=model,
         args=training_args,
@@ -97,13 +97,16 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         fingerprint=fingerprint,
         resumed=resumed,
         watch=watch,
+        skipped=blocks.skipped,
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
-    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from)
-    if trainer.is_world_process_zero():
-        records.write_preset(resolved, training_args.output_dir)
+    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, blocks.skipped)
+    records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
     end_if_preempted(trainer, watch, publisher)
+    if is_sent_back(trainer, watch):
+        del trainer, model, blocks  # make room for those of the next start
+        return main(argv)
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
@@ -115,8 +118,6 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         metrics,
         metrics_by_source=by_source,
         unigram_entropy=entropy,
-        global_batch_size=args.global_batch_size,
-        stopped_by="max_train_minutes" if watch.time_over else "max_steps",
         passes=reader.passes(trainer.position),
         counts={"train": reader.count_table(), "validation": validation_reader.count_table("validation")},
         resolved_args=resolved,
@@ -173,9 +174,13 @@ def check_examples(args: MlmArguments, tokenizer) -> None:
 
 
 def build_blocks(
-    args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict | None
+    args: MlmArguments,
+    training_args: MlmTrainingArguments,
+    reader: Reader,
+    resumed: dict | None,
 ) -> TrainBlocks:
     """This process's training blocks, from the checkpoint's position on."""
+    skipped = skipped_blocks(args, training_args, resumed)
     resumed = resumed or {"position": 0, "states": None}
     if resumed["position"] and not args.token_cache and not resumed["states"] and not args.max_train_samples:
         logger.warning(
@@ -188,13 +193,17 @@ def build_blocks(
         process=training_args.process_index,
         start=resumed["position"],
         states=resumed["states"],
+        skipped=skipped,
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )
 
 
 def lower_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: dict, collator) -> None:
-    """Lower the micro-batch until full blocks, made of `block`, fit into memory; the global batch stays."""
+    """With `auto_find_batch_size`: lower the micro-batch until full blocks, made of `block`, fit into memory; the
+    global batch stays."""
+    if not training_args.auto_find_batch_size:
+        return
     blocks = functools.partial(full_batch, args, block, collator)
     batch.lower_to_memory(training_args, model, args.global_batch_size, blocks)
 
@@ -213,6 +222,7 @@ def announce_run(
     validation: list[dict],
     entropy: float,
     resumed_from: str | None,
+    skipped: order.Skipped,
 ) -> None:
     """What is about to be trained, in a few lines."""
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
@@ -226,7 +236,9 @@ def announce_run(
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
-        f"Output      {training_args.output_dir}\n" + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
+        f"Output      {training_args.output_dir}\n"
+        + (f"Left out    blocks {order.in_words(skipped)}\n" if skipped else "")
+        + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
 
 
@@ -241,6 +253,24 @@ def end_if_preempted(trainer: MlmTrainer, watch: StepWatch, publisher: hub.Publi
         f"{trainer.args.output_dir}; the same command resumes from there"
         + (cut_off if publisher and publisher.is_pushing() else "")
     )
+
+
+def is_sent_back(trainer: MlmTrainer, watch: StepWatch) -> bool:
+    """Whether a spike of the loss sends the run back to its last checkpoint; then its folder says which blocks it
+    leaves out from there. Raises `RunError`, in all processes, where it has been sent back too often."""
+    if watch.spike is None:
+        return False
+    output_dir, step = trainer.args.output_dir, trainer.state.global_step
+    path = checkpoint.find(trainer.args)
+    returned_to = Path(path).name if path else "the beginning"
+    returns = spikes.read_returns(output_dir)
+    spikes.check_returns(returns, step, watch.spike, returned_to)
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_world_process_zero():
+        blocks = trainer.blocks_of_steps(spikes.STEPS_LEFT_OUT)
+        spikes.write_return(output_dir, returns, step=step, loss=watch.spike, returned_to=returned_to, blocks=blocks)
+    trainer.accelerator.wait_for_everyone()
+    return True
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:

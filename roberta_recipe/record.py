@@ -13,6 +13,7 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
 from roberta_recipe.input_files import ROOT, read_input_json
+from roberta_recipe.log import is_first_process
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
@@ -61,6 +62,7 @@ class PretrainingRecord(RunRecord):
     stopped_by: str  # "max_steps", "max_train_minutes"
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
+    skipped_blocks: list[list[int]]  # [first, end) positions that were left out of the order
     digest: str  # checksum of all blocks and masks consumed
 
 
@@ -205,7 +207,10 @@ def finite(value: Any) -> Any:
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
-    """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run."""
+    """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run; written by the first
+    process."""
+    if not is_first_process():
+        return
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     (Path(output_dir) / PRESET_NAME).write_text(text, encoding="utf-8")
 

@@ -9,11 +9,16 @@ from roberta_recipe.data.order import (
     batches_of,
     block_id,
     interleave,
+    kept,
     mixture,
+    position_after,
     random_order,
+    read_ranges,
     source_of,
     taken_of_source,
+    union,
 )
+from roberta_recipe.errors import InputError
 
 MIXTURES = [[5, 3, 2], [1], [50] + [5] * 10, [1, 1000], [7, 13, 100], [3.9, 12.1, 10.1, 30.4, 30.4, 5.1, 38, 31]]
 
@@ -72,9 +77,41 @@ def test_step_k_takes_the_same_positions_in_every_layout(processes, workers, bat
         in_turn = (next(loaders[number % workers]) for number in itertools.count())  # as a DataLoader asks its workers
         for step in steps:
             for micro in itertools.islice(in_turn, batch // (batch_size * processes)):
-                step.extend(micro)
+                step.extend(itertools.chain.from_iterable(micro))
     for k, positions in enumerate(steps):
         assert sorted(positions) == list(range(start + k * batch, start + (k + 1) * batch))
+
+
+def skipped_at_random(rng):
+    """Ranges that overlap, touch, contain each other, and are given in any order; the positions in them."""
+    starts = rng.integers(0, 300, size=rng.integers(0, 7))
+    ranges = [range(int(start), int(start + rng.integers(1, 60))) for start in starts]
+    return ranges, set(itertools.chain.from_iterable(ranges))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_skipped_positions_are_left_out_and_all_others_stay_in_order(seed):
+    rng = np.random.default_rng(seed)
+    ranges, inside = skipped_at_random(rng)
+    skipped, start, count = union(ranges), int(rng.integers(0, 200)), int(rng.integers(1, 120))
+    assert set(itertools.chain.from_iterable(skipped)) == inside
+    assert all(left.stop < right.start for left, right in itertools.pairwise(skipped))
+    wanted = list(itertools.islice((n for n in itertools.count(start) if n not in inside), count + 1))
+    taken = kept(start, count, skipped)
+    assert list(itertools.chain.from_iterable(taken)) == wanted[:-1]
+    assert position_after(start, count, skipped) == wanted[-1]
+    # micro-batches of three, two processes, two data workers
+    loaders = [[batches_of(start, 3, 2, process, 2, worker, skipped) for worker in range(2)] for process in range(2)]
+    micro = [next(loaders[process][number % 2]) for number in range(count) for process in range(2)]
+    positions = [position for batch in micro for part in batch for position in part]
+    assert positions[:count] == wanted[:-1]
+    assert read_ranges(f"{part.start}-{part[-1]}" for part in ranges) == skipped
+
+
+@pytest.mark.parametrize("word", ["", "5-", "-5", "9-3", "1,000", "1.5", "a-b", "1-2-3", "1 - 2"])
+def test_ranges_that_cannot_be_read(word):
+    with pytest.raises(InputError, match=r"skip_blocks: .* must read like 41000-41063"):
+        read_ranges([word])
 
 
 def test_random_orders_differ_by_all_that_they_are_drawn_from():

@@ -11,10 +11,15 @@ of any length, `mixture` at any position of endless streams.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from roberta_recipe.errors import InputError
+
+Skipped = list[range]  # positions left out of the order: ascending, with gaps between them
 
 _FILE_SHIFT, _SOURCE_SHIFT = 28, 52
 FILES, WINDOWS, REPEATS = range(3)  # what a random order is for
@@ -91,14 +96,66 @@ def file_order(source: int, files: int, *, seed: int, epoch: int) -> list[int]:
     return random_order(seed, FILES, (source, epoch), files).tolist()
 
 
+def read_ranges(words: Iterable[str]) -> Skipped:
+    """Positions as a user writes them: "41000-41063" (both ends are in it) or "17". Raises `InputError`."""
+    ranges = []
+    for word in words:
+        if not (found := re.fullmatch(r"(\d+)(?:-(\d+))?", word)) or int(found[2] or found[1]) < int(found[1]):
+            raise InputError(f"skip_blocks: {word!r} must read like 41000-41063, from the first block to the last")
+        ranges.append(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return union(ranges)
+
+
+def union(ranges: Iterable[range]) -> Skipped:
+    """All positions of `ranges`, which may overlap."""
+    merged: Skipped = []
+    for added in sorted(filter(None, ranges), key=lambda positions: positions.start):
+        if merged and added.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, added.stop))
+        else:
+            merged.append(added)
+    return merged
+
+
+def in_words(positions: Sequence[range]) -> str:
+    """Blocks for a message: "41,000 to 41,063 and 50,000"."""
+    return " and ".join(f"{part.start:,} to {part[-1]:,}" if len(part) > 1 else f"{part.start:,}" for part in positions)
+
+
+def kept(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
+    """The first `count` positions from `start` on that are not `skipped`."""
+    found, left = [], count
+    for gap in [*skipped, None]:
+        end = start + left if gap is None else min(start + left, gap.start)
+        if end > start:
+            found.append(range(start, end))
+            left -= end - start
+        if not left:
+            break
+        start = max(start, gap.stop)
+    return tuple(found)
+
+
+def position_after(start: int, count: int, skipped: Skipped) -> int:
+    """The next position to be consumed when `count` blocks were consumed from `start` on."""
+    return kept(start, count + 1, skipped)[-1][-1]
+
+
 def batches_of(
-    start: int, batch_size: int, processes: int, process: int, workers: int = 1, worker: int = 0
-) -> Iterator[range]:
-    """The positions of each micro-batch that one data worker of one process makes.
+    start: int,
+    batch_size: int,
+    processes: int,
+    process: int,
+    workers: int = 1,
+    worker: int = 0,
+    skipped: Skipped | None = None,
+) -> Iterator[tuple[range, ...]]:
+    """The positions of each micro-batch that one data worker of one process makes: one range, or several around what is
+    `skipped`.
 
     Processes take micro-batches in turn, and the workers of a process take every `workers`-th of its micro-batches,
     which is the order in which a `DataLoader` asks them.
     """
     for number in itertools.count(worker, workers):
-        first = start + (number * processes + process) * batch_size
-        yield range(first, first + batch_size)
+        before = (number * processes + process) * batch_size
+        yield kept(position_after(start, before, skipped or []), batch_size, skipped or [])

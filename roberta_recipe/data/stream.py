@@ -23,6 +23,7 @@ from roberta_recipe.data.documents import Row, file_rows, text_file_rule
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
+    Skipped,
     batches_of,
     block_id,
     file_order,
@@ -112,7 +113,9 @@ class TextReader:
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
         self.counts = torch.zeros(len(corpus.sources), len(COUNTS), dtype=torch.int64).share_memory_()
 
-    def blocks(self, batches: Iterable[range], start: int = 0, states: list[dict] | None = None) -> Iterator[Block]:
+    def blocks(
+        self, batches: Iterable[tuple[range, ...]], start: int = 0, states: list[dict] | None = None
+    ) -> Iterator[Block]:
         """The blocks at the positions of `batches` (ascending); everything from position `start` on is read for them.
 
         The last block of each batch carries `"states"`: where every source stood at the beginning of the window that
@@ -129,14 +132,15 @@ class TextReader:
             shuffled.append(itertools.islice(from_window, taken - windows[number].taken, None))
         sources = _sources_from(self.corpus.shares, start)
         for batch in batches:
-            for position in range(start, batch.stop):
-                number = next(sources)
-                block, windows[number] = next(shuffled[number])
-                if position == batch.stop - 1:
-                    block["states"] = [window.to_dict() for window in windows]
-                if position in batch:
-                    yield block
-            start = batch.stop
+            for positions in batch:
+                for position in range(start, positions.stop):
+                    number = next(sources)
+                    block, windows[number] = next(shuffled[number])
+                    if position == batch[-1][-1]:
+                        block["states"] = [window.to_dict() for window in windows]
+                    if position in positions:
+                        yield block
+                start = positions.stop
 
     def validation(self, limit: int | None) -> Iterator[Block]:
         """One pass over the held-out text, in the proportions of the mixture as far as each source goes."""
@@ -241,7 +245,7 @@ class TextReader:
 
 
 class TrainBlocks(torch.utils.data.IterableDataset):
-    """One process's share of the endless sequence of training blocks, from position `start` on.
+    """One process's share of the endless sequence of training blocks, from position `start` on, without `skipped`.
 
     `reader` is a `TextReader` or a `TokenCache`. With `limit`, the first so many blocks only, again and again in a new
     order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked worker hangs if its parent
@@ -257,10 +261,12 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         process: int = 0,
         start: int = 0,
         states: list[dict] | None = None,
+        skipped: Skipped | None = None,
         limit: int | None = None,
         threads_in_worker: bool = False,
     ):
         self.reader, self.batch_size, self.processes, self.process = reader, batch_size, processes, process
+        self.skipped = skipped
         self.start, self.states, self.limit, self.threads_in_worker = start, states, limit, threads_in_worker
 
     def __iter__(self) -> Iterator[Block]:
@@ -268,15 +274,15 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         if worker is not None and self.threads_in_worker:
             os.environ["TOKENIZERS_PARALLELISM"] = "true"
         shard = (worker.num_workers, worker.id) if worker else (1, 0)
-        batches = batches_of(self.start, self.batch_size, self.processes, self.process, *shard)
+        batches = batches_of(self.start, self.batch_size, self.processes, self.process, *shard, self.skipped)
         if self.limit is None:
             return self.reader.blocks(batches, self.start, self.states)
         return self._repeated(batches)
 
-    def _repeated(self, batches: Iterator[range]) -> Iterator[Block]:
+    def _repeated(self, batches: Iterator[tuple[range, ...]]) -> Iterator[Block]:
         """The first `limit` blocks (at most one pass), again and again."""
         kept, ended = {}, set()
-        for block in self.reader.blocks([range(self.limit)]):
+        for block in self.reader.blocks([(range(self.limit),)]):
             if block["epoch"]:
                 ended.add(source_of(block["block_id"]))
             if len(ended) == len(self.reader.corpus.sources):
@@ -284,7 +290,7 @@ class TrainBlocks(torch.utils.data.IterableDataset):
                 break
             kept.setdefault(block["block_id"], {name: block[name] for name in block if name not in ("epoch", "states")})
         kept, epoch, order = list(kept.values()), None, None
-        for position in itertools.chain.from_iterable(batches):
+        for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):
             if position // len(kept) != epoch:
                 epoch = position // len(kept)
                 order = random_order(self.reader.seed, REPEATS, (epoch,), len(kept))

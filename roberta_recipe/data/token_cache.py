@@ -87,10 +87,12 @@ class TokenCache:
         shards = [s for s in self.manifest["shards"] if s["source"] == source and s["part"] == split]
         return np.array([shard["counts"]["blocks"] for shard in shards], dtype=np.int64)
 
-    def blocks(self, batches: Iterable[range], start: int = 0, states: list[dict] | None = None) -> Iterator[Block]:
+    def blocks(
+        self, batches: Iterable[tuple[range, ...]], start: int = 0, states: list[dict] | None = None
+    ) -> Iterator[Block]:
         """The blocks at the positions of `batches`; a cache ignores `start` and `states`."""
-        for batch in batches:
-            for source, index in zip(*mixture(self.corpus.shares, batch.start, len(batch)), strict=True):
+        for positions in itertools.chain.from_iterable(batches):
+            for source, index in zip(*mixture(self.corpus.shares, positions.start, len(positions)), strict=True):
                 yield self._block(int(source), int(index))
 
     def _block(self, source: int, index: int) -> Block:

@@ -125,7 +125,7 @@ def load_state(
             )
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
         if any(name in data for name in changed):
-            state |= {"position": 0, "states": None}
+            state |= {"position": 0, "states": None, "skipped_blocks": []}
     return state
 
 

@@ -15,6 +15,7 @@ from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import is_first_process
 from roberta_recipe.record import HUB_NAME, PRESET_NAME, RECORD_NAME
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
+from roberta_recipe.training.spikes import SKIPPED_NAME
 
 
 def use_all_cores() -> None:
@@ -40,9 +41,10 @@ def check_output_dir(output_dir: str) -> None:
             f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
             "this folder away"
         )
-    # a run that was stopped before its first checkpoint leaves a preset and a half-written checkpoint
+    # a run that was stopped before its first checkpoint leaves a preset and a half-written checkpoint, or returned to
+    # its beginning
     others = (
-        [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, HUB_NAME, PARTIAL)]
+        [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)]
         if path.is_dir()
         else []
     )

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
+from roberta_recipe.training import spikes
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
@@ -29,10 +31,12 @@ _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 class StepWatch(TrainerCallback):
     """Ends training early, at the same step in all processes: on SIGTERM, with a checkpoint; after `minutes`; where
-    the loss is not finite, without a checkpoint."""
+    the loss is not finite, without a checkpoint; at a loss spike of so many `deviations` (`spikes.is_spike`), without
+    a checkpoint and to train again from the last."""
 
-    def __init__(self, minutes: float | None = None):
+    def __init__(self, minutes: float | None = None, deviations: float | None = None):
         self.minutes, self.time_over, self.preempted = minutes, False, False
+        self.deviations, self.spike = deviations, None  # the loss of the spike that ended training
         self.told = torch.zeros(1).share_memory_()  # to stop; data workers look at it too
         self.trainer: MlmTrainer | None = None
         self._handler = None
@@ -51,7 +55,13 @@ class StepWatch(TrainerCallback):
         # the first process's clock decides, or some processes would train on alone
         over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
         flags = torch.tensor([float(self.told), float(bool(over))], device=args.device)
-        told, over, not_finite = self.trainer.sum_over_processes(torch.cat([flags, self.trainer.not_finite])).tolist()
+        step = torch.cat([flags, self.trainer.not_finite, self.trainer.step_loss])
+        told, over, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
+        if self._is_spike(loss / args.world_size):
+            self.spike = loss / args.world_size
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+            return
         self.trainer.check_loss(bool(not_finite))
         if over and state.global_step < state.max_steps:
             self.time_over = control.should_training_stop = True
@@ -59,6 +69,17 @@ class StepWatch(TrainerCallback):
         if told:
             self.preempted = control.should_save = control.should_training_stop = True
             logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
+
+    def _is_spike(self, loss: float) -> bool:
+        """Whether `loss` of the step ends training; another loss is one of those that the next is compared with."""
+        trainer = self.trainer
+        trainer.step_loss.zero_()
+        if trainer.overflowed:
+            return False
+        if self.deviations and spikes.is_spike(loss, trainer.recent_losses, self.deviations):
+            return True
+        trainer.recent_losses.append(loss)
+        return False
 
 
 class MlmTrainer(DurableTrainer):
@@ -69,7 +90,7 @@ class MlmTrainer(DurableTrainer):
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
     `num_tokens`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the `recipe_state.json` of
-    the checkpoint that training is resumed from.
+    the checkpoint that training is resumed from, and `skipped` the positions that `train_dataset` leaves out.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -82,6 +103,7 @@ class MlmTrainer(DurableTrainer):
         flops_per_token: float,
         resumed: dict[str, Any] | None,
         watch: StepWatch,
+        skipped: order.Skipped | None = None,
         **kwargs,
     ):
         super().__init__(model=model, objectives=model.objectives, resumed=resumed, **kwargs)
@@ -90,6 +112,9 @@ class MlmTrainer(DurableTrainer):
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
+        self.step_loss = torch.zeros(1, device=self.args.device)  # its share of this process x number of processes
+        self.recent_losses = deque(resumed.get("recent_losses", []), maxlen=spikes.WINDOW)
+        self.skipped = skipped or []
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens = self._digest = 0  # of this process, since last counted
         self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
@@ -112,9 +137,19 @@ class MlmTrainer(DurableTrainer):
 
     @property
     def position(self) -> int:
-        """Blocks consumed: the position from which the next step takes its blocks."""
-        steps = self.state.global_step - self._first_step
-        return self._first_position + steps * self.fingerprint["global_batch_size"]
+        """The position from which the next step takes its blocks."""
+        return self._position_of(self.state.global_step + 1)
+
+    def blocks_of_steps(self, count: int) -> tuple[range, ...]:
+        """The positions of the blocks of the last `count` steps, as far as they are of this start."""
+        count = min(count, self.state.global_step - self._first_step)
+        first = self._position_of(self.state.global_step + 1 - count)
+        return order.kept(first, count * self.fingerprint["global_batch_size"], self.skipped)
+
+    def _position_of(self, step: int) -> int:
+        """The position of the first block of a step."""
+        blocks = (step - 1 - self._first_step) * self.fingerprint["global_batch_size"]
+        return order.position_after(self._first_position, blocks, self.skipped)
 
     # Training
 
@@ -143,18 +178,23 @@ class MlmTrainer(DurableTrainer):
         self._states = inputs.pop("states", None)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.not_finite += ~torch.isfinite(loss)
+        self.step_loss += loss
         return loss
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether fp16 skipped the last step, which has a loss scale to lower."""
+        return self.args.fp16 and self.step_was_skipped
 
     def check_loss(self, not_finite: bool) -> None:
         """After each optimizer step, in all processes alike: raise `RunError` for a lost run."""
         self.not_finite.zero_()
-        if self.step_was_skipped and self.args.fp16:  # it has a loss scale to lower
+        if self.overflowed:
             return
         if not_finite or self.step_was_skipped:  # in bf16 and fp32, DeepSpeed would skip the step and train on
-            batch = self.fingerprint["global_batch_size"]
             raise RunError(
                 f"the {'loss' if not_finite else 'gradient'} of step {self.state.global_step} is not finite (blocks "
-                f"{self.position - batch:,} to {self.position - 1:,}); nothing of it was saved. Lower learning_rate="
+                f"{order.in_words(self.blocks_of_steps(1))}); nothing of it was saved. Lower learning_rate="
                 f"{self.args.learning_rate} or warm up longer (warmup_steps={self.args.warmup_steps:g}), "
                 f"{self.change_advice}. {self._last_good()}"
             )
@@ -188,11 +228,19 @@ class MlmTrainer(DurableTrainer):
             self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
 
     def recipe_state(self):
-        states = {"position": self.position, "states": self._states}
-        return {**super().recipe_state(), **states, "digest": self.digest}
+        where = {"position": self.position, "states": self._states}
+        skipped = [[part.start, part.stop] for part in self.skipped]
+        others = {"skipped_blocks": skipped, "recent_losses": list(self.recent_losses)}
+        return {**super().recipe_state(), **where, **others, "digest": self.digest}
 
     def record(self):
-        return {**super().record(), "digest": f"{self.digest:012x}"}
+        return {
+            **super().record(),
+            "digest": f"{self.digest:012x}",
+            "global_batch_size": self.fingerprint["global_batch_size"],
+            "stopped_by": "max_train_minutes" if self.watch.time_over else "max_steps",
+            "skipped_blocks": [[part.start, part.stop] for part in self.skipped],
+        }
 
     # Evaluation
 

@@ -14,12 +14,12 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, token_cache
+from roberta_recipe.data import masking, order, token_cache
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import environment, modeling
+from roberta_recipe.training import environment, modeling, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -50,6 +50,12 @@ class TextArguments:
         4096,
         "Blocks of a source that are shuffled together; 0 keeps its order. With a token cache, more costs nothing.",
         "data",
+    )
+    skip_blocks: list[str] | None = setting(
+        None,
+        "Blocks to leave out, by their positions in the order of the run (41000-41063: both ends), as a log line or "
+        "error names them. A resumed run keeps leaving out what it left out before.",
+        "free",
     )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
     max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
@@ -107,6 +113,12 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     max_train_minutes: float | None = setting(
         None, "Stop training, then evaluate and save, after so many minutes.", "free"
     )
+    rewind_on_spike: float | None = setting(
+        None,
+        "Return to the last checkpoint, and leave out the blocks of the last two steps, where a step's loss is more "
+        "than so many standard deviations above the mean of the 128 steps before, or no number (OLMo-core: 6).",
+        "free",
+    )
     resume_despite_changes: bool = setting(
         False, "Resume from a checkpoint although data, batch, rate or the like have changed.", "start"
     )
@@ -134,7 +146,8 @@ def check_text(args: MlmArguments) -> None:
         raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
     if not args.corpus and not args.train_file:
         raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
-    for name in ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of"):
+    limits = ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
+    for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
 
@@ -256,6 +269,21 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
     return blocks
+
+
+def skipped_blocks(
+    args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None
+) -> order.Skipped:
+    """The positions that this run leaves out: of its checkpoint, of its returns to one, of `skip_blocks`. Raises
+    `InputError` where some of the last were trained on before the checkpoint."""
+    before = order.union(range(*part) for part in (resumed or {}).get("skipped_blocks", []))
+    position, named = (resumed or {}).get("position", 0), order.read_ranges(args.skip_blocks or [])
+    if consumed := [part for part in named if part.start < position and order.union([*before, part]) != before]:
+        raise InputError(
+            f"skip_blocks: blocks {order.in_words(consumed)} are before block {position:,}, where the run is resumed: "
+            "move the checkpoints away that were written after them"
+        )
+    return order.union([*before, *named, *spikes.read_skipped(training_args.output_dir)])
 
 
 def full_batch(
