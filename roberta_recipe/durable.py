@@ -3,6 +3,8 @@
 The paper trains for 500K steps (Table 9); a run of that length meets full disks, killed processes and flipped bits.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -55,6 +57,23 @@ def read_json(path: str | Path) -> Any:
 def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
     """`write_json` with a checksum of `values` beside them, for `read_sealed`."""
     write_json(path, {**values, SEAL: fingerprint(json.loads(json.dumps(values)))})
+
+
+def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
+    """`write_sealed` where there is no such file yet: of two processes that do it at the same time, one has written."""
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.new.tmp")
+    try:
+        write_sealed(aside, values)
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)  # fails where `path` exists, which a rename does not
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        write_sealed(path, values)  # a file system without links
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 def read_sealed(path: str | Path) -> dict[str, Any]:

@@ -117,12 +117,12 @@ def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):
         found[kind] = reader.fingerprint()
         former = {name: value for name, value in found[kind].items() if name != "text_files"}
         (tmp_path / kind).mkdir()
-        durable.write_json(tmp_path / kind / token_cache.FINGERPRINT, former)
+        durable.write_sealed(tmp_path / kind / token_cache.FINGERPRINT, {**token_cache._FORMAT, **former})
         if kind == "txt":
             with pytest.raises(InputError, match="text_files was None, is 'a line of blanks separates documents'"):
                 token_cache.claim(tmp_path / kind, found[kind])
         else:
-            assert not token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
+            assert token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
     source = Source("s", files=str(tmp_path / "a.parquet"), validation_files=str(tmp_path / "a.txt"))
     assert reading.text_file_rule(Corpus("c", [source])).items() <= found["txt"].items()
     assert reading.text_file_rule(Corpus("c", [source])) and "text_files" in found["txt"]
