@@ -174,7 +174,7 @@ def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name != "ours"]
     (tmp_path / "ours" / "README.md").write_text("of the user")
     content = (tmp_path / "ours" / "tokenizer.json").read_bytes()
-    (tmp_path / "ours" / "tokenizer.json").write_bytes(content.replace(b'"the"', b'"teh"'))
+    (tmp_path / "ours" / "tokenizer.json").write_bytes(content.replace(b"cat", b"cta"))  # a tokenizer still
     with pytest.raises(InputError, match=r"ours' is damaged: tokenizer.json .*remove manifest.json if you changed"):
         tokenization.load_tokenizer(tmp_path / "ours")
     shutil.copytree(tokenizer_dir, tmp_path / "plain")
