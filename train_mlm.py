@@ -25,7 +25,7 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
-from roberta_recipe.data.tokenizer_training import train_tokenizer
+from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 from roberta_recipe.errors import InputError, Preempted, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import logger, set_up_logging
@@ -159,7 +159,7 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
         vocab_size = modeling.load_config(args.config_name).vocab_size
         logger.info(f"Training a tokenizer of {vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
-        train_tokenizer(texts, vocab_size).save_pretrained(args.tokenizer_name)
+        save_tokenizer(train_tokenizer(texts, vocab_size), args.tokenizer_name)
 
 
 def check_examples(args: MlmArguments, tokenizer) -> None:

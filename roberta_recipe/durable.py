@@ -3,11 +3,13 @@
 The paper trains for 500K steps (Table 9); a run of that length meets full disks, killed processes and flipped bits.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,23 @@ def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
     write_json(path, {**values, SEAL: fingerprint(json.loads(json.dumps(values)))})
 
 
+def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
+    """`write_sealed` where there is no such file yet: of two processes that do it at the same time, one has written."""
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.new.tmp")
+    try:
+        write_sealed(aside, values)
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)  # fails where `path` exists, which a rename does not
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        write_sealed(path, values)  # a file system without links
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
 def read_sealed(path: str | Path) -> dict[str, Any]:
     """What `write_sealed` wrote. Raises `ValueError` where it is not what was written, and `OSError`."""
     values = read_json(path)
@@ -69,22 +88,25 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
 
 
-def move_into_place(aside: Path, target: Path) -> None:
+def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
     """Give the finished folder `aside` a manifest (sizes, SHA-256), make it durable and rename it to `target`.
 
-    An older folder of that name is deleted only when the new folder is on the disk.
+    An older folder of that name is deleted only when the new folder is on the disk; without `replace`, raises `OSError`
+    where it is not empty.
     """
     sizes = {path.relative_to(aside).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(aside)}
     for path in aside.rglob("*"):
         sync(path)
     write_json(aside / MANIFEST, {"files": sizes})
-    shutil.rmtree(target, ignore_errors=True)
+    if replace:
+        shutil.rmtree(target, ignore_errors=True)
     os.replace(aside, target)
     sync(target.parent)
 
 
-def fault(folder: str | Path) -> str | None:
-    """What is wrong with a folder that `move_into_place` made: None where it is as it was written."""
+def fault(folder: str | Path, only: Collection[str] | None = None) -> str | None:
+    """What is wrong with a folder that `move_into_place` made, or with the files `only` of it: None where it is as it
+    was written."""
     folder = Path(folder)
     try:
         files = read_json(folder / MANIFEST)["files"]
@@ -93,6 +115,8 @@ def fault(folder: str | Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     for name, (size, digest) in files.items():
+        if only is not None and name not in only:
+            continue
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -37,7 +37,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         return
     except (InputError, RunError) as error:
         # an error raised in a data worker comes with the worker's traceback around it
-        message = re.split(r"\b(?:InputError|BadShard): ", str(error))[-1].strip()
+        message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -56,6 +56,17 @@ def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     os.pwrite(descriptor, (json.dumps({**owner, "command": shlex.join(sys.argv)}) + "\n").encode(), 0)
 
 
+def release(folder: str | Path, name: str = LOCK_NAME) -> None:
+    """Give back a lock of `take` before the process ends; a lock that is not held, or whose file is gone, is passed
+    over."""
+    try:
+        found = os.stat(Path(folder, name))
+    except OSError:
+        return
+    if (descriptor := _held.pop((found.st_dev, found.st_ino), None)) is not None:
+        os.close(descriptor)
+
+
 def _owner(path: Path) -> str:
     """Who holds a lock, as its file says it."""
     try:

@@ -1,26 +1,29 @@
 """Sources: every format, the held-out documents, faults that are retried or refused, and errors before training."""
 
+import contextlib
 import gzip
 import io
 import itertools
 import json
+import os
 import random
 import shutil
 from collections import Counter
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pytest
 from conftest import make_documents, write_jsonl, write_parquet, write_text
 
 from roberta_recipe import durable
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data import token_cache
-from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, read_corpus
+from roberta_recipe.data import identity, token_cache
+from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, corpus_fingerprint, read_corpus
 from roberta_recipe.data.documents import sample_documents
-from roberta_recipe.data.order import interleave, taken_of_source
+from roberta_recipe.data.order import batches_of, interleave, taken_of_source
 from roberta_recipe.data.stream import TextReader
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, RunError
 
 TEXTS = make_documents(60, seed=4)
 
@@ -117,12 +120,12 @@ def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):
         found[kind] = reader.fingerprint()
         former = {name: value for name, value in found[kind].items() if name != "text_files"}
         (tmp_path / kind).mkdir()
-        durable.write_json(tmp_path / kind / token_cache.FINGERPRINT, former)
+        durable.write_sealed(tmp_path / kind / token_cache.FINGERPRINT, {**token_cache._FORMAT, **former})
         if kind == "txt":
             with pytest.raises(InputError, match="text_files was None, is 'a line of blanks separates documents'"):
                 token_cache.claim(tmp_path / kind, found[kind])
         else:
-            assert not token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
+            assert token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
     source = Source("s", files=str(tmp_path / "a.parquet"), validation_files=str(tmp_path / "a.txt"))
     assert reading.text_file_rule(Corpus("c", [source])).items() <= found["txt"].items()
     assert reading.text_file_rule(Corpus("c", [source])) and "text_files" in found["txt"]
@@ -226,9 +229,128 @@ def test_docstrings_are_documents(tmp_path, monkeypatch):
     assert 300_000 <= sum(len(text.encode()) for text in texts) < 400_000
     assert len(set(texts)) == len(texts) and all(text.strip() for text in texts)
     assert any("Abstract Base Classes" in text for text in texts)  # abc.py's: the standard library comes first
-    (cached,) = (tmp_path / "roberta_recipe").iterdir()
+    (cached,) = (tmp_path / "roberta_recipe").glob("*.parquet")
     written = cached.stat().st_mtime_ns
     assert texts_of(builtin="docstrings", share=1e-9) == texts and cached.stat().st_mtime_ns == written
+    content = bytearray(cached.read_bytes())
+    content[len(content) // 2] ^= 1
+    cached.write_bytes(content)
+    assert texts_of(builtin="docstrings", share=1e-9) == texts  # made again
+
+
+# What a corpus is
+
+
+@pytest.fixture
+def big_file(tmp_path):
+    """A JSONL file of some 900 KB, and its corpus."""
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, make_documents(3000, seed=1))
+    assert path.stat().st_size > 800_000
+    return path, lambda: Corpus("c", [Source("s", files=str(path))])
+
+
+def change_the_middle(path):
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 25_000] = content[middle : middle + 25_000].replace(b"e", b"a")
+    path.write_bytes(content)
+
+
+def test_a_change_in_the_middle_of_a_file_is_another_corpus(big_file):
+    path, corpus = big_file
+    before, size = corpus_fingerprint(corpus()), path.stat().st_size
+    assert corpus_fingerprint(corpus()) == before
+    change_the_middle(path)
+    assert path.stat().st_size == size and corpus_fingerprint(corpus()) != before
+
+
+def test_a_file_is_hashed_once_until_it_changes(big_file, tmp_path, monkeypatch):
+    path, corpus = big_file
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    hashed, once = [], identity._identity
+    monkeypatch.setattr(identity, "_identity", lambda name, bar: hashed.append(name) or once(name, bar))
+    young = corpus_fingerprint(corpus())
+    assert corpus_fingerprint(corpus()) == young and len(hashed) == 2  # a file so young may change and keep its times
+    monkeypatch.setattr(identity, "_SETTLED_NS", -(10**9))
+    first, memo = corpus_fingerprint(corpus()), tmp_path / "cache" / "roberta_recipe" / "file_hashes.json"
+    assert corpus_fingerprint(corpus()) == first == young and len(hashed) == 3 and memo.exists()
+    memo.write_bytes(memo.read_bytes().replace(b"sum", b"sun"))
+    assert corpus_fingerprint(corpus()) == first and len(hashed) == 4
+    known = durable.read_sealed(memo)["files"]
+    durable.write_sealed(memo, {"files": {name: [*value[:-1], "0" * 32] for name, value in known.items()}})
+    assert corpus_fingerprint(corpus()) != first and len(hashed) == 4  # it is really taken from there
+    change_the_middle(path)
+    assert corpus_fingerprint(corpus()) != first and len(hashed) == 5
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_refused(big_file, monkeypatch):
+    path, corpus = big_file
+    monkeypatch.setattr(identity, "_BYTES_PER_READ", 100_000)
+
+    class Bar:
+        def update(self, count):
+            os.utime(path, ns=(0, 0))
+
+    monkeypatch.setattr(identity, "_SHOWN_BYTES", 0)
+    monkeypatch.setattr(identity, "tqdm", lambda **_: contextlib.nullcontext(Bar()))
+    with pytest.raises(InputError, match=r"a.jsonl changed while it was read"):
+        corpus_fingerprint(corpus())
+
+
+def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
+    path, make = big_file
+    corpus, content = make(), path.read_bytes()
+    check_unchanged(corpus)  # nothing is known of it, so nothing can have changed
+    reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
+    reader.fingerprint()
+    reader.check_unchanged()
+    os.utime(path, ns=(0, 0))  # other times, the same content
+    reader.check_unchanged()
+    change_the_middle(path)
+    with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed while this run reads it.*Put that"):
+        reader.check_unchanged()
+    with pytest.raises(RunError, match=r"a.jsonl was changed"):  # when it is read to its end
+        list(itertools.islice(reader.blocks(batches_of(0, 8, 1, 0)), 2000))
+    path.unlink()
+    with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed"):
+        reader.check_unchanged()
+    path.write_bytes(content)
+    reader.check_unchanged()
+
+
+def test_a_file_that_is_cut_in_mid_run_is_not_passed_over(big_file):
+    """`on_bad_shard: skip` is for files that were bad from the beginning."""
+    path, make = big_file
+    corpus = make()
+    corpus.on_bad_shard = "skip"
+    corpus_fingerprint(corpus)
+    path.write_bytes(path.read_bytes()[:400_000])  # ends within a line
+    with pytest.raises(RunError, match=r"a.jsonl was changed"):
+        list(reading.documents(corpus, corpus.sources[0], "train", seed=0))
+
+
+def test_a_remote_file_is_known_by_what_its_server_tells():
+    with fsspec.open("memory://identity/a.txt", "w") as stream:
+        stream.write("One.")
+    (name, size, version) = identity.file_identity("memory://identity/a.txt")
+    assert (name, size, version) == ("memory://identity/a.txt", 4, None)
+    assert identity.file_identity("hf://datasets/org/data@0123/a.parquet") == ["hf://datasets/org/data@0123/a.parquet"]
+
+
+@pytest.mark.parametrize("own_source", [True, False])
+def test_a_validation_file_that_is_trained_on_is_refused(tmp_path, own_source):
+    """By its content, whatever its name."""
+    train, other = (write_parquet(tmp_path / f"{n}.parquet", make_documents(20, seed=n)) for n in (1, 2))
+    copy = shutil.copy(train, tmp_path / "held_out.parquet")
+    sources = [
+        Source("a", files=train, weight=1.0, validation_files=str(copy) if own_source else None),
+        Source("b", files=other, weight=1.0, validation_files=None if own_source else str(copy)),
+    ]
+    with pytest.raises(InputError, match=r"validation file .*held_out.parquet is the training file .*1.parquet"):
+        reading.check_sources(Corpus("c", sources))
+    write_parquet(copy, TEXTS)
+    reading.check_sources(Corpus("c", sources))
 
 
 # Mixture
@@ -344,6 +466,20 @@ def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, m
         ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a number"),
         ("sources: [{name: a, files: x, weight: 0}]", "weight is 0.0, and must be above 0"),
         ("sources: [{name: a, dataset: org/data}]", "pin the dataset 'org/data' with `revision:`"),
+        ("sources: [{name: a, files: x, weight: .nan}]", "weight is nan, and must be above 0 and finite"),
+        ("sources: [{name: a, files: x, size_gb: .inf}]", "size_gb is inf, and must be above 0 and finite"),
+        (
+            "sources: [{name: a, files: x, weight: 1.0e-300}, {name: b, files: y, weight: 1}]",
+            "source 'a' has a share of 1e-300 of the mixture, and the least is 1e-06",
+        ),
+        (
+            "sources: [{name: a, files: x, size_gb: 1.0e+308}, {name: b, files: y, size_gb: 1.0e+308}]",
+            "source 'a' has a share of 0 of the mixture",
+        ),
+        *[
+            (f'sources: [{{name: "{name}", files: x}}]', "a name becomes a folder, and has 1 to 60 letters, digits")
+            for name in ("../../escaped", "a/b", ".", "", "a\\0b", "a b", "manifest.json", "a\\n", "x" * 61)
+        ],
         ("sources: [{name: a, files: x, weight: 1}, {name: b, files: y}]", "every source needs a share"),
         ("sources: [{name: a, files: x, weight: 1}, {name: b, files: y, size_gb: 1}]", "every source needs a share"),
         ("sources: [{name: a, files: x, weight: 1}, {name: a, files: y, weight: 1}]", "two sources are named 'a'"),
@@ -388,6 +524,54 @@ def test_a_column_that_is_not_there(tmp_path, kind):
     with pytest.raises(InputError, match=rf"{path} has no column 'text'; it has \['body'\] \(set text_column\)"):
         check(path, tmp_path)
     check(path, tmp_path, text_column="body")
+
+
+def lines(*groups):
+    """JSON lines: (rows, row), ..."""
+    return "".join((json.dumps(row) + "\n") * count for count, row in groups)
+
+
+NO_VALUE = [  # (lines, what is said of them)
+    (lines((1, {"text": "One."}), (1000, {"body": "b"})), "rows 1 to 1000 of"),
+    (lines((1, {"text": "One."}), (1000, {"text": None})), "rows 1 to 1000 of"),
+    (
+        lines((999, {"text": None}), (1, {"text": "One."}), (5, {"text": ""}), (1000, {"body": 0})),
+        "rows 1005 to 2004 of",
+    ),
+    (lines((3, {"text": None, "body": "b"})), "rows 0 to 2 of"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), NO_VALUE, ids=range(len(NO_VALUE)))
+def test_rows_without_a_value_in_the_text_column_are_refused(tmp_path, content, said):
+    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    for attempt in (
+        lambda: check(tmp_path / "a.jsonl", tmp_path, text_column="text"),
+        lambda: texts_of(files=str(tmp_path / "a.jsonl")),
+        lambda: texts_of(files=str(tmp_path / "b.jsonl.gz")),
+    ):
+        with pytest.raises(InputError, match=rf"{said} .* have no value in column 'text' .*set text_column"):
+            attempt()
+
+
+def test_a_thousand_rows_without_a_value_are_allowed_among_others(tmp_path):
+    content = lines((999, {"text": None}), (1, {"text": "One."}), (999, {"text": None}), (2000, {"text": ""}))
+    (tmp_path / "a.jsonl").write_text(content)
+    check(tmp_path / "a.jsonl", tmp_path)
+    assert texts_of(files=str(tmp_path / "a.jsonl"), share=1e-9) == ["One."]
+    source = Source("s", files=str(tmp_path / "a.jsonl"))
+    for start in (1, 999, 1000, 1998, 3999):  # a run that resumes there knows nothing of the rows before
+        assert len(list(reading.read_file(source, "json", source.files, start))) == 3999 - start
+
+
+def test_parquet_whose_text_is_null_is_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    write_parquet(tmp_path / "b.parquet", pa.array([None] * 20, pa.string()))
+    with pytest.raises(InputError, match=r"rows 0 to 19 of .*b.parquet have no value in column 'text'"):
+        check(tmp_path, tmp_path)
+    with pytest.raises(InputError, match=r"rows 0 to 19 of .*b.parquet have no value in column 'text'"):
+        texts_of(files=str(tmp_path / "b.parquet"))
 
 
 def test_a_column_that_a_later_file_lacks_is_said_beforehand(tmp_path):

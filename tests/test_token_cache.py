@@ -1,17 +1,26 @@
 """The token cache: the same blocks as from text, built by several machines, repaired, and refused for other data."""
 
 import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
 
+import psutil
+import pyarrow as pa
 import pytest
+import torch
 from conftest import make_documents, write_parquet
 
-from roberta_recipe import durable
+from roberta_recipe import durable, lock
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.order import batches_of
-from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.data.token_cache import TokenCache
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, exit_on_error
 
 
 @pytest.fixture
@@ -75,6 +84,8 @@ def test_a_bad_shard_is_refused_or_made_again(corpus, tokenizer, tmp_path, fault
     if fault != "bit":  # only a full read would find a flipped bit
         with pytest.raises(InputError, match=r"a/train-00001.arrow is missing or not of \d+ bytes; pack it again"):
             TokenCache(folder, corpus, seed=5)
+        assert token_cache.ensure(folder, reader, num_proc=1) is None and shard.read_bytes() == good
+        shard.write_bytes(bad)
     assert token_cache.build(folder, reader, num_proc=1)
     assert shard.read_bytes() == good and (folder / "a" / "train-00000.arrow").stat().st_mtime_ns == others
 
@@ -86,8 +97,222 @@ def test_a_cache_of_something_else_is_refused(corpus, tokenizer, tmp_path):
         with pytest.raises(InputError, match=rf"{name} was {was!r}, is {now!r}"):
             token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer, **{name: now}), num_proc=1)
     write_parquet(tmp_path / "a1.parquet", make_documents(5, seed=99))
-    corpus._files.clear()
+    changed = Corpus("c", corpus.sources, validation_share=0.2)
     with pytest.raises(InputError, match=r"source a was '3 files, \w+', is '3 files, \w+'"):
-        token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=1)
+        token_cache.build(tmp_path / "cache", reader_of(changed, tokenizer), num_proc=1)
     with pytest.raises(InputError, match="holds other files"):
         token_cache.build(tmp_path, reader_of(corpus, tokenizer), num_proc=1)
+
+
+# Damage
+
+
+def everything(folder, corpus):
+    """All blocks of a cache, training and validation."""
+    cache = TokenCache(folder, corpus, seed=5)
+    size = sum(counts["blocks"] for counts in cache.count_table().values())
+    return facts(cache.blocks(batches_of(0, size, 1, 0)), size) + facts(cache.validation(None))
+
+
+@pytest.fixture
+def small(tmp_path, tokenizer):
+    """(corpus, reader, folder of its complete cache): a file, 18 blocks and 3 held out."""
+    path = write_parquet(tmp_path / "a.parquet", make_documents(30, seed=3))
+    corpus = Corpus("c", [Source("a", files=path)], validation_share=0.2)
+    reader = reader_of(corpus, tokenizer, max_seq_length=128)
+    token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    return corpus, reader, tmp_path / "cache"
+
+
+def test_a_flipped_bit_ends_the_run_and_the_next_start_packs_that_shard_again(corpus, tokenizer, tmp_path):
+    reader, folder = reader_of(corpus, tokenizer), tmp_path / "cache"
+    token_cache.build(folder, reader, num_proc=1)
+    wanted, shard = everything(folder, corpus), folder / "a" / "train-00001.arrow"
+    good, other = shard.read_bytes(), folder / "a" / "train-00000.arrow"
+    with pa.memory_map(str(shard)) as source:
+        ids = pa.ipc.open_file(source).get_batch(0)["input_ids"].values.to_numpy().tobytes()
+    bad = bytearray(good)
+    bad[good.index(ids) + len(ids) // 2] ^= 1
+    shard.write_bytes(bad)
+    written = other.stat().st_mtime_ns
+    with pytest.raises(InputError, match=r"a/train-00001.arrow is damaged: block \d+ is not what was .*start the same"):
+        everything(folder, corpus)
+    assert not shard.with_suffix(".json").exists()
+    token_cache.ensure(folder, reader, num_proc=1)
+    assert shard.read_bytes() == good and other.stat().st_mtime_ns == written
+    assert everything(folder, corpus) == wanted
+
+
+def test_flipped_bits_anywhere_never_give_other_blocks(small):
+    """Each file of a cache, at positions drawn from a seed: the same blocks, or an error that says what to do. The
+    next start gives the same blocks, but where it is not known any more what the cache was made from."""
+    corpus, reader, folder = small
+    wanted, files = everything(folder, corpus), sorted(path for path in folder.rglob("*") if path.is_file())
+    contents, rng, outcomes = {path: path.read_bytes() for path in files}, random.Random(0), []
+    assert len(wanted) > 20 and len([path for path in files if path.suffix in (".arrow", ".json")]) == 6
+    for path, content in contents.items():
+        for number in range(200 if content else 0):
+            position = rng.randrange(len(content))
+            with open(path, "r+b") as stream:
+                stream.seek(position)
+                stream.write(bytes([content[position] ^ 1 << rng.randrange(8)]))
+            try:
+                assert everything(folder, corpus) == wanted
+                outcomes.append("same")
+            except InputError as error:
+                assert (
+                    "pack it again" in str(error) or "fingerprint.json" in str(error) or "former version" in str(error)
+                )
+                outcomes.append("refused")
+                if number % 40 == 0 and path.name != token_cache.FINGERPRINT:
+                    token_cache.ensure(folder, reader, num_proc=1)
+                    assert everything(folder, corpus) == wanted
+            for other in [path, *(other for other in files if not other.exists())]:
+                other.write_bytes(contents[other])
+    assert outcomes.count("refused") > 500 and outcomes.count("same") > 300
+
+
+def test_a_shard_or_block_of_another_place_is_refused(corpus, tokenizer, tmp_path):
+    """Of the same size, so that sizes alone do not tell."""
+    write_parquet(tmp_path / "a1.parquet", ["", *make_documents(40, seed=ord("a")), None])  # a copy of a0
+    reader, folder = reader_of(corpus, tokenizer), tmp_path / "cache"
+    token_cache.build(folder, reader, num_proc=1)
+    shards = [folder / "a" / f"train-0000{number}.arrow" for number in (0, 1)]
+    assert shards[0].stat().st_size == shards[1].stat().st_size and shards[0].read_bytes() != shards[1].read_bytes()
+    shutil.copy(shards[0], shards[1])
+    with pytest.raises(InputError, match=r"a/train-00001.arrow is damaged: block \d+ is not what was written"):
+        everything(folder, corpus)
+    # the first file again, by another name: another corpus, whose blocks have the same tokens
+    shutil.copy(tmp_path / "a0.parquet", tmp_path / "c0.parquet")
+    files = [str(tmp_path / f"{name}.parquet") for name in ("a1", "a2", "c0")]
+    elsewhere = Corpus("c", [Source("a", files=files, weight=1.0), corpus.sources[1]], validation_share=0.2)
+    token_cache.build(tmp_path / "other", reader_of(elsewhere, tokenizer), num_proc=1)
+    token_cache.ensure(folder, reader, num_proc=1)
+    assert len(everything(folder, corpus)) > 100
+    for suffix in (".arrow", ".json"):
+        shutil.copy(tmp_path / "other" / "a" / f"train-00000{suffix}", shards[0].with_suffix(suffix))
+    with pytest.raises(InputError, match=r"a/train-00000.arrow is damaged: block \d+ is not what was written"):
+        everything(folder, corpus)
+
+
+@pytest.mark.parametrize("fault", ["cut", "gone"])
+def test_a_shard_that_is_cut_or_removed_in_mid_run_is_refused(small, fault):
+    """To read the map of a file that was cut is a bus error, which no process survives."""
+    corpus, reader, folder = small
+    wanted, shard = everything(folder, corpus), folder / "a" / "train-00000.arrow"
+    blocks = TokenCache(folder, corpus, seed=5).blocks(batches_of(0, 1, 1, 0))
+    taken = [next(blocks) for _ in range(3)]
+    os.truncate(shard, 0) if fault == "cut" else shard.unlink()
+    with pytest.raises(InputError, match=r"a/train-00000.arrow is damaged: (it has no longer|No such file)"):
+        next(blocks)
+    assert facts(taken) == wanted[:3]  # nothing of a block that was given is still in the map
+    token_cache.ensure(folder, reader, num_proc=1)
+    assert everything(folder, corpus) == wanted
+
+
+def test_damage_that_a_data_worker_finds_is_one_line(small, capsys):
+    corpus, _, folder = small
+    shard = folder / "a" / "train-00000.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 255
+    shard.write_bytes(content)
+    blocks = TrainBlocks(TokenCache(folder, corpus, seed=5), batch_size=4)
+    loader = torch.utils.data.DataLoader(blocks, batch_size=4, num_workers=1, collate_fn=facts)
+    with pytest.raises(SystemExit) as ended:
+        exit_on_error(lambda: list(itertools.islice(loader, 10)))
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: token_cache={folder}: a/train-")
+
+
+@pytest.mark.parametrize("fault", ["bit", "missing"])
+def test_a_damaged_manifest_is_made_again_from_the_shards(small, fault):
+    corpus, reader, folder = small
+    wanted, manifest, shard = everything(folder, corpus), folder / "manifest.json", folder / "a" / "train-00000.arrow"
+    content, written = manifest.read_bytes(), shard.stat().st_mtime_ns
+    count = durable.read_json(manifest)["shards"][0]["counts"]["blocks"]
+    less = content.replace(f'"blocks": {count}'.encode(), f'"blocks": {count - 1}'.encode(), 1)
+    manifest.unlink() if fault == "missing" else manifest.write_bytes(less)
+    assert less != content and len(less) == len(content)
+    with pytest.raises(InputError, match=r"manifest.json is missing, or is not what was written; pack it again"):
+        everything(folder, corpus)
+    token_cache.ensure(folder, reader, num_proc=1)
+    assert manifest.read_bytes() == content and shard.stat().st_mtime_ns == written
+    assert everything(folder, corpus) == wanted
+
+
+def test_a_cache_without_checksums_is_refused(small):
+    corpus, reader, folder = small
+    durable.write_json(folder / token_cache.FINGERPRINT, reader.fingerprint())
+    for start in (lambda: token_cache.ensure(folder, reader, num_proc=1), lambda: everything(folder, corpus)):
+        with pytest.raises(InputError, match=r"packed by a former version, without checksums; remove it"):
+            start()
+
+
+# Several packers
+
+
+def forked(function, *args):
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypatch):
+    """The second begins when the first has seen an empty folder, and has not written yet."""
+    create = durable.create_sealed
+
+    def create_late(path, values):
+        other = forked(token_cache.claim, path.parent, {"tokenizer": "another"}) if values["tokenizer"] == "one" else 0
+        if other:
+            other.join(timeout=60)
+            assert other.exitcode == 0
+        create(path, values)
+
+    monkeypatch.setattr(durable, "create_sealed", create_late)
+    with pytest.raises(InputError, match=r"made from something else: tokenizer was 'another', is 'one'"):
+        token_cache.claim(tmp_path / "cache", {"tokenizer": "one"})
+    assert durable.read_sealed(tmp_path / "cache" / token_cache.FINGERPRINT)["tokenizer"] == "another"
+    token_cache.claim(tmp_path / "cache", {"tokenizer": "another"})
+
+
+def hold(folder, name, taken):
+    lock.take(folder, name)
+    taken.set()
+    time.sleep(60)
+
+
+def test_a_second_packer_of_a_share_is_told_who_packs_it(corpus, tokenizer, tmp_path):
+    reader, taken = reader_of(corpus, tokenizer), multiprocessing.get_context("fork").Event()
+    tmp_path = tmp_path / "cache"
+    tmp_path.mkdir()
+    other = forked(hold, tmp_path, ".lock-1-of-2", taken)
+    assert taken.wait(60)
+    with pytest.raises(InputError, match=rf"is in use by process {other.pid} on .*; wait for it"):
+        token_cache.build(tmp_path, reader, num_proc=1, machine=0, machines=2)
+    assert not token_cache.build(tmp_path, reader, num_proc=1, machine=1, machines=2)
+    other.kill()
+    other.join()
+    assert token_cache.build(tmp_path, reader, num_proc=1, machine=0, machines=2)
+    next_packer = forked(lock.take, tmp_path, ".lock-1-of-2")  # the lock was given back when the share was packed
+    next_packer.join(timeout=60)
+    assert next_packer.exitcode == 0
+
+
+def pack_for_long(*_):
+    time.sleep(60)
+
+
+def test_packing_processes_end_with_the_packer(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "pack_file", pack_for_long)
+    packer = forked(lambda: token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=2))
+    children = []
+    while packer.is_alive() and len(children) < 2:
+        time.sleep(0.02)
+        children = psutil.Process(packer.pid).children()
+    assert len(children) == 2
+    os.kill(packer.pid, signal.SIGKILL)
+    packer.join()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2

@@ -1,5 +1,7 @@
 """The tokenizer: RoBERTa's ids and habits, a round trip of any text, the same bytes from the same text."""
 
+import errno
+import random
 import shutil
 
 import pytest
@@ -165,12 +167,57 @@ def test_bad_input(root, tmp_path, monkeypatch, argv, named):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
+    """With a manifest any change is; without, whatever cannot be read, never with a traceback."""
+    tokenizer_training.save_tokenizer(tokenizer, tmp_path / "ours")
+    assert tokenization.load_tokenizer(tmp_path / "ours").get_vocab() == tokenizer.get_vocab()
+    assert not [path for path in tmp_path.iterdir() if path.name != "ours"]
+    (tmp_path / "ours" / "README.md").write_text("of the user")
+    content = (tmp_path / "ours" / "tokenizer.json").read_bytes()
+    (tmp_path / "ours" / "tokenizer.json").write_bytes(content.replace(b"cat", b"cta"))  # a tokenizer still
+    with pytest.raises(InputError, match=r"ours' is damaged: tokenizer.json .*remove manifest.json if you changed"):
+        tokenization.load_tokenizer(tmp_path / "ours")
+    shutil.copytree(tokenizer_dir, tmp_path / "plain")
+    rng, refused = random.Random(0), 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (tmp_path / "plain" / name).read_bytes()
+        for kind in ["cut"] * 3 + ["bit"] * 12 + ["zeros"]:
+            damaged, position = bytearray(content), rng.randrange(len(content))
+            if kind == "cut":
+                del damaged[position:]
+            damaged[position : position + 1] = [content[position] ^ 1 << rng.randrange(8)] if kind == "bit" else b""
+            (tmp_path / "plain" / name).write_bytes(bytes(len(content)) if kind == "zeros" else damaged)
+            try:
+                tokenization.load_tokenizer(tmp_path / "plain")
+            except InputError as error:
+                refused += "cannot be read: its files are damaged" in str(error) or "has no" in str(error)
+        (tmp_path / "plain" / name).write_bytes(content)
+    assert refused >= 8
+
+
+def test_a_tokenizer_is_whole_or_absent(tokenizer, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("roberta_recipe.durable.write_json", full)
+        with pytest.raises(OSError, match="No space left"):
+            tokenizer_training.save_tokenizer(tokenizer, tmp_path / "new" / "a")
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "notes.txt").write_text("of the user")
+    with pytest.raises(InputError, match=r"holds files already; name a new or an empty folder"):
+        tokenizer_training.save_tokenizer(tokenizer, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "notes.txt"]
+
+
 def test_a_tokenizer_is_not_written_over(tokenizer_dir, tmp_path):
     from tokenizer import train_tokenizer
 
     shutil.copytree(tokenizer_dir, tmp_path / "out")
     with pytest.raises(InputError, match="already holds a tokenizer"):
         train_tokenizer.main(["--train_file", "x.txt", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(InputError, match="holds other files; name a new or an empty folder"):
+        train_tokenizer.main(["--train_file", "x.txt", "--output_dir", str(tmp_path)])
 
 
 def test_no_tokenizer(tmp_path):

@@ -55,6 +55,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise InputError(f"output_dir={args.output_dir} is a file; name a folder")
     if (Path(args.output_dir) / "tokenizer.json").exists():
         raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
+    if Path(args.output_dir).exists() and any(Path(args.output_dir).iterdir()):
+        raise InputError(f"output_dir={args.output_dir} holds other files; name a new or an empty folder")
     return args
 
 
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     others = {args.compare_with: tokenization.load_tokenizer(args.compare_with)} if args.compare_with else {}
     sizes: Counter[str] = Counter()
     tokenizer = tokenizer_training.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
-    tokenizer.save_pretrained(args.output_dir)
+    tokenizer_training.save_tokenizer(tokenizer, args.output_dir)
     print(
         f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
         f"peak memory {peak_memory_bytes() / 1e9:.2f} GB"

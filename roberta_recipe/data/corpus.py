@@ -1,7 +1,6 @@
 """The sources of a corpus (paper, section 3.2), their shares of the mixture, and their files."""
 
 import glob
-import hashlib
 import os
 import re
 from dataclasses import dataclass, field
@@ -12,14 +11,17 @@ import datasets
 import fsspec
 
 from roberta_recipe.data.docstrings import docstring_file
+from roberta_recipe.data.identity import Identity, identify, is_unchanged
 from roberta_recipe.durable import fingerprint
-from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.presets import check_mapping, load_yaml
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-_SAMPLED_BYTES = 1 << 16  # of either end of a file, for its fingerprint
+_NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache has it
+# 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
+_LEAST_SHARE = 1e-6
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -41,6 +43,10 @@ class Source:
     validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
 
     def __post_init__(self):
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise InputError(
+                f"source name {self.name!r}: a name becomes a folder, and has 1 to 60 letters, digits, `_` and `-`"
+            )
         given = [key for key in ("dataset", "files", "builtin") if getattr(self, key) is not None]
         if len(given) != 1:
             raise InputError(
@@ -51,8 +57,8 @@ class Source:
                 f"source {self.name!r}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)"
             )
         for key in ("size_gb", "weight"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise InputError(f"source {self.name!r}: {key} is {getattr(self, key)}, and must be above 0")
+            if getattr(self, key) is not None and not 0 < getattr(self, key) < float("inf"):
+                raise InputError(f"source {self.name!r}: {key} is {getattr(self, key)}, and must be above 0 and finite")
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Corpus:
     language: str = "en"  # for the sentence splitter
     on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
     _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
+    _identities: dict[str, Identity] = field(default_factory=dict, repr=False)
 
     @property
     def shares(self) -> list[float]:
@@ -80,6 +87,12 @@ class Corpus:
             self._files[key] = _locate(source, separate)
         return self._files[key]
 
+    def identities(self) -> dict[str, Identity]:
+        """What every file holds, hashed once: what this run takes for its text."""
+        files = [path for s in self.sources for split in ("train", "validation") for path in self.files(s, split)[1]]
+        self._identities |= identify([path for path in dict.fromkeys(files) if path not in self._identities])
+        return self._identities
+
 
 def read_corpus(path: str | Path) -> Corpus:
     """The corpus that a preset describes, its variables replaced. Opens no source. Raises `InputError`."""
@@ -93,7 +106,7 @@ def read_corpus(path: str | Path) -> Corpus:
         raise InputError(f"{unnamed[0]} has no name; name it with `name:`")
     for entry, name in zip(checked, where, strict=True):
         entry |= {key: _with_variables(entry[key], name) for key in ("files", "validation_files") if entry.get(key)}
-    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files"))
+    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files", "_identities"))
     return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
 
 
@@ -112,13 +125,20 @@ def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
 
 
 def check_corpus(corpus: Corpus) -> Corpus:
-    """`corpus`, or an `InputError` for names given twice, shares of two kinds, or a validation share out of range."""
+    """`corpus`, or an `InputError` for names given twice, shares of two kinds or too small to be meant, or a
+    validation share out of range."""
     names = [source.name for source in corpus.sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"corpus {corpus.name!r}: two sources are named {twice[0]!r}; names must differ")
     kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in corpus.sources}
     if len(corpus.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
         raise InputError(f"corpus {corpus.name!r}: every source needs a share, all by size_gb or all by weight")
+    for source, share in zip(corpus.sources, corpus.shares, strict=True):
+        if not share >= _LEAST_SHARE:
+            raise InputError(
+                f"corpus {corpus.name!r}: source {source.name!r} has a share of {share:.2g} of the mixture, and the "
+                f"least is {_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
+            )
     if not 0 < corpus.validation_share < 1:
         raise InputError(
             f"corpus {corpus.name!r}: validation_share is {corpus.validation_share}, and must be between 0 and 1"
@@ -200,25 +220,41 @@ def _format_of(path: str) -> str | None:
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
     """What two corpora must agree in to give the same blocks: the sources' settings, and their files by name and
-    content (a local file's size and both its ends; a Hub file's name holds its revision)."""
-    contents = {}
+    content (`identify`)."""
+    contents, identities = {}, corpus.identities()
     for source in corpus.sources:
         files = [corpus.files(source, split)[1] for split in ("train", "validation")]
-        content = [source.text_column, source.filters, [[file_identity(path) for path in paths] for paths in files]]
+        content = [source.text_column, source.filters, [[identities[path].values for path in paths] for paths in files]]
         contents[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
     return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
-def file_identity(path: str) -> list[Any]:
-    """A file's name, size and a hash of its ends."""
-    if "://" in path:
-        return [path]
-    try:
-        with open(path, "rb") as stream:
-            size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=8)
-            digest.update(stream.read(_SAMPLED_BYTES))
-            stream.seek(max(size - _SAMPLED_BYTES, 0))
-            digest.update(stream.read(_SAMPLED_BYTES))
-        return [os.path.basename(path), size, digest.hexdigest()]
-    except OSError as error:
-        return [os.path.basename(path), error.strerror]
+def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
+    """Raise `RunError` where a local file of the corpus (or the file `path`) is no longer what `Corpus.identities`
+    found: a few microseconds a file."""
+    for name in [path] if path is not None else list(corpus._identities):
+        before = corpus._identities.get(name)
+        if before is not None and not is_unchanged(name, before):
+            raise RunError(
+                f"{name} was changed, replaced or removed while this run reads it; what was saved is of the text as it "
+                "was. Put that file back and start the same command again, or begin another run in another output_dir"
+            )
+
+
+def check_validation_files(corpus: Corpus) -> None:
+    """Raise `InputError` where a validation file is a training file too, by its content."""
+    identities, train = corpus.identities(), {}
+    for source in corpus.sources:
+        train |= {str(_content(path, identities[path])): path for path in corpus.files(source, "train")[1]}
+    for source in corpus.sources:
+        for path in corpus.files(source, "validation")[1] if source.validation_files else ():
+            if identities[path].values[1:2] != [0] and (same := train.get(str(_content(path, identities[path])))):
+                raise InputError(
+                    f"source {source.name!r}: the validation file {path} is the training file {same}, so its loss "
+                    "would be that of text trained on; name held-out text, or leave the validation file out: a share "
+                    "of the documents is then held out"
+                )
+
+
+def _content(path: str, identity: Identity) -> Any:
+    return identity.values[1:] if identity.stamp else path

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 
@@ -34,22 +35,35 @@ def docstring_file(max_bytes: int | None = None) -> Path:
     """A Parquet file (column `text`, a docstring a row), made on first use and cached by installed versions.
 
     Documents are the distinct docstrings of the standard library, then of the distributions in requirements.txt
-    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 (`MAX_BYTES`) are reached.
+    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 (`MAX_BYTES`) are reached. A file
+    that is no longer as it was written, by the JSON file beside it, is made again.
     """
     max_bytes = max_bytes or MAX_BYTES
     distributions = _required_distributions()
     versions = [f"python=={sys.version}"] + [f"{d.metadata['Name']}=={d.version}" for d in distributions]
     fingerprint = hashlib.sha256("\n".join([*versions, str(max_bytes)]).encode()).hexdigest()[:16]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "roberta_recipe" / f"docstrings-{fingerprint}.parquet"
-    if not path.exists():
+    if not _is_whole(path):
         documents = _collect(_standard_library() + [f for d in distributions for f in _python_files(d)], max_bytes)
         if not documents:
             raise InputError(f"no docstrings below {sysconfig.get_paths()['stdlib']}; was Python run with -OO?")
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}.tmp")
-        pq.write_table(pa.table({"text": documents}), aside, row_group_size=4096)
-        aside.replace(path)
+        try:
+            pq.write_table(pa.table({"text": documents}), aside, row_group_size=4096)
+            durable.sync(aside)
+            durable.write_sealed(path.with_suffix(".json"), {"sha256": durable.sha256(aside)})
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return durable.read_sealed(path.with_suffix(".json"))["sha256"] == durable.sha256(path)
+    except (OSError, ValueError):
+        return False
 
 
 def _required_distributions() -> list[importlib.metadata.Distribution]:

@@ -15,7 +15,7 @@ import datasets
 import fsspec
 import pyarrow.parquet as pq
 
-from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source
+from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source, check_unchanged, check_validation_files
 from roberta_recipe.data.order import file_order, interleave
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
@@ -23,6 +23,7 @@ from roberta_recipe.log import logger
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _CHECKED_BYTES = 4 << 20  # of each file
 _LINES_PER_BATCH = 1024  # of a text file
+_MOST_WITHOUT = 1000  # rows on end without a value in the text column
 
 
 class BadShard(InputError):
@@ -43,11 +44,18 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
             f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
         )
     row, delays = start, iter(RETRY_DELAYS_S)
+    with_value = -1 if start == 0 else start - 1  # the last row that has a value; those before `start` are not known
     while True:
         try:
             for text in _read_rows(source, format, path, row):
+                if text is not None:
+                    with_value = row
+                elif row - with_value == _MOST_WITHOUT:
+                    raise _no_value(source, path, with_value + 1, row)
                 yield text
                 row, delays = row + 1, iter(RETRY_DELAYS_S)
+            if row and with_value < 0:
+                raise _no_value(source, path, 0, row - 1)
             return
         except InputError:
             raise
@@ -141,6 +149,13 @@ def _no_column(source: Source, path: str, column: str, columns: list[str]) -> In
     return InputError(f"source {source.name!r}: {path} has no column {column!r}; it has {columns} (set text_column)")
 
 
+def _no_value(source: Source, path: str, first: int, last: int) -> InputError:
+    return InputError(
+        f"source {source.name!r}: rows {first} to {last} of {path} have no value in column {source.text_column!r} "
+        "(missing or null); set text_column, or remove the rows"
+    )
+
+
 def _parquet_columns(path: str) -> list[str]:
     """The columns of a Parquet file; none where not even its schema can be read."""
     try:
@@ -164,16 +179,25 @@ def _reason(format: str, path: str, error: Exception) -> str:
     return _bad_line(format, path) or f"{type(error).__name__}: {first_line(error)}"
 
 
-def _bad_line(format: str, path: str, max_bytes: float = float("inf")) -> str | None:
-    """The first line of a local text or JSON lines file that cannot be read, looked for in its first `max_bytes`."""
+def _bad_line(format: str, path: str, max_bytes: float = float("inf"), source: Source | None = None) -> str | None:
+    """The first line of a local text or JSON lines file that cannot be read, looked for in its first `max_bytes`.
+
+    With `source`, raises `InputError` for JSON lines without a value in its text column.
+    """
     if format not in ("text", "json") or not Path(path).is_file() or Path(path).suffix.lower() in COMPRESSED:
         return None
+    row, with_value = 0, -1
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
                 decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if format == "json" and decoded.strip():
-                    json.loads(decoded)
+                    values = json.loads(decoded)
+                    if not isinstance(values, dict) or values.get(source.text_column if source else "") is not None:
+                        with_value = row
+                    elif source and row - with_value == _MOST_WITHOUT:
+                        raise _no_value(source, path, with_value + 1, row)
+                    row += 1
             except UnicodeDecodeError as bad:
                 return f"line {number} is not UTF-8 (byte {line[bad.start]:#04x}); convert it, e.g. with iconv -t UTF-8"
             except json.JSONDecodeError as bad:
@@ -181,6 +205,10 @@ def _bad_line(format: str, path: str, max_bytes: float = float("inf")) -> str | 
             max_bytes -= len(line)
             if max_bytes < 0:
                 return None
+    if source and row and with_value < 0:
+        if source.text_column not in values:
+            raise _no_column(source, path, source.text_column, sorted(values))
+        raise _no_value(source, path, 0, row - 1)
     return None
 
 
@@ -224,12 +252,14 @@ def file_rows(
                 empty = other_split = 0
             number += 1
     except BadShard as bad:
+        check_unchanged(corpus, path)
         if corpus.on_bad_shard != "skip":
             raise
         lost = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
         logger.warning(f"{bad}; skipped, with what follows row {number} ({lost or 'an unknown number of'} rows)")
         yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost)
         return
+    check_unchanged(corpus, path)
     yield Row(number, None, empty, other_split)
 
 
@@ -253,16 +283,35 @@ def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -
 
 def check_sources(corpus: Corpus) -> None:
     """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
-    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines. Files that cannot be read are left
-    for `on_bad_shard: skip` to pass over."""
+    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines; then hash the files, so that one
+    process does it before the others. Files that cannot be read are left for `on_bad_shard: skip` to pass over."""
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
         for path in files:
-            lines = corpus.on_bad_shard == "stop" and (format == "text" or Path(path).suffix == ".jsonl")
-            if lines and (bad := _bad_line(format, path, _CHECKED_BYTES)):
-                raise _bad_shard(source, path, 0, bad)
-            columns = _parquet_columns(path) if format == "parquet" and "://" not in path else []
-            if columns and source.text_column not in columns:
-                raise _no_column(source, path, source.text_column, columns)
+            if format == "text" or Path(path).suffix == ".jsonl":
+                bad = _bad_line(format, path, _CHECKED_BYTES, source)
+                if bad and corpus.on_bad_shard == "stop":
+                    raise _bad_shard(source, path, 0, bad)
+            if format == "parquet" and "://" not in path:
+                _check_parquet(source, path)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
+    check_validation_files(corpus)
+
+
+def _check_parquet(source: Source, path: str) -> None:
+    """Raise `InputError` for a Parquet file whose footer says that the text column is missing or has no value."""
+    try:
+        footer = pq.read_metadata(path)
+    except Exception:
+        return  # reading it says why
+    columns = footer.schema.to_arrow_schema().names
+    if source.text_column not in columns:
+        raise _no_column(source, path, source.text_column, columns)
+    column = footer.schema.names.index(source.text_column) if source.text_column in footer.schema.names else None
+    if column is None or not footer.num_rows:
+        return
+    chunks = [footer.row_group(number).column(column) for number in range(footer.num_row_groups)]
+    nulls = [c.statistics.null_count if c.statistics and c.statistics.has_null_count else 0 for c in chunks]
+    if sum(nulls) == footer.num_rows:
+        raise _no_value(source, path, 0, footer.num_rows - 1)

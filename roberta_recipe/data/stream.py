@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.data.corpus import Corpus, corpus_fingerprint
+from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
 from roberta_recipe.data.documents import Row, file_rows, text_file_rule
 from roberta_recipe.data.order import (
     REPEATS,
@@ -233,6 +233,10 @@ class TextReader:
             **corpus_fingerprint(self.corpus),
             **text_file_rule(self.corpus),
         }
+
+    def check_unchanged(self) -> None:
+        """Raise `RunError` where a file of the corpus is no longer what the fingerprint was made from."""
+        check_unchanged(self.corpus)
 
     def passes(self, positions: int) -> dict[str, int]:
         """How often each source has been read to its end; `positions` is not needed: passes are counted."""

@@ -2,29 +2,36 @@
 
     <folder>/fingerprint.json                       what the cache was made from; another tokenizer, format or length
                                                     is refused
-    <folder>/<source>/{train,validation}-<n>.arrow  the blocks of file n of the source, memory-mapped: 2 bytes a token
+    <folder>/<source>/{train,validation}-<n>.arrow  the blocks of file n of the source, memory-mapped: 2 bytes a token,
+                                                    and a checksum for each block, compared whenever it is read
     <folder>/<source>/{train,validation}-<n>.json   written after it: its counts, size and SHA-256
     <folder>/manifest.json                          all of these; the cache is complete
 
 Files are packed independently, each by one process, so that an interrupted build is resumed and a build spreads over
-processes and machines; two processes that make the same shard make the same bytes.
+processes and machines; two processes that make the same shard make the same bytes. The JSON files are sealed
+(`durable.write_sealed`).
 """
 
+import ctypes
 import itertools
+import json
 import multiprocessing
 import os
+import signal
+import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from roberta_recipe import durable
+from roberta_recipe import durable, lock
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.documents import Row, file_rows
 from roberta_recipe.data.order import (
@@ -39,12 +46,16 @@ from roberta_recipe.data.order import (
 from roberta_recipe.data.packing import Columns
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.data.tokenization import corpus_encoder
-from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.log import logger
 
 FINGERPRINT = "fingerprint.json"
+_FORMAT = {"cache_format": "a checksum for each block"}  # for the fingerprint of a cache
+_CHECKSUM = "crc32"  # the column of a shard
+_REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
 _ROWS_PER_BATCH = 1024  # blocks: about 1 MB
 _POLL_S = 2.0
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Shard(NamedTuple):
@@ -55,26 +66,34 @@ class Shard(NamedTuple):
     file: int
 
 
+class _Map(NamedTuple):
+    """A shard that is mapped into memory."""
+
+    path: str
+    size: int  # bytes
+    seed: int  # of its blocks' checksums
+    batches: list[dict[str, tuple[np.ndarray | None, np.ndarray]]]
+
+
 class TokenCache:
     """The blocks of a complete cache, in the same order and with the same names as `TextReader` gives them.
 
     Nothing has to be read to start at any position. A `shuffle_window` of a whole pass costs 8 bytes a block of the
-    source, in each data worker.
+    source, in each data worker. Raises `InputError` where the cache is not as it was written: names and sizes at once,
+    the content of a block when it is read.
     """
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 0):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
-        self.manifest = durable.read_json(self.folder / durable.MANIFEST)
-        self._batches: dict[Shard, list[dict[str, tuple[np.ndarray | None, np.ndarray]]]] = {}  # of the mapped files
+        self._fingerprint = _read_fingerprint(self.folder)
+        self._made_from = durable.fingerprint(self._fingerprint)
+        if found := _fault(self.folder, corpus, self._made_from):
+            raise InputError(f"token_cache={folder}: {found}; {_REPACK}")
+        self.manifest = durable.read_sealed(self.folder / durable.MANIFEST)
+        self._bytes = dict(zip(shards_of(corpus), [s["bytes"] for s in self.manifest["shards"]], strict=True))
+        self._maps: dict[Shard, _Map] = {}
         self._passes: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
-        for shard in self.manifest["shards"]:
-            path = self.folder / shard["path"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise InputError(
-                    f"token_cache={folder}: {shard['path']} is missing or not of {shard['bytes']} bytes; pack it again "
-                    "(python -m roberta_recipe.tools.pack)"
-                )
         self._sizes = {  # blocks of each file
             split: [self._block_counts(source.name, split) for source in corpus.sources]
             for split in ("train", "validation")
@@ -131,21 +150,58 @@ class TokenCache:
                 yield self._read(Shard(source, "validation", file), index, epoch=0)
 
     def _read(self, shard: Shard, index: int, epoch: int) -> Block:
-        """A block; its arrays are views of the mapped file."""
-        if shard not in self._batches:
-            with pa.memory_map(str(self.folder / shard_path(self.corpus, shard)), "r") as source:
-                reader = pa.ipc.open_file(source)
-                self._batches[shard] = [_as_arrays(reader.get_batch(n)) for n in range(reader.num_record_batches)]
-        batch, row = self._batches[shard][index // _ROWS_PER_BATCH], index % _ROWS_PER_BATCH
-        columns = {
-            name: values[offsets[row] : offsets[row + 1]] if offsets is not None else int(values[row])
-            for name, (offsets, values) in batch.items()
-        }
+        """A block, its arrays copied out of the mapped file: what was checked is what is used."""
+        mapped = self._maps.get(shard) or self._map(shard)
+        try:
+            # the map of a file that was cut would end the process with SIGBUS
+            if os.stat(mapped.path).st_size != mapped.size:
+                raise ValueError(f"it has no longer {mapped.size} bytes")
+            batch, row = mapped.batches[index // _ROWS_PER_BATCH], index % _ROWS_PER_BATCH
+            columns = {
+                name: values[offsets[row] : offsets[row + 1]].copy() if offsets is not None else int(values[row])
+                for name, (offsets, values) in batch.items()
+            }
+            if columns.pop(_CHECKSUM) != _checksum(mapped.seed, index, columns):
+                raise ValueError(f"block {index} is not what was written (checksum)")
+        except (OSError, ValueError, LookupError) as error:
+            self._refuse(shard, error)
         return {**columns, "epoch": epoch, "block_id": block_id(shard.source, shard.file, index)}
+
+    def _map(self, shard: Shard) -> _Map:
+        path, size = str(self.folder / shard_path(self.corpus, shard)), self._bytes[shard]
+        try:
+            if os.stat(path).st_size != size:
+                raise ValueError(f"it has not {size} bytes")
+            with pa.memory_map(path, "r") as source:
+                reader = pa.ipc.open_file(source)
+                batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                for batch in batches:
+                    batch.validate()  # or damaged lengths would be followed out of the file
+                seed = _checksum_seed(self._made_from, self.corpus, shard, reader.schema)
+                self._maps[shard] = _Map(path, size, seed, [_as_arrays(batch) for batch in batches])
+        except Exception as error:  # of Arrow, for damaged descriptions: a dozen kinds
+            self._refuse(shard, error)
+        return self._maps[shard]
+
+    def _refuse(self, shard: Shard, error: Exception) -> NoReturn:
+        """Raise `InputError` for a damaged shard; without its JSON file and the manifest, the next start makes it
+        again."""
+        path = shard_path(self.corpus, shard)
+        try:
+            (self.folder / durable.MANIFEST).unlink(missing_ok=True)
+            (self.folder / path).with_suffix(".json").unlink(missing_ok=True)
+            fix = _REPACK
+        except OSError as not_removed:
+            fix = f"remove it ({not_removed.strerror}), then {_REPACK}"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise InputError(f"token_cache={self.folder}: {path} is damaged: {reason}; {fix}") from None
 
     def fingerprint(self) -> dict[str, Any]:
         """What the blocks depend on, but for their order: what the cache was made from."""
-        return durable.read_json(self.folder / FINGERPRINT)
+        return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
+
+    def check_unchanged(self) -> None:
+        """The text may change, as it is not read; each block is checked when it is read."""
 
     def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
         """What was read, split, held out and skipped in the one pass that was packed, by source."""
@@ -165,9 +221,35 @@ class TokenCache:
 
 def tokens_per_pass(folder: str | Path) -> int | None:
     """Tokens of a cache's training blocks; None where it is not complete."""
-    path = Path(folder) / durable.MANIFEST
-    shards = durable.read_json(path)["shards"] if path.exists() else []
+    shards = (_read_manifest(Path(folder)) or {"shards": []})["shards"]
     return sum(s["counts"]["tokens"] for s in shards if s["part"] == "train") or None
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """A cache's manifest; None where there is none that is as it was written: `finish` makes it from the shards'."""
+    try:
+        return durable.read_sealed(folder / durable.MANIFEST)
+    except (OSError, ValueError):
+        return None
+
+
+def _fault(folder: Path, corpus: Corpus, made_from: str) -> str | None:
+    """What is wrong with a cache, as far as manifest, names and sizes tell; None where nothing is."""
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return f"{durable.MANIFEST} is missing, or is not what was written"
+    if manifest["made_from"] != made_from:
+        return f"{durable.MANIFEST} is that of another cache"
+    if [shard["path"] for shard in manifest["shards"]] != [shard_path(corpus, shard) for shard in shards_of(corpus)]:
+        return f"{durable.MANIFEST} names other shards than the corpus has files"
+    for shard in manifest["shards"]:
+        try:
+            size = os.stat(folder / shard["path"]).st_size
+        except OSError:
+            size = None
+        if size != shard["bytes"]:
+            return f"{shard['path']} is missing or not of {shard['bytes']} bytes"
+    return None
 
 
 def shard_path(corpus: Corpus, shard: Shard) -> str:
@@ -183,54 +265,95 @@ def shards_of(corpus: Corpus) -> list[Shard]:
     return found
 
 
-def claim(folder: str | Path, fingerprint: dict[str, Any]) -> bool:
-    """Whether `folder` holds a complete cache of this fingerprint; a new cache is begun where there is none.
+def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
+    """Begin a cache of this fingerprint in `folder` where there is none; returns the hash that its shards carry. Of
+    two processes that begin at the same time, one writes the fingerprint.
 
     Raises `InputError` for a cache made from something else.
     """
-    folder, path = Path(folder), Path(folder) / FINGERPRINT
+    folder, path, wanted = Path(folder), Path(folder) / FINGERPRINT, {**_FORMAT, **fingerprint}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = [entry for entry in folder.iterdir() if entry.name != path.name and entry.suffix != ".tmp"]
-        if others and not path.exists():
-            raise InputError(f"token_cache={folder} holds other files; name an empty or a new folder")
+        own = (
+            path.name,
+            *(entry.name for pattern in ("*.tmp", f"{lock.LOCK_NAME}*") for entry in folder.glob(pattern)),
+        )
+        others = [entry for entry in folder.iterdir() if entry.name not in own]
         if not path.exists():
-            durable.write_json(path, fingerprint)
+            if others:
+                raise InputError(f"token_cache={folder} holds other files; name an empty or a new folder")
+            durable.create_sealed(path, wanted)
     except OSError as error:
         raise InputError(f"token_cache={folder} cannot be made: {error.strerror}") from None
-    try:
-        before = durable.read_json(path)
-    except ValueError:
-        raise InputError(f"token_cache={folder}: fingerprint.json cannot be read; remove the folder") from None
-    if found := durable.differences(before, fingerprint):
+    before = _read_fingerprint(folder)
+    if found := durable.differences(before, wanted):
         raise InputError(
             f"token_cache={folder} was made from something else: {'; '.join(found.values())}. Name another folder "
             "for this corpus, tokenizer, format and length"
         )
-    return (folder / durable.MANIFEST).exists()
+    return durable.fingerprint(before)
 
 
-def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
+def _read_fingerprint(folder: Path) -> dict[str, Any]:
+    """What a cache was made from. Raises `InputError` where that is damaged, or of a former version of the recipe."""
+    try:
+        if durable.SEAL not in durable.read_json(folder / FINGERPRINT):
+            raise InputError(
+                f"token_cache={folder} was packed by a former version, without checksums; remove it, or name another "
+                "folder, to have the text packed again"
+            )
+        return durable.read_sealed(folder / FINGERPRINT)
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"token_cache={folder}: {FINGERPRINT} cannot be read ({first_line(error)}); remove the folder"
+        ) from None
+
+
+def build(
+    folder: str | Path,
+    reader: TextReader,
+    *,
+    num_proc: int,
+    machine: int = 0,
+    machines: int = 1,
+    by_content: bool = True,
+) -> bool:
     """Pack the files of one of `machines` (every `machines`-th, from `machine` on) that are not packed yet; returns
     whether the cache is complete.
 
-    A shard that is there but is not what was written is made again. Raises `InputError` for a bad shard and `RunError`
-    where the disk is full; what was finished stays.
+    A shard that is there but is not what was written is made again: by its SHA-256, or without `by_content` by its
+    size. Raises `InputError` for a bad shard, and where another process packs this share; `RunError` where the disk is
+    full; what was finished stays.
     """
-    folder, corpus = Path(folder), reader.corpus
-    claim(folder, reader.fingerprint())
+    folder, made_from = Path(folder), claim(folder, reader.fingerprint())
+    share = f"{lock.LOCK_NAME}-{machine + 1}-of-{machines}"
+    lock.take(folder, share)
+    try:
+        _pack_missing(folder, reader, made_from, num_proc, machine, machines, by_content)
+    finally:
+        lock.release(folder, share)
+    return finish(folder, reader.corpus, made_from)
+
+
+def _pack_missing(
+    folder: Path, reader: TextReader, made_from: str, num_proc: int, machine: int, machines: int, by_content: bool
+) -> None:
+    """Pack one machine's files whose shards are not there or not whole, with a progress bar."""
+    corpus = reader.corpus
     # packing a file makes the shards of both splits, unless its source has validation files
     shards = shards_of(corpus)
     files = [file for file in shards if file.split == "train" or corpus.sources[file.source].validation_files]
     to_pack = [
         file
         for file in files[machine::machines]
-        if not all(_is_whole(folder, corpus, shard) for shard in _made_with(corpus, file))
+        if not all(_facts(folder, corpus, shard, made_from, by_content) for shard in _made_with(corpus, file))
     ]
     started_s, tokens = time.monotonic(), 0
     bar = tqdm(total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1, disable=None)
     try:
-        for made in _pack_all(folder, reader, to_pack, num_proc):
+        for made in _pack_all(folder, reader, made_from, to_pack, num_proc):
             tokens += made
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.monotonic() - started_s) / 1e6:.2f} M tokens/s")
@@ -249,7 +372,6 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
     if to_pack:
         elapsed_s = time.monotonic() - started_s
         logger.info(f"Packed {len(to_pack)} files, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}")
-    return finish(folder, corpus)
 
 
 def _made_with(corpus: Corpus, file: Shard) -> list[Shard]:
@@ -258,25 +380,42 @@ def _made_with(corpus: Corpus, file: Shard) -> list[Shard]:
     return [file] if separate else [file, file._replace(split="validation")]
 
 
-def _is_whole(folder: Path, corpus: Corpus, shard: Shard) -> bool:
+def _facts(
+    folder: Path, corpus: Corpus, shard: Shard, made_from: str, by_content: bool = False
+) -> dict[str, Any] | None:
+    """A shard's JSON file; None where the shard is not there, not of its size (with `by_content`, of its SHA-256) or
+    not of this cache."""
     path = folder / shard_path(corpus, shard)
     try:
-        facts = durable.read_json(path.with_suffix(".json"))
-        return path.stat().st_size == facts["bytes"] and durable.sha256(path) == facts["sha256"]
-    except (OSError, ValueError, KeyError):
-        return False
+        facts = durable.read_sealed(path.with_suffix(".json"))
+        whole = {**facts, **_origin(corpus, shard, made_from)} == facts and path.stat().st_size == facts["bytes"]
+        return facts if whole and not (by_content and durable.sha256(path) != facts["sha256"]) else None
+    except (OSError, ValueError):
+        return None
 
 
-def _pack_all(folder: Path, reader: TextReader, to_pack: list[Shard], num_proc: int) -> Iterator[int]:
+def _origin(corpus: Corpus, shard: Shard, made_from: str) -> dict[str, Any]:
+    """What names a shard, and the cache that it belongs to."""
+    return {
+        "made_from": made_from,
+        "source": corpus.sources[shard.source].name,
+        "part": shard.split,
+        "file": shard.file,
+    }
+
+
+def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Shard], num_proc: int) -> Iterator[int]:
     """Tokens of each file as it is packed; by threads of the tokenizer, or by processes with one thread each."""
     if num_proc <= 1 or len(to_pack) <= 1:
-        yield from (pack_file(folder, reader, file) for file in to_pack)
+        yield from (pack_file(folder, reader, made_from, file) for file in to_pack)
         return
     threads = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process cannot use the threads of its parent
     try:
-        with ProcessPoolExecutor(num_proc, multiprocessing.get_context("fork")) as pool:
-            futures = [pool.submit(pack_file, folder, reader, file) for file in to_pack]
+        with ProcessPoolExecutor(
+            num_proc, multiprocessing.get_context("fork"), initializer=_end_with_parent, initargs=(os.getpid(),)
+        ) as pool:
+            futures = [pool.submit(pack_file, folder, reader, made_from, file) for file in to_pack]
             try:
                 yield from (future.result() for future in as_completed(futures))
             except BaseException:
@@ -288,7 +427,15 @@ def _pack_all(folder: Path, reader: TextReader, to_pack: list[Shard], num_proc: 
             os.environ["TOKENIZERS_PARALLELISM"] = threads
 
 
-def pack_file(folder: Path, reader: TextReader, file: Shard) -> int:
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when `parent`, which started it, is gone (Linux; elsewhere nothing)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it was gone before the kernel knew
+            os._exit(1)
+
+
+def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> int:
     """Write the shards of one file; returns the number of tokens in them."""
     corpus, encode, held_out = reader.corpus, corpus_encoder(reader.tokenizer), []
     source = corpus.sources[file.source]
@@ -299,7 +446,7 @@ def pack_file(folder: Path, reader: TextReader, file: Shard) -> int:
     for shard, documents in rows.items():
         state = SourceState()
         blocks = reader.pack_rows(documents, state, encode)
-        _write_shard(folder / shard_path(corpus, shard), shard, reader, blocks, state)
+        _write_shard(folder, made_from, shard, reader, blocks, state)
         tokens += state.pack.tokens
     return tokens
 
@@ -310,28 +457,49 @@ def _held_out_rows(rows: list[Row]) -> Iterator[Row]:
     yield Row(-1, None)
 
 
-def _write_shard(path: Path, shard: Shard, reader: TextReader, blocks: Iterator[Columns], state: SourceState) -> None:
+def _write_shard(
+    folder: Path, made_from: str, shard: Shard, reader: TextReader, blocks: Iterator[Columns], state: SourceState
+) -> None:
     """Write `blocks` as an Arrow file, then a JSON file with its counts; each whole or absent."""
+    path = folder / shard_path(reader.corpus, shard)
     path.parent.mkdir(exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     batches = iter(lambda: list(itertools.islice(blocks, _ROWS_PER_BATCH)), [])
     first = next(batches, None)
     # a file without blocks has a schema too
     example = first[0] if first else {"input_ids": np.zeros(0, reader.dtype)}
-    schema = pa.schema({name: _arrow_type(value) for name, value in example.items()})
+    schema = pa.schema({name: _arrow_type(value) for name, value in example.items()} | {_CHECKSUM: pa.uint32()})
+    seed, numbers = _checksum_seed(made_from, reader.corpus, shard, schema), itertools.count()
     try:
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in itertools.chain([first] if first else [], batches):
-                columns = [_arrow_column([block[name] for block in batch]) for name in schema.names]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
+                columns = [_arrow_column([block[name] for block in batch]) for name in example]
+                checksums = [_checksum(seed, next(numbers), {name: block[name] for name in example}) for block in batch]
+                writer.write_batch(pa.record_batch([*columns, pa.array(checksums, pa.uint32())], schema=schema))
         durable.sync(aside)
         facts = {"bytes": aside.stat().st_size, "sha256": durable.sha256(aside)}
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    origin = {"source": reader.corpus.sources[shard.source].name, "part": shard.split, "file": shard.file}
     counts = dict(zip(COUNTS, state.table(), strict=True))
-    durable.write_json(path.with_suffix(".json"), {**origin, **facts, "counts": counts})
+    origin = _origin(reader.corpus, shard, made_from)
+    durable.write_sealed(path.with_suffix(".json"), {**origin, **facts, "counts": counts})
+
+
+def _checksum_seed(made_from: str, corpus: Corpus, shard: Shard, schema: pa.Schema) -> int:
+    """What the checksums of a shard's blocks begin with, so that a block of another shard, cache or type is no block
+    of this shard."""
+    columns = [(column.name, str(column.type)) for column in schema if column.name != _CHECKSUM]
+    return zlib.crc32(json.dumps([_origin(corpus, shard, made_from), columns]).encode())
+
+
+def _checksum(seed: int, index: int, columns: Columns) -> int:
+    """CRC-32 of a block's columns, in their order; `index` is its number in the shard."""
+    value = zlib.crc32(index.to_bytes(8, "little"), seed)
+    for column in columns.values():
+        data = column if isinstance(column, np.ndarray) else int(column).to_bytes(8, "little", signed=True)
+        value = zlib.crc32(data, value)
+    return value
 
 
 def _arrow_type(value: np.ndarray | int) -> pa.DataType:
@@ -358,25 +526,26 @@ def _as_arrays(batch: pa.RecordBatch) -> dict[str, tuple[np.ndarray | None, np.n
     }
 
 
-def finish(folder: Path, corpus: Corpus) -> bool:
+def finish(folder: Path, corpus: Corpus, made_from: str) -> bool:
     """Write the manifest where all shards are there; returns whether they are."""
     shards = []
     for shard in shards_of(corpus):
-        path = shard_path(corpus, shard)
-        try:
-            shards.append({"path": path, **durable.read_json((folder / path).with_suffix(".json"))})
-        except OSError:
+        facts = _facts(folder, corpus, shard, made_from)
+        if facts is None:
             return False
-    durable.write_json(folder / durable.MANIFEST, {"shards": shards})
+        shards.append({"path": shard_path(corpus, shard), **facts})
+    durable.write_sealed(folder / durable.MANIFEST, {"made_from": made_from, "shards": shards})
     return True
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
     """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
-    folder = Path(folder)
-    if claim(folder, reader.fingerprint()):
+    folder, corpus = Path(folder), reader.corpus
+    made_from = claim(folder, reader.fingerprint())
+    if _fault(folder, corpus, made_from) is None:
         return
-    complete = build(folder, reader, num_proc=num_proc, machine=process, machines=processes)
-    while not complete:  # no collective operation: packing may take longer than its time limit
+    build(folder, reader, num_proc=num_proc, machine=process, machines=processes, by_content=False)
+    while _fault(folder, corpus, made_from):  # no collective operation: packing may take longer than its time limit
         time.sleep(_POLL_S)
-        complete = finish(folder, reader.corpus) if process == 0 else (folder / durable.MANIFEST).exists()
+        if process == 0:
+            finish(folder, corpus, made_from)

@@ -12,8 +12,8 @@ from sentencex import segment
 from tokenizers import Tokenizer
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
-from roberta_recipe.durable import fingerprint
-from roberta_recipe.errors import InputError
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
 
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -27,27 +27,45 @@ def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] |
     return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=MASK_TOKEN, model_max_length=512)
 
 
+# what a tokenizer is loaded from
+_FILES = {
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+}
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
     """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt.
 
-    Raises `InputError` where there is none, or where it lacks a token that is needed (all of masked-LM training's).
+    Raises `InputError` where there is none, where it is not what this recipe wrote (by the folder's manifest, if it
+    has one), or where it lacks a token that is needed (all of masked-LM training's).
     """
     folder = resolve_path(name_or_path)
+    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=_FILES)):
+        raise InputError(
+            f"the tokenizer {str(name_or_path)!r} is damaged: {found}; make it again, or remove {durable.MANIFEST} if "
+            "you changed it yourself"
+        )
     bare = [folder / "vocab.json", folder / "merges.txt"]
-    if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
-        tokenizer = build_tokenizer(*map(str, bare))
-    else:
-        try:
+    try:
+        if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
+            tokenizer = build_tokenizer(*map(str, bare))
+        else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
-        except (OSError, ValueError) as error:
+    except Exception as error:  # for damaged files: of json, of transformers, of the Rust of tokenizers
+        if any((folder / name).is_file() for name in _FILES):
             raise InputError(
-                f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "
-                "model id that the Hub or its local cache could give. "
-                f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
+                f"the tokenizer {str(name_or_path)!r} cannot be read: its files are damaged or incomplete "
+                f"({type(error).__name__}: {first_line(error)}); make or copy it again"
             ) from None
+        if not isinstance(error, OSError | ValueError):
+            raise
+        raise InputError(
+            f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "
+            "model id that the Hub or its local cache could give. "
+            f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
+        ) from None
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # which transformers 5 makes of a model's config alone
         raise InputError(f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it has no files of a tokenizer")
     if missing := [name for name in needed if getattr(tokenizer, name) is None]:
@@ -60,7 +78,9 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of vocabulary, merges, pre-tokenization and special tokens: of all that a block's ids depend on."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    return fingerprint({name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")})
+    return durable.fingerprint(
+        {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    )
 
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:

@@ -1,11 +1,16 @@
 """Training a byte-level BPE vocabulary with RoBERTa's ids (paper, section 4.4; Radford et al. 2019); its figures."""
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
+from roberta_recipe import durable
 from roberta_recipe.data.tokenization import LEADING_TOKENS, build_tokenizer, corpus_encoder
 from roberta_recipe.errors import InputError
 
@@ -35,6 +40,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
             f"ask for vocab_size={len(model['vocab']) + 1} or less, or give it more text"
         )
     return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write a tokenizer's folder, whole or not at all, with a manifest that `load_tokenizer` checks.
+
+    Raises `InputError` where the folder is there and not empty.
+    """
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    try:
+        tokenizer.save_pretrained(aside)
+        durable.move_into_place(aside, folder, replace=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise InputError(f"{folder} holds files already; name a new or an empty folder for the tokenizer") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def held_out_statistics(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
-from roberta_recipe.data.corpus import file_identity
+from roberta_recipe.data.identity import file_identity
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
 from roberta_recipe.log import logger
