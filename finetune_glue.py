@@ -138,6 +138,15 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
     protocol.check_arguments(args, training_args)
+    protocol.check_validation_files(*(files_of(args, kind) for kind in ("train", "validation")))
+
+
+def files_of(args: GlueArguments, kind: str) -> list[Path]:
+    """The local files of the "train" or the "validation" splits."""
+    if args.task_name == "wnli":
+        return [Path(args.wsc_dir, WSC_FILES[kind])]
+    task = TASKS[args.task_name]
+    return [Path(args.data_dir, task.folder, task.splits[split][0]) for split in task.splits_of(kind) if args.data_dir]
 
 
 def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, glue.Examples]:
@@ -364,6 +373,9 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
     validation = task.splits_of("validation")
     wanted = {split: data[split].labels for split in validation}
     rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
+    tests = [[split, examples.texts] for split, examples in data.items() if not examples.labels]
+    if args.task_name == "wnli":  # with the phrases that the parser found, and where they stand
+        rows, tests = ([[split, *row, form.features[split]] for split, *row in some] for some in (rows, tests))
     return protocol.Job(
         name=args.task_name,
         metric=task.metric,
@@ -382,10 +394,8 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
             wanted, task.labels, lambda split, answers: glue_metric.scores(task.metrics, answers, wanted[split])
         ),
         found=found,
-        inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
-        test_rows=durable.fingerprint(
-            [[split, examples.texts] for split, examples in data.items() if not examples.labels]
-        ),
+        inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
+        test_rows=durable.fingerprint(tests),
     )
 
 
@@ -428,7 +438,7 @@ def measure(
 def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
     """Whether a run has learnt to give one answer to everything."""
     answers = form.predictions(split, scores, scores)
-    return bool(np.isnan(scores).any()) or len(np.unique(np.round(answers, 3))) == 1
+    return len(np.unique(np.round(answers, 3))) == 1
 
 
 def write_submission(

@@ -115,15 +115,21 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
             f"max_seq_length={args.max_seq_length} leaves room for the article"
         )
     protocol.check_arguments(args, training_args)
+    if args.data_dir:
+        files = (race.files_of(Path(args.data_dir), split, levels_of(args)) for split in ("train", "validation"))
+        protocol.check_validation_files(*files)
+
+
+def levels_of(args: RaceArguments) -> tuple[str, ...]:
+    return race.LEVELS if args.level == "all" else (args.level,)
 
 
 def read_split(args: RaceArguments, split: str, empty: list[str] | None = None) -> list[race.Question]:
     """The questions of "train", "validation" or "test"; passages without questions are put into `empty`."""
-    levels = race.LEVELS if args.level == "all" else (args.level,)
     if args.data_dir:
-        questions = race.read_folder(Path(args.data_dir), split, levels, empty)
+        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), empty)
     else:
-        questions = race.read_hub(split, levels)
+        questions = race.read_hub(split, levels_of(args))
     count = args.max_train_samples
     if split == "train" and count and count < len(questions):
         questions = [questions[number * len(questions) // count] for number in range(count)]
@@ -195,7 +201,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         collator=race.RaceCollator(tokenizer, args.max_seq_length),
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
-        degenerate=lambda scores: bool(np.isnan(scores).any()) or len(np.unique(scores.argmax(-1))) == 1,
+        degenerate=lambda scores: len(np.unique(scores.argmax(-1))) == 1,
         scored_examples={"validation": len(right)} | (levels if args.level == "all" else {}),
         baseline=protocol.constant_answer(
             {"validation": right},

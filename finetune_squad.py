@@ -147,15 +147,22 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     if bool(args.train_file) != bool(args.validation_file):
         raise InputError("train_file and validation_file go together: neither split is used for the other")
     protocol.check_arguments(args, training_args)
+    if all(files := [file_of(args, split) for split in FILES]):
+        protocol.check_validation_files(*([path] for path in files))
+
+
+def file_of(args: SquadArguments, split: str) -> Path | None:
+    """The file of "train" or "validation"; None where the Hub has it."""
+    named = {"train": args.train_file, "validation": args.validation_file}[split]
+    if args.data_dir:
+        named = Path(args.data_dir, FILES[split].format(version(args)))
+    return named and Path(named)
 
 
 def read_split(args: SquadArguments, split: str) -> list[squad.Question]:
     """The questions of "train" or "validation", in the version that `args` name."""
-    file = {"train": args.train_file, "validation": args.validation_file}[split]
-    if args.data_dir:
-        file = Path(args.data_dir, FILES[split].format(version(args)))
-    if file:
-        return squad.read_file(Path(file), args.version_2_with_negative)
+    if file := file_of(args, split):
+        return squad.read_file(file, args.version_2_with_negative)
     return squad.read_hub(split, args.version_2_with_negative)
 
 
@@ -227,9 +234,8 @@ def job_of(
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=joint_loss if by_classifier(args) else span_loss,
         measure=lambda split, scores, _: measure(args, predict(args, data[split], windows[split], scores), data[split]),
-        degenerate=lambda scores: (
-            bool(np.isnan(scores).any())
-            or degenerate(args, predict(args, data["validation"], windows["validation"], scores), data["validation"])
+        degenerate=lambda scores: degenerate(
+            args, predict(args, data["validation"], windows["validation"], scores), data["validation"]
         ),
         scored_examples={"validation": len(data["validation"])},
         baseline=no_answer_to_all(data["validation"]) if args.version_2_with_negative else None,

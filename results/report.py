@@ -157,14 +157,15 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         return target
     if not (source / RECORD_NAME).is_file():
         raise InputError(f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}: name a finished run's folder")
-    if "task" in read_record(source / RECORD_NAME, ("shown_args",), ADVICE):
+    record = read_record(source / RECORD_NAME, ("shown_args",), ADVICE)
+    if "task" in record:
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
     target = folder / (name or source.name)
     target.mkdir(parents=True, exist_ok=True)
-    for file in (RECORD_NAME, CURVE_NAME):
-        shutil.copyfile(source / file, target / file)
+    durable.write_json(target / RECORD_NAME, record)
+    shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
 
 

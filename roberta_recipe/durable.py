@@ -78,7 +78,11 @@ def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
     """What `write_sealed` wrote. Raises `ValueError` where it is not what was written, and `OSError`."""
-    values = read_json(path)
+    return unsealed(read_json(path))
+
+
+def unsealed(values: Any) -> dict[str, Any]:
+    """`values` as `write_sealed` got them. Raises `ValueError` where their checksum says that they are others."""
     if not isinstance(values, dict) or values.pop(SEAL, None) != fingerprint(values):
         raise ValueError("it is not what was written (checksum)")
     return values
@@ -104,16 +108,33 @@ def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
     sync(target.parent)
 
 
-def fault(folder: str | Path, only: Collection[str] | None = None) -> str | None:
+def keep_only(folder: str | Path, kept: str) -> None:
+    """Delete the files of a folder that `move_into_place` made, except `kept`; the manifest then lists `kept` alone, as
+    it was written. A folder whose manifest cannot be read stays as it is: `fault` says so to its next reader."""
+    folder = Path(folder)
+    others = [path for path in folder.glob("*") if path.name not in (kept, MANIFEST)]
+    try:
+        remaining = {kept: read_json(folder / MANIFEST)["files"][kept]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if others:
+        write_json(folder / MANIFEST, {"files": remaining})  # first: what is deleted must not be missing
+    for path in others:
+        path.unlink()
+
+
+def fault(folder: str | Path, needed: Collection[str] = (), only: Collection[str] | None = None) -> str | None:
     """What is wrong with a folder that `move_into_place` made, or with the files `only` of it: None where it is as it
-    was written."""
+    was written, and has the files `needed`."""
     folder = Path(folder)
     try:
-        files = read_json(folder / MANIFEST)["files"]
+        files = {name: (size, digest) for name, (size, digest) in read_json(folder / MANIFEST)["files"].items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}: writing it was not finished, or it is not this recipe's"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    if absent := [name for name in needed if name not in files]:
+        return f"{absent[0]} is missing"
     for name, (size, digest) in files.items():
         if only is not None and name not in only:
             continue

@@ -142,12 +142,17 @@ def picked_setting(summary: Summary) -> SettingScores:
 
 
 def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
-    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not JSON, and with `advice` where it lacks
-    the fields `needed`, as another version of this recipe wrote it."""
+    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not what was written, and with `advice`
+    where it lacks the fields `needed`, as another version of this recipe wrote it."""
     values = read_input_json(path)
-    if missing := [name for name in needed if name not in values]:
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must hold a JSON object, as a finished run writes it")
+    if missing := [name for name in (*needed, durable.SEAL) if name not in values]:
         raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")
-    return values
+    try:
+        return durable.unsealed(values)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}; copy it again, or move its folder away to have it run again") from None
 
 
 def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:
@@ -216,8 +221,13 @@ def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
 
 
 def write_record(record: RunRecord, output_dir: str | Path) -> None:
-    """`<output_dir>/run_record.json`, whole or not at all."""
-    durable.write_json(Path(output_dir) / RECORD_NAME, finite(record))
+    """`<output_dir>/run_record.json`, whole or not at all, for `read_record`."""
+    durable.write_sealed(Path(output_dir) / RECORD_NAME, finite(record))
+
+
+def write_summary(summary: Summary, folder: Path) -> None:
+    """`<folder>/summary.json`, as `write_record`."""
+    durable.write_sealed(folder / SUMMARY_NAME, finite(summary))
 
 
 def percent(value: float | None) -> str:

@@ -155,7 +155,7 @@ def test_a_submission_of_the_official_sizes(tmp_path):
             path = tmp_path / ("mnli" if name == "ax" else name) / "submission" / file
             glue.write_predictions(path, glue.answers(task, predictions))
         summary = {"settings": [{"median": 0.5}], "picked": 0}
-        durable.write_json(tmp_path / ("mnli" if name == "ax" else name) / "summary.json", summary)
+        durable.write_sealed(tmp_path / ("mnli" if name == "ax" else name) / "summary.json", summary)
     glue_table.main(["--folder", str(tmp_path), "--submission"])
     nli = ["contradiction", "entailment", "neutral"]
     official = {

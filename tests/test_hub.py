@@ -1,6 +1,5 @@
 """Publishing to a Hub on loopback: what arrives, what is refused, and that no token is written anywhere."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from huggingface_hub import ModelCard
 
 import finetune_glue
 import train_mlm
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError, Preempted, RunError
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
@@ -342,7 +342,7 @@ def made_up_summary(**dataset):
 def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server, preset, tmp_path):
     train(preset)
     (tmp_path / "sense").mkdir()
-    (tmp_path / "sense" / "summary.json").write_text(json.dumps(made_up_summary(hub_id="me/sense", hub_config="all")))
+    durable.write_sealed(tmp_path / "sense" / "summary.json", made_up_summary(hub_id="me/sense", hub_config="all"))
     push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
     push_tool.main([*push, str(tmp_path / "sense")])
     card = card_of(server.repositories["me/small"]["main"])

@@ -12,7 +12,7 @@ from conftest import run_python
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import plots
-from roberta_recipe.record import finite
+from roberta_recipe.record import write_summary
 from roberta_recipe.tasks.protocol import Run, summarise
 
 EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
@@ -51,7 +51,7 @@ def write_pretraining(folder, perplexity=50.25):
         "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
         "shown_args": ["global_batch_size"],
     }
-    (folder / "run_record.json").write_text(json.dumps(record))
+    durable.write_sealed(folder / "run_record.json", record)
     (folder / "loss_curve.png").write_bytes(b"png")
 
 
@@ -79,13 +79,13 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
     ]
     for run, record in zip(runs, records, strict=True):
         run.output_dir.mkdir(parents=True)
-        (run.output_dir / "run_record.json").write_text(json.dumps(record))
+        durable.write_sealed(run.output_dir / "run_record.json", record)
     dataset = {"name": f"GLUE {task}", "hub_id": None, "hub_config": None, "split": "validation", "note": ""}
     dataset |= {"task_type": "text-classification", "hub_metrics": {metric: metric}}
     baseline = None if majority is None else {"answer": "yes", "metrics": {metric: majority}}
     measured = {"dataset": dataset, "scored_examples": {"validation": 277}, "baseline": baseline}
     summary = summarise(runs, records, metric) | {"task": task, "duplicates": {}, **measured, **settings}
-    (folder / "summary.json").write_text(json.dumps(finite(summary)))
+    write_summary(summary, folder)
 
 
 def report(ledger, tmp_path, *argv):
@@ -284,7 +284,7 @@ def test_bad_input(ledger, tmp_path, root):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
     run = tmp_path / "rte" / "lr0.0001-batch16-seed1"
     record = json.loads((run / "run_record.json").read_text())
-    (run / "run_record.json").write_text(json.dumps({**record, "task": "rte"}))
+    durable.write_sealed(run / "run_record.json", {**record, "task": "rte"})
     with pytest.raises(InputError, match="is a single run of a fine-tuning"):
         report(ledger, tmp_path, "--add", run)
     (run / "run_record.json").write_text(json.dumps({name: record[name] for name in record if name != "shown_args"}))

@@ -393,7 +393,7 @@ def test_a_checkpoint_needs_its_head(model, config, tmp_path):
     assert random.lm_head.decoder.weight is random.roberta.embeddings.word_embeddings.weight
     random = wsc.load_masked_lm(str(tmp_path / "mlm"), random_weights=True)
     assert not torch.equal(random.lm_head.dense.weight, model.lm_head.dense.weight)
-    with pytest.raises(InputError, match="no masked-LM model at model_name_or_path='nothing/here'"):
+    with pytest.raises(InputError, match="no model config at model_name_or_path='nothing/here'"):
         wsc.load_masked_lm("nothing/here")
     sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "bert")

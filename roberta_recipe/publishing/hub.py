@@ -323,6 +323,9 @@ def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | Finetun
             f"{folder} holds no finished run ({RECORD_NAME} and weights, or {SUMMARY_NAME} and the best run's "
             "weights): name a run's output_dir"
         )
+    own = weights != of_run or (weights / durable.MANIFEST).is_file()
+    if own and (fault := durable.fault(weights)):
+        raise InputError(f"{weights} is damaged, and is not pushed: {fault}. Copy it again, or have it run again")
     files = {path.name: path for pattern in _MODEL for path in weights.glob(pattern)}
     files |= {name: of_run / name for name in _OF_RUN if (of_run / name).is_file()}
     if summary:

@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,29 +18,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from roberta_recipe import durable
+from roberta_recipe import durable, lock
 from roberta_recipe.args import fixed_values, parse, setting, shown_names
 from roberta_recipe.data import tokenization
-from roberta_recipe.errors import InputError
-from roberta_recipe.log import logger
+from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
-    SUMMARY_NAME,
     Baseline,
     DatasetCard,
     FinetuneRecord,
     SettingScores,
     Summary,
-    finite,
     percent,
     picked_setting,
     read_record,
     run_record,
     write_preset,
     write_record,
+    write_summary,
 )
-from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads
+from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, weights
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -187,6 +186,19 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         )
 
 
+def check_validation_files(train: Iterable[Path], validation: Iterable[Path]) -> None:
+    """Raise `InputError` where every validation file is a training file, byte for byte, under whatever name. Files that
+    are missing are left to their reader."""
+    trained_on = {durable.sha256(path): path for path in train if path.is_file()}
+    held_out = {path: durable.sha256(path) for path in validation if path.is_file()}
+    if held_out and set(held_out.values()) <= set(trained_on):
+        path, digest = next(iter(held_out.items()))
+        raise InputError(
+            f"{path} holds the same as {trained_on[digest]}: a score on the training data says nothing; validate on "
+            "other rows"
+        )
+
+
 def of_preset(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
     """The preset's rate and batch with every seed."""
     size = args.global_batch_size
@@ -208,6 +220,8 @@ def run_all(
     Of each setting, the weights of the best run so far stay, or as `keep` says. With a single setting, `after_run` is
     called with the best run's folder and a message after each newly trained run except the last.
     """
+    if runs and is_first_process():
+        take_folder(runs[0].output_dir.parent)
     records = []
     for run in runs:
         flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
@@ -224,6 +238,15 @@ def run_all(
             best = picked_setting(summarise(runs[: len(records)], records, job.metric))["best_run"]
             after_run(Path(best), f"Best of {len(records)} runs of {len(runs)}")
     return records
+
+
+def take_folder(folder: Path) -> None:
+    """Hold the folder of a protocol's runs until this process ends (`lock.take`)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir={folder} cannot be made: {error.strerror}") from None
+    lock.take(folder)
 
 
 def finetune(
@@ -261,7 +284,7 @@ def finetune(
     )
     if not record:
         trainer.train(resume_from_checkpoint=resumed_from)
-    metrics, best = score(trainer, job)
+    metrics, best = score(trainer, job, record["metrics"][job.metric] if record else trainer.state.best_metric)
     if not record:
         record = run_record(
             trainer,
@@ -289,10 +312,17 @@ def finetune(
     return record
 
 
-def score(trainer: FinetuneTrainer, job: Job) -> tuple[dict[str, float], np.ndarray]:
-    """The best epoch's metrics on all validation splits, and its scores of the first; the tests' scores are stored."""
+def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:
+    """The best epoch's metrics on all validation splits, and its scores of the first; the tests' scores are stored.
+    Raises `InputError` where the stored epoch is not the epoch that was `picked` by its metric."""
     best = trainer.load_best()
     metrics = job.measure(job.validation[0], best, best)
+    if (found := _at_least(metrics[job.metric])) != _at_least(picked):
+        folder = trainer.args.output_dir
+        raise InputError(
+            f"{folder}/{BEST_NAME} is not the epoch that this run picked: its {job.metric} is {found}, and that of the "
+            f"best epoch was {picked}. Move {folder} away to have it run again"
+        )
     for split in job.validation[1:]:
         others = job.measure(split, trainer.scores(job.features[split]), best)
         metrics |= {name_on_split(name, split): value for name, value in others.items()}
@@ -328,10 +358,20 @@ def constant_answer(
 
 
 def test_scores(run: Run, job: Job) -> dict[str, np.ndarray] | None:
-    """A run's scores of the tests, by split; None where none are stored, or the stored scores are of other rows."""
+    """A run's scores of the tests, by split; None where none are stored, or the stored scores are of other rows. Raises
+    `InputError` where the file is damaged."""
     path = run.output_dir / TEST_SCORES
-    stored = dict(np.load(path)) if path.is_file() else {}
-    return stored if stored and str(stored.pop("rows", "")) == job.test_rows else None
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as archive:
+            stored = dict(archive)  # its checksums are compared here
+        rows = str(stored.pop("rows"))
+    except Exception as error:  # zipfile, zlib and numpy have their own
+        raise InputError(
+            f"{path} is damaged ({first_line(error)}): move it away to have the tests scored again"
+        ) from None
+    return stored if rows == job.test_rows else None
 
 
 def scores_of_tests(runs: list[Run], job: Job) -> list[dict[str, np.ndarray]]:
@@ -351,10 +391,12 @@ def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArgu
 
 
 def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
-    """Fingerprints of what a script read: the tokenizer, the checkpoint's weights, and the data `rows`, as JSON."""
+    """Fingerprints of what a script read: the tokenizer, the checkpoint, and the data `rows`, as JSON."""
+    around = dict(tokenizer("a", "b"))  # the tokens around and between two texts, and their types
+    of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), around, tokenizer.pad_token_id]
     return {
-        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
-        "weights": heads.weights_identity(args.model_name_or_path),
+        "tokenizer": durable.fingerprint([*of_tokenizer, tokenizer.mask_token_id, tokenizer.truncation_side]),
+        "weights": weights.identity(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }
 
@@ -381,7 +423,7 @@ def finish(
     }
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, summary)
-        durable.write_json(folder / SUMMARY_NAME, finite(summary))
+        write_summary(summary, folder)
     return summary
 
 
@@ -415,7 +457,7 @@ def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
 
 def has_weights(run: Run) -> bool:
     """Whether the weights of a run's best epoch are on disk."""
-    return (run.output_dir / BEST_NAME / "model.safetensors").is_file()
+    return (run.output_dir / BEST_NAME / finetune_trainer.WEIGHTS).is_file()
 
 
 def drop_weights(keep: str, runs: list[Run], summary: Summary) -> None:
@@ -425,9 +467,7 @@ def drop_weights(keep: str, runs: list[Run], summary: Summary) -> None:
     for run in runs:
         if keep == "all" or (keep == "best" and str(run.output_dir) == best):
             continue
-        for path in (run.output_dir / BEST_NAME).glob("*"):
-            if path.name != finetune_trainer.SCORES:
-                path.unlink()
+        durable.keep_only(run.output_dir / BEST_NAME, finetune_trainer.SCORES)
 
 
 def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:

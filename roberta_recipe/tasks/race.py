@@ -58,6 +58,12 @@ def fold(text: str) -> str:
     return " ".join(text.split())
 
 
+def files_of(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Path]:
+    """The files of "train", "validation" or "test", by level and number."""
+    folders = [data_dir / FOLDERS[split] / level for level in levels]
+    return [p for folder in folders for p in sorted(folder.glob("*.txt"), key=lambda path: (len(path.stem), path.stem))]
+
+
 def read_folder(
     data_dir: Path, split: str, levels: tuple[str, ...], without_questions: list[str] | None = None
 ) -> list[Question]:
@@ -69,7 +75,7 @@ def read_folder(
     questions = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
-        paths = sorted(folder.glob("*.txt"), key=lambda path: (len(path.stem), path.stem))
+        paths = files_of(data_dir, split, (level,))
         if not paths:
             raise InputError(
                 f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "

@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import parse_json, path_or_hub_id, read_text, resolve_path
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import parse_json, read_text, resolve_path
 from roberta_recipe.log import logger
-from roberta_recipe.training.modeling import RobertaForMaskedLM
+from roberta_recipe.training import weights
+from roberta_recipe.training.modeling import UNSEEN_LOGIT, RobertaForMaskedLM
 
 # Words that are written onto the word before them, and brackets that are written onto the word after them.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
@@ -167,27 +168,15 @@ def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> Pre
     Raises `InputError` where there is no checkpoint, or where weights are missing (tied weights aside): a fresh head
     scores by chance.
     """
-    path = path_or_hub_id(model_name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        ours = config.model_type == "roberta"
-        if random_weights:
-            logger.info("Weights     random")
-            return RobertaForMaskedLM(config) if ours else AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
-        cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
-        model, loaded = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(
-            f"no masked-LM model at model_name_or_path={model_name_or_path!r}: {first_line(error)}"
-        ) from None
-    missing = sorted(loaded["missing_keys"])  # without weights that are tied to a weight in the file
-    if missing:
-        raise InputError(
-            f"model_name_or_path={model_name_or_path!r} has no weights for {', '.join(missing[:3])}"
-            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: WNLI is scored by the masked-LM head; "
-            "name a checkpoint that was saved with it"
-        )
-    return model
+    config = weights.read_config(model_name_or_path)
+    ours = config.model_type == "roberta"
+    cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
+    if random_weights:
+        weights.check(model_name_or_path)
+        logger.info("Weights     random")
+        return weights.fresh(cls, model_name_or_path, config)
+    advice = "WNLI is scored by the masked-LM head; name a checkpoint that was saved with it"
+    return weights.load(cls, model_name_or_path, config=config, advice=advice)[0]
 
 
 def build_features(
@@ -320,4 +309,5 @@ def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: An
     for group, label in zip(groups, batch["labels"].tolist(), strict=True):
         if label == 1:
             total = total + wsc_loss(group[0], group[1:], **loss)
-    return total, torch.stack([margin(group[0], group[1:]) for group in groups])
+    margins = torch.stack([margin(group[0], group[1:]) for group in groups])
+    return total, margins.clamp(max=-UNSEEN_LOGIT)  # finite, so that a score that is not is a broken model's

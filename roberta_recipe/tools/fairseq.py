@@ -31,9 +31,9 @@ from transformers import (
 from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import path_or_hub_id, read_input_json, read_text
+from roberta_recipe.input_files import read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.training.heads import read_config
+from roberta_recipe.training.weights import load, read_config
 
 _BODY = "encoder.sentence_encoder."
 _OUTSIDE = {
@@ -466,18 +466,12 @@ def convert_to_fairseq(args: argparse.Namespace) -> None:
 def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
     """The masked-LM model, or with a `head` the classifier, of a Hugging Face checkpoint, in float32. Raises
     `InputError` where there is none of that kind: a head that it lacks is never drawn at random."""
-    path = path_or_hub_id(name)
-    cls = RobertaForSequenceClassification if head else RobertaForMaskedLM
     config = read_config(name)
     if config.model_type != "roberta":
         raise InputError(f"{name!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
-    try:
-        model, found = cls.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"no checkpoint at model_name_or_path={name!r}: {error}") from None
-    if missing := sorted(found["missing_keys"]):
-        hint = "leave --head out for a masked-LM model" if head else "name the --head of a classifier, e.g. mnli"
-        raise InputError(f"{name!r} has no {missing[0]}: {hint}")
+    cls = RobertaForSequenceClassification if head else RobertaForMaskedLM
+    hint = "leave --head out for a masked-LM model" if head else "name the --head of a classifier, e.g. mnli"
+    model, found = load(cls, name, config=config, advice=hint)
     if left := sorted(found["unexpected_keys"]):
         logger.warning(f"left out: {', '.join(left)}")
     return model.eval()

@@ -13,13 +13,13 @@ from transformers import BatchEncoding
 
 from roberta_recipe import durable
 from roberta_recipe.data.order import random_order
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.checkpoint import PARTIAL
 from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
 from roberta_recipe.training.heads import layer_rates
 
-SCORES = "validation_scores.npy"  # in the folder of the best epoch
+SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
 
@@ -97,6 +97,7 @@ class FinetuneTrainer(DurableTrainer):
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
         self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # without padding, with it
+        self._not_finite = torch.zeros((), device=self.args.device)  # losses of this step
 
     # Training
 
@@ -143,7 +144,22 @@ class FinetuneTrainer(DurableTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._not_finite += ~torch.isfinite(loss)
+        return loss
+
+    def end_step(self):
+        super().end_step()
+        not_finite = self.sum_over_processes(self._not_finite.clone())
+        self._not_finite.zero_()
+        if not_finite and not (self.args.fp16 and self.step_was_skipped):  # fp16 has a loss scale to lower
+            raise self._diverged(f"the loss of step {self.state.global_step} is")
+
+    def _diverged(self, what: str) -> RunError:
+        return RunError(
+            f"seed {self.args.seed}: {what} not finite. Lower learning_rate={self.args.learning_rate} or warm up "
+            f"longer (warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
+        )
 
     def count_consumed(self) -> None:
         tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
@@ -179,11 +195,14 @@ class FinetuneTrainer(DurableTrainer):
         return None, scores.float(), None
 
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
-        """(features, ...): the model's scores, in the order of `features`; computed in order of length."""
+        """(features, ...): the model's scores, in the order of `features`; computed in order of length. Raises
+        `RunError` where they are not finite."""
         order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
         random_state = torch.get_rng_state()
         found = self.predict([features[number] for number in order]).predictions
         torch.set_rng_state(random_state)  # `predict`'s data loader drew from the generator
+        if not np.isfinite(found).all():  # argmax of NaN is 0, which would pass for an answer
+            raise self._diverged(f"the model's scores after step {self.state.global_step} are")
         scores = np.empty_like(found)
         scores[order] = found
         return scores
@@ -214,18 +233,21 @@ class FinetuneTrainer(DurableTrainer):
         self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
 
     def load_best(self) -> np.ndarray:
-        """Put the best epoch's weights into the model; returns its validation scores."""
+        """Put the best epoch's weights into the model; returns its validation scores. Raises `InputError` where they
+        are not as they were written."""
         self.accelerator.wait_for_everyone()
+        scores = validation_scores(self.args.output_dir, needed=(SCORES, WEIGHTS))
         self._load_from_checkpoint(str(Path(self.args.output_dir, BEST_NAME)))
-        return validation_scores(self.args.output_dir)
+        return scores
 
 
-def validation_scores(output_dir: str | Path) -> np.ndarray:
-    """The validation scores of a run's best epoch, as `FinetuneTrainer.scores` gave them."""
-    path = Path(output_dir, BEST_NAME, SCORES)
-    if not path.is_file():
-        raise InputError(f"{path} is missing: move {output_dir} away to have it run again")
-    return np.load(path)
+def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,)) -> np.ndarray:
+    """The validation scores of a run's best epoch, as `FinetuneTrainer.scores` gave them. Raises `InputError` where a
+    file of the folder is damaged, or a file `needed` is missing."""
+    folder = Path(output_dir, BEST_NAME)
+    if fault := durable.fault(folder, needed):
+        raise InputError(f"{folder} cannot be used: {fault}. Move {output_dir} away to have it run again")
+    return np.load(folder / SCORES)
 
 
 def free_memory() -> None:

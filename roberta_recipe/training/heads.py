@@ -4,14 +4,10 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
-from transformers import logging as transformers_logging
 
-from roberta_recipe import durable
-from roberta_recipe.data.identity import file_identity
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
+from roberta_recipe.training import weights
 
 # Where Hugging Face's configs keep the dropout of a head.
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
@@ -23,34 +19,17 @@ def load_with_head(
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, `settings` in its config. The head is the checkpoint's where
     it has the right size, else fresh; the log says which. With `random_weights`, the whole model is fresh. Raises
-    `InputError` where there is no such checkpoint."""
-    path = path_or_hub_id(name)
-    verbosity = transformers_logging.get_verbosity()
-    # hides transformers' report on missing weights; the lines below say what matters
-    transformers_logging.set_verbosity_error()
-    try:
-        config = read_config(name, **settings)
-        for field in _HEAD_DROPOUT:
-            if head_dropout is not None and hasattr(config, field):
-                setattr(config, field, head_dropout)
-        if random_weights:
-            logger.info("Weights     random")
-            return _with_head_dropout(cls.from_config(config, dtype=torch.float32), head_dropout)
-        model, info = cls.from_pretrained(
-            path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
-        )
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError(f"no checkpoint to fine-tune at model_name_or_path={name!r}: {first_line(error)}") from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    body = f"{model.base_model_prefix}."
-    if lost := sorted(key for key in info["missing_keys"] if key.startswith(body) and "pooler" not in key):
-        raise InputError(f"model_name_or_path={name!r} has no weights for {lost[0]} and {len(lost) - 1} others")
+    `InputError` where there is no such checkpoint, or it is damaged."""
+    config = weights.read_config(name, **settings)
+    for field in _HEAD_DROPOUT:
+        if head_dropout is not None and hasattr(config, field):
+            setattr(config, field, head_dropout)
+    if random_weights:
+        weights.check(name)
+        logger.info("Weights     random")
+        return _with_head_dropout(weights.fresh(cls, name, config), head_dropout)
+    model, info = weights.load(cls, name, config=config, fresh_head=True)
     replaced = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}
-    if model.base_model_prefix in replaced:
-        raise InputError(f"model_name_or_path={name!r}: its weights have other sizes than its config.json says")
     for head in replaced:  # the whole head, as in fairseq, not only the layer of another size
         for module in getattr(model, head).modules():
             if isinstance(module, torch.nn.Linear):
@@ -59,14 +38,6 @@ def load_with_head(
     fresh = "fresh, as the checkpoint's has another size" if replaced else "fresh" if info["missing_keys"] else "kept"
     logger.info(f"Head        {fresh}")
     return _with_head_dropout(model, head_dropout)
-
-
-def read_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """A checkpoint's config. Raises `InputError` where there is none."""
-    try:
-        return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no checkpoint at model_name_or_path={name!r}: {first_line(error)}") from None
 
 
 def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> torch.nn.Module:
@@ -81,7 +52,7 @@ def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> to
 def check_length(name: str, max_seq_length: int) -> None:
     """Raise `InputError` where a checkpoint has fewer than `max_seq_length` positions; RoBERTa counts positions from
     its padding id + 1."""
-    config = read_config(name)
+    config = weights.read_config(name)
     positions = getattr(config, "max_position_embeddings", None) or max_seq_length
     if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
         positions -= config.pad_token_id + 1
@@ -90,12 +61,6 @@ def check_length(name: str, max_seq_length: int) -> None:
             f"max_seq_length={max_seq_length} is more than the {positions} positions of {name!r}: --max_seq_length "
             f"{positions}"
         )
-
-
-def weights_identity(name: str) -> str:
-    """A fingerprint of a local checkpoint's weight files; a folder of the same name may hold other weights later."""
-    files = sorted(resolve_path(name).glob("*.safetensors"))
-    return durable.fingerprint([file_identity(str(path)) for path in files])
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:

@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 import transformers
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedTokenizerBase, RobertaConfig
+from transformers import PreTrainedTokenizerBase, RobertaConfig
 from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import path_or_hub_id
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import weights
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -67,10 +67,7 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
 
 def load_config(config_name: str, argument: str = "config_name") -> RobertaConfig:
     """A RoBERTa config from a JSON file, a folder or the Hub; `argument` is the flag that an `InputError` names."""
-    try:
-        config = AutoConfig.from_pretrained(path_or_hub_id(config_name))
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no model config at {argument}={config_name!r}: {first_line(error)}") from None
+    config = weights.read_config(config_name, argument)
     if config.model_type != "roberta":
         raise InputError(f"{config_name!r} is a {config.model_type!r} model; this recipe trains 'roberta'")
     return config
@@ -116,19 +113,12 @@ def build_model(
             f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
         )
     if model_name_or_path:
-        path = path_or_hub_id(model_name_or_path)
-        try:
-            model = cls.from_pretrained(path, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"no weights at model_name_or_path={model_name_or_path!r}: {error}") from None
+        model, _ = weights.load(cls, model_name_or_path, config=config)
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
     else:
         config.vocab_size = padded
-        try:
-            model = cls(config)
-        except ValueError as error:
-            raise InputError(f"no model can be made from {source!r}: {error}") from None
+        model = weights.fresh(cls, source, config)
     with torch.no_grad():
         model.lm_head.bias[len(tokenizer) :] = UNSEEN_LOGIT
     return model

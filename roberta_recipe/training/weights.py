@@ -1,0 +1,134 @@
+"""A checkpoint's config and weights, whole or refused (paper, section 5: every fine-tuning starts from one).
+
+`from_pretrained` draws at random what a file lacks, and warns; here, nothing is drawn that the file should have.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.input_files import path_or_hub_id, resolve_path
+
+MODEL_ARGUMENT = "model_name_or_path"
+
+
+def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
+    """Raise `InputError` where a checkpoint's folder has a manifest, and its files are not what the manifest says."""
+    folder = resolve_path(name)
+    if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder)):
+        raise InputError(
+            f"{argument}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, delete "
+            f"{folder / durable.MANIFEST}"
+        )
+
+
+def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
+    """A checkpoint's config, with `settings` in it. Raises `InputError` where there is none that can be read."""
+    try:
+        return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
+    except Exception as error:  # what a file's content makes transformers raise has no end
+        raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
+
+
+def load(
+    cls: Any, name: str, *, config: PreTrainedConfig, fresh_head: bool = False, advice: str = ""
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A checkpoint as `cls` (an Auto class too), float32, and transformers' `output_loading_info`.
+
+    Raises `InputError` where a weight is missing (tied weights aside), of another size than the config says, not
+    finite, or of a layer that the config has no room for, and where the files are not as they were written. With
+    `fresh_head`, modules outside of the body may be missing as a whole, or of other sizes, and are then drawn at
+    random. `advice` ends the line on weights that are missing.
+    """
+    check(name)
+    where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report on missing weights: the lines here say what matters
+    try:
+        model, info = cls.from_pretrained(
+            path_or_hub_id(name),
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,  # a pickle can run code
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except InputError:
+        raise
+    except Exception as error:  # as above
+        raise InputError(f"no weights to load at {where}: {_reason(error)}{_pickle_hint(name)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _check_names(model, info, where, fresh_head, advice)
+    if bad := [key for key, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]:
+        raise InputError(f"{where}: {_listed(bad)} not finite: the file is damaged, or its training diverged")
+    return model, info
+
+
+def fresh(cls: Any, name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of a class, or of an Auto class, with fresh weights. Raises `InputError` for a config (that of `name`)
+    of which no such model can be made."""
+    try:
+        return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"no model can be made from {name!r}: {_reason(error)}") from error
+
+
+def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh_head: bool, advice: str) -> None:
+    """Raise `InputError` for weights that are missing, of other sizes, or left over; as `load`."""
+    body, missing = f"{model.base_model_prefix}.", set(info["missing_keys"])
+    resized = {key for key, *_ in info["mismatched_keys"]}
+    if fresh_head:  # a pooler belongs to the heads that use it
+        replaced = {_module(key) for key in resized if not key.startswith(body)}
+        found = {_module(key) for key in model.state_dict().keys() - missing}
+        missing = {
+            key
+            for key in missing
+            if (key.startswith(body) and "pooler" not in key)
+            or (not key.startswith(body) and _module(key) in found - replaced)
+        }
+        resized = {key for key in resized if key.startswith(body)}
+    if missing:
+        raise InputError(f"{where} has no weights for {_listed(missing)}{advice and f': {advice}'}")
+    if resized:
+        raise InputError(f"{where}: its weights have other sizes than its config.json says, {_listed(resized)}")
+    if left := [key for key in info["unexpected_keys"] if key.startswith(body) and "pooler" not in key]:
+        raise InputError(f"{where}: its config.json has no room for {_listed(left)} in its weights")
+
+
+def _module(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _listed(keys: Any) -> str:
+    """The first name and the number of the others."""
+    first, *others = sorted(keys)
+    return f"{first} and {len(others)} other{'s' * (len(others) != 1)}" if others else first
+
+
+def _reason(error: Exception) -> str:
+    said = first_line(error)
+    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
+
+
+def _pickle_hint(name: str) -> str:
+    folder = resolve_path(name)
+    if not folder.is_dir() or list(folder.glob("*.safetensors*")) or not list(folder.glob("*.bin")):
+        return ""
+    return (
+        '. It has a pickle, which is not loaded; where you trust it, save it anew: python -c "from transformers '
+        f"import AutoModelForMaskedLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
+
+
+def identity(name: str) -> str:
+    """A fingerprint of a checkpoint's content: config and weight files of a folder, the commit of a Hub id."""
+    folder = Path(resolve_path(name))
+    if not folder.is_dir():
+        return str(getattr(read_config(name), "_commit_hash", None))
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+    return durable.fingerprint([[path.name, durable.sha256(path)] for path in files])
