@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 # a script that finds 1 here takes all cores; torch's own setting stays
 os.environ.pop("OMP_NUM_THREADS", None)
@@ -35,10 +35,10 @@ os.environ.pop("OMP_NUM_THREADS", None)
 import deepspeed  # noqa: F401  a run imports it, and pyplot; a forked run has them
 import matplotlib.figure
 import matplotlib.pyplot
-from case import BAD, Case, reference_folder, reference_name, undisturbed
-from kinds import OTHER_SEED, Plan, draw_plan
-from scenarios import SCENARIOS, make_inputs
 
+from benchmarks.faults.case import BAD, Case, reference_folder, reference_name, undisturbed
+from benchmarks.faults.kinds import OTHER_SEED, Plan, draw_plan
+from benchmarks.faults.scenarios import SCENARIOS, make_inputs
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import set_up_logging
@@ -56,12 +56,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--only", default="", help="kinds whose names contain one of these, separated by commas")
-    parser.add_argument("--scenario", default="", help=f"one of: {', '.join(SCENARIOS)}")
+    parser.add_argument("--scenario", nargs="+", default=[], help=f"of: {'; '.join(SCENARIOS)}")
     parser.add_argument("--no_launcher", action="store_true", help="forked processes only, which is quicker")
     parser.add_argument("--case", type=int, help="this case alone; its folder is kept")
     args = parser.parse_args(argv)
-    if args.scenario and args.scenario not in SCENARIOS:
-        raise InputError(f"scenario={args.scenario!r} is none of {', '.join(SCENARIOS)}")
+    if unknown := set(args.scenario) - set(SCENARIOS):
+        raise InputError(f"scenario={sorted(unknown)[0]!r} is none of {'; '.join(SCENARIOS)}")
     return args
 
 
@@ -92,7 +92,9 @@ def main(argv: list[str] | None = None) -> None:
             print(line(number, plans[number], found), flush=True)
             if args.output:
                 durable.write_json(args.output, report)
-        print(f"\n{table(list(report['cases'].values()))}\n\n{time.monotonic() - began_s:,.0f} s")
+        cases = list(report["cases"].values())
+        print(f"\n{table(cases)}\n\n{time.monotonic() - began_s:,.0f} s")
+        print(f"not counted: {sum(case['peers'] for case in cases)} tracebacks in processes whose peer was killed")
     finally:
         if args.case is None:
             shutil.rmtree(shared, ignore_errors=True)
@@ -178,6 +180,8 @@ def _give(run: Callable[[], Any], path: Path) -> None:
         found = run()
         path.write_text(json.dumps(found))
         code = 0
+    except KeyboardInterrupt:
+        pass
     except BaseException:
         traceback.print_exc()
     finally:

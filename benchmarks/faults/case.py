@@ -17,9 +17,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from scenarios import SCENARIOS, Result, Scenario, differences
-from starts import POLL_S, Start, tracebacks
 
+from benchmarks.faults.scenarios import SCENARIOS, Result, Scenario, differences, pretraining_result
+from benchmarks.faults.starts import POLL_S, Start, tracebacks
 from roberta_recipe.input_files import ROOT
 
 STARTS = 3  # at most
@@ -49,7 +49,7 @@ class Case:
             if not self.missed:
                 break
         outcome, detail = ("missed", "") if self.missed else self._judge()
-        found = {"outcome": outcome, "detail": detail, "done": self.log}
+        found = {"outcome": outcome, "detail": detail, "done": self.log, "peers": self._of_peers()}
         tails = {start.name: start.text[-3000:] for start in self.starts} if outcome in (*BAD, "refused") else {}
         if outcome == "refused":
             tails = {name: "\n".join(tail.splitlines()[-1:]) for name, tail in tails.items()}
@@ -70,15 +70,24 @@ class Case:
         if plan.get("damage", {}).get("when") == "before":
             self._damage()
         self._first()
-        while not self.missed and not self.hung and len(self.starts) < STARTS + ("second" in plan):
-            if self._done() or (len(self.starts) > 1 + ("second" in plan) and not self._disturbed(self.starts[-1])):
+        at_first = len(self.starts)
+        while not self.missed and not self.hung and len(self.starts) < STARTS + at_first - 1:
+            flags = self._to_do()
+            if flags is None or (len(self.starts) > at_first and not self._disturbed(self.starts[-1])):
                 break
-            again = len(self.starts) == 1 and plan.get("again")
-            flags = (*plan.get("all_flags", ()), *plan.get("flags", ()))
+            again = plan.get("again") if len(self.starts) == 1 else None
             self._run(self._start(flags), again or {}, plan.get("kill") if again else None)
-        for start in self.starts:
-            if self.hung:
-                start.end()
+
+    def _to_do(self) -> tuple[str, ...] | None:
+        """The flags of the next start; None where all that was started has ended well."""
+        second = tuple(self.plan.get("second", {}).get("flags", ()))
+        well = [start.flags for start in self.starts if ended_well(start)]
+        if "--output_dir" in second:  # two runs, each of which must end
+            return next((flags for flags in ((), second) if flags not in well), None)
+        last = self.starts[-1]
+        if ended_well(last) or (well and "second" in self.plan):
+            return None
+        return (*self.plan.get("all_flags", ()), *self.plan.get("flags", ()))
 
     def _first(self) -> None:
         plan = self.plan
@@ -209,15 +218,6 @@ class Case:
 
     # What came of it
 
-    def _done(self) -> bool:
-        """Whether the last start ended well; of two starts, whether either did."""
-        if len(self.starts) == 2 and "second" in self.plan:
-            return any(self._ended_well(start) for start in self.starts)
-        return self._ended_well(self.starts[-1])
-
-    def _ended_well(self, start: Start) -> bool:
-        return all(process.code == 0 for process in start.processes)
-
     def _disturbed(self, start: Start) -> bool:
         """Whether a start was ended by a signal of ours, or found its output in use by a process that was left."""
         orphans = any(earlier.tree() for earlier in self.starts)
@@ -237,9 +237,14 @@ class Case:
         if "no line" in endings:
             codes = [process.code for start in self.starts for process in start.processes]
             return "traceback", f"ended without a line, exit codes {codes}"
-        if self._done() or "already holds" in self.starts[-1].text:
+        if self._to_do() is None or "already holds" in self.starts[-1].text:
             return self._compare()
         return "refused", ""
+
+    def _of_peers(self) -> int:
+        """Tracebacks of the communication library in processes whose peer was killed, which are not counted."""
+        texts = [process.text.decode(errors="replace") for start in self.starts for process in start.processes]
+        return sum(len(tracebacks(text, peer_gone=False)) - len(tracebacks(text, peer_gone=True)) for text in texts)
 
     def _compare(self) -> tuple[str, str]:
         """The finished output beside that of an undisturbed run."""
@@ -247,13 +252,17 @@ class Case:
             return "silent difference", "exit code 0, and nothing that says that the work is done"
         wanted = {"": self.reference["result"]}
         if "--seed" in self.plan.get("second", {}).get("flags", ()):
-            if all(self._ended_well(start) for start in self.starts[:2]):
+            if all(map(ended_well, self.starts[:2])):
                 return "silent difference", "two starts with different seeds both ended well"
             wanted["other seed"] = self.references[reference_name(self.scenario, other_seed=True)]["result"]
         try:
             found = self.scenario.result(self.folder)
         except Exception as error:
             return "silent difference", f"the finished output cannot be read: {type(error).__name__}: {error}"
+        if "--output_dir" in self.plan.get("second", {}).get("flags", ()):
+            beside = differences(wanted[""], pretraining_result(self.folder / "out", "second"))
+            if named := [name for name in beside if name.startswith(WEIGHTS)]:
+                return "silent difference", f"of the second run: {', '.join(named)}"
         parts = {name: self._compared(differences(result, found)) for name, result in wanted.items()}
         if not all(parts.values()):
             return "same run", next(name for name, differing in parts.items() if not differing)
@@ -273,6 +282,11 @@ class Case:
         if compare == "weights":
             return [name for name in names if name.startswith(WEIGHTS) or name.endswith(WEIGHTS)]
         return names
+
+
+def ended_well(start: Start) -> bool:
+    """Whether all its processes ended with exit code 0."""
+    return all(process.code == 0 for process in start.processes)
 
 
 def reference_name(scenario: Scenario, other_seed: bool = False) -> str:

@@ -10,13 +10,12 @@ import dataclasses
 import enum
 import random
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from scenarios import LAUNCHED, SCENARIOS, WARM, Scenario
 
 import finetune_glue
 import train_mlm
+from benchmarks.faults.scenarios import LAUNCHED, SCENARIOS, WARM, Scenario
 from roberta_recipe.args import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 
@@ -143,9 +142,7 @@ def free_flag(rng: random.Random, scenario: Scenario) -> Plan:
 def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]) -> tuple[str, list[str]]:
     """A flag of the scenario's parser, and a random value for it as words of the command line."""
     own = train_mlm.MlmArguments if scenario.pretrains else finetune_glue.GlueArguments
-    trainers = (
-        train_mlm.MlmTrainingArguments if scenario.pretrains else finetune_glue.protocol.FinetuneTrainingArguments
-    )
+    trainers = MlmTrainingArguments if scenario.pretrains else FinetuneTrainingArguments
     cls = rng.choice([own, trainers, trainers])
     names = [name for name, flag in flags_of(cls).items() if flag.resume in scopes and name not in NOT_DRAWN]
     name = rng.choice(names)
@@ -219,19 +216,20 @@ SABOTAGE = {"sabotage": Kind(lambda rng, scenario: {"all_flags": list(OTHER_SEED
 
 
 def draw_plan(
-    seed: int, number: int, only: tuple[str, ...] = (), scenario: str = "", no_launcher: bool = False
+    seed: int, number: int, only: Sequence[str] = (), scenarios: Sequence[str] = (), no_launcher: bool = False
 ) -> Plan:
     """The plan of a case, a function of its arguments alone; every tenth case goes through a launcher. `only`: kinds
     whose names contain one of these."""
     rng = random.Random(f"{seed}/{number}")
-    among = [SCENARIOS[scenario]] if scenario else LAUNCHED if number % 10 == 9 and not no_launcher else WARM
+    among = LAUNCHED if number % 10 == 9 and not no_launcher else WARM
+    among = [SCENARIOS[name] for name in scenarios] or among
     table = {name: kind for name, kind in KINDS.items() if kind.launched or among is not LAUNCHED}
     if only:
         table = {name: kind for name, kind in {**KINDS, **SABOTAGE}.items() if any(part in name for part in only)}
     fitting = {name: [one for one in among if kind.applies(one)] for name, kind in table.items()}
     if not any(fitting.values()):  # of the kinds that are asked for
         fitting = {name: [one for one in SCENARIOS.values() if kind.applies(one)] for name, kind in table.items()}
-    names = [name for name, scenarios in fitting.items() if scenarios]
+    names = [name for name in table if fitting[name]]
     (name,) = rng.choices(names, [table[name].weight for name in names])
     chosen = rng.choice(fitting[name])
     return {"kind": name, "scenario": chosen.name, **table[name].draw(rng, chosen)}

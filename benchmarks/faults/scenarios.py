@@ -125,18 +125,18 @@ class Scenario:
         }
         return (folder / marks[self.program]).exists()
 
-    def result(self, folder: Path, output: str = "out") -> Result:
+    def result(self, folder: Path) -> Result:
         """What its output holds. Raises where the output cannot be read."""
         results = {
             **{"train_mlm.py": pretraining_result, "finetune_glue.py": glue_result},
             **{"roberta_recipe.tools.pack": cache_result, "tokenizer/train_tokenizer.py": tokenizer_result},
         }
-        return results[self.program](folder / output)
+        return results[self.program](folder / "out")
 
 
-def pretraining_result(out: Path) -> Result:
-    """Weights and other files of a finished run, every logged step, the digest of the data."""
-    run = out / "run"
+def pretraining_result(out: Path, name: str = "run") -> Result:
+    """Weights and other files of the finished run of that name, every logged step, the digest of the data."""
+    run = out / name
     record = durable.read_json(run / "run_record.json")
     names = ("metrics", "metrics_by_source", "unigram_entropy", "steps", "tokens_seen", "skipped_steps", "stopped_by")
     names += ("loss_at_steps", "tokens_at_steps", "parameters", "global_batch_size", "resolved_args")
@@ -194,9 +194,8 @@ def _timeless(value: Any) -> Any:
 
 
 def differences(wanted: Result, found: Result) -> list[str]:
-    """The names that the two results disagree in; a name that only one of them has is left out if it may be."""
-    names = sorted({*wanted, *found})
-    return [name for name in names if wanted.get(name) != found.get(name)]
+    """The names that the two results disagree in."""
+    return [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
 
 
 def _pretraining(name: str, text: str, *flags: str, **others: Any) -> Scenario:
@@ -236,7 +235,7 @@ def _pack(name: str, processes: int) -> Scenario:
 
 
 _TOKENIZER_FLAGS = ("--train_file", *(f"inputs/text/train{number}.parquet" for number in range(4)))
-_TOKENIZER_FLAGS += ("--validation_file", "inputs/text/validation.parquet", "--vocab_size", "500")
+_TOKENIZER_FLAGS += ("--validation_file", "inputs/text/validation.parquet", "--vocab_size", "400")
 _CACHE = ("--token_cache", "out/cache")
 _TWO = ("--per_device_train_batch_size", "4")  # on two processes four micro-batches a step
 _LAUNCH = ("-m", "accelerate.commands.launch")

@@ -110,6 +110,7 @@ def tracebacks(text: str, peer_gone: bool) -> list[str]:
 def _run_and_exit(run: Callable[[], None]) -> None:
     """Run as the main program of an interpreter that ends afterwards, without what the parent would do at its end."""
     code = 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
     multiprocessing.util._finalizer_registry.clear()
@@ -141,7 +142,7 @@ class Start:
     file that it writes."""
 
     def __init__(self, scenario, folder: Path, name: str, flags: tuple[str, ...] = (), file_bytes: int | None = None):
-        self.argv, self.folder, self.name = [*scenario.argv, *flags], folder, name
+        self.argv, self.flags, self.folder, self.name = [*scenario.argv, *flags], flags, folder, name
         self.begun, self.ended_s, self._failed_s = time.monotonic(), None, None
         self.launched = bool(scenario.launcher)
         self.known: set[int] = set()  # processes below the launcher, which may outlive it
