@@ -10,7 +10,9 @@ from benchmarks.faults import case, kinds, scenarios, starts
 
 def test_a_thousand_plans_have_every_kind_and_a_hundred_of_them_a_launcher():
     plans = [kinds.draw_plan(0, number) for number in range(1000)]
-    assert plans == [kinds.draw_plan(0, number) for number in range(1000)] != [kinds.draw_plan(1, 0)] * 1000
+    assert (
+        plans == [kinds.draw_plan(0, number) for number in range(1000)] != [kinds.draw_plan(1, n) for n in range(1000)]
+    )
     assert {plan["kind"] for plan in plans} == set(kinds.KINDS) and len(kinds.KINDS) > 20
     found = Counter(plan["scenario"] for plan in plans)
     assert set(found) == set(scenarios.SCENARIOS) and min(found.values()) > 9
@@ -39,14 +41,15 @@ def test_damage_is_what_it_is_called(tmp_path):
 
 
 def test_the_census_counts_a_run_with_another_seed_as_a_silent_difference(root, tmp_path):
-    """Real runs that are killed and resumed are the same run; a run whose seed is changed on purpose is seen."""
-    flags = ["--only", "sabotage,kill all,SIGTERM", "--scenario", "text", "--seed", "21", "--cases", "5"]
-    done = run_python("-m", "benchmarks.faults", *flags, "--output", tmp_path / "report.json", cwd=root)
-    report = json.loads((tmp_path / "report.json").read_text())
-    found = Counter((found["kind"], found["outcome"]) for found in report["cases"].values())
-    sabotaged = found.pop(("sabotage", "silent difference"))
-    assert done.returncode == 1 and sabotaged >= 1, done.stdout
-    assert {outcome for _, outcome in found} == {"same run"} and sum(found.values()) >= 3, done.stdout
-    seen = next(found for found in report["cases"].values() if found["kind"] == "sabotage")["detail"]
+    """Real runs that are killed, or damaged, and started again; and a run whose seed is changed on purpose."""
+    flags = ["--only", "sabotage", "kill all", "bits flipped, between", "--scenario", "text", "pack, 1 process"]
+    flags += ["--seed", "344", "--cases", "6", "--output", tmp_path / "report.json"]
+    done = run_python("-m", "benchmarks.faults", *flags, cwd=root)
+    cases = json.loads((tmp_path / "report.json").read_text())["cases"].values()
+    found = {kind: [one["outcome"] for one in cases if one["kind"] == kind] for kind in (one["kind"] for one in cases)}
+    assert done.returncode == 1 and "| **all** | 6 |" in done.stdout, done.stdout + done.stderr
+    assert found["sabotage"] == ["silent difference"], done.stdout
+    assert found["kill all"] == ["same run"] * 3, done.stdout
+    assert set(found["bits flipped, between starts"]) <= {"same run", "refused"}, done.stdout
+    (seen,) = [one["detail"] for one in cases if one["kind"] == "sabotage"]
     assert "digest" in seen and "model.safetensors" in seen
-    assert "| **all** | 5 |" in done.stdout

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--only", default="", help="kinds whose names contain one of these, separated by commas")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds whose names contain one of these")
     parser.add_argument("--scenario", nargs="+", default=[], help=f"of: {'; '.join(SCENARIOS)}")
     parser.add_argument("--no_launcher", action="store_true", help="forked processes only, which is quicker")
     parser.add_argument("--case", type=int, help="this case alone; its folder is kept")
@@ -75,8 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         if {name: report[name] for name in drawn} != drawn:
             raise InputError(f"{args.output} is of other cases; name another file")
     wanted = range(args.cases) if args.case is None else [args.case]
-    only = tuple(filter(None, args.only.split(",")))
-    plans = {number: draw_plan(args.seed, number, only, args.scenario, args.no_launcher) for number in wanted}
+    plans = {number: draw_plan(args.seed, number, args.only, args.scenario, args.no_launcher) for number in wanted}
     plans = {number: plan for number, plan in plans.items() if str(number) not in report["cases"]}
     shared = Path(tempfile.mkdtemp(prefix="faults-"))
     make_forks_cheap()

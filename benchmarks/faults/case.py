@@ -99,22 +99,29 @@ class Case:
         if "second" in plan:
             self._two_starts(start)
             return
-        during = plan.get("damage", {}).get("when") == "during"
+        during, between = (plan.get("damage", {}).get("when") == when for when in ("during", "between"))
         reached = self._run(start, plan.get("moment", {}), plan.get("kill"), self._damage if during else None)
         self.missed = "moment" in plan and not reached
-        if plan.get("damage", {}).get("when") == "between" and not self.missed:
-            self.missed = self.scenario.finished(self.folder)  # nobody reads it any more
-            if not self.missed and not self._damage():
-                self.missed, self.later = True, 0.6 * self.later
-                return
-        if self.missed:
+        if not self.missed and (between or plan.get("flags")):
+            self._between(between)
+        elif self.missed:
             self.earlier *= 0.6
         if "disk_share" in plan:
             mount_disk(self.folder / "out", 1 << 30, again=True)
 
+    def _between(self, damage: bool) -> None:
+        """Damage what the first start has left, or leave it to the second start's flags. Missed where the work was done,
+        or nothing was there yet that says what it was made from."""
+        if self.scenario.finished(self.folder):
+            self.missed, self.earlier = True, 0.6 * self.earlier
+        elif not self.scenario.remembered(self.folder) or (damage and not self._damage()):
+            self.missed, self.later = True, 0.6 * self.later
+
     def _start(self, flags: tuple[str, ...], file_bytes: int | None = None) -> Start:
         start = Start(self.scenario, self.folder, f"start{len(self.starts) + 1}", flags, file_bytes)
         self.starts.append(start)
+        if flags:
+            self.log.append(f"{start.name} with {' '.join(flags)}")
         return start
 
     def _run(self, start: Start, moment: dict, kill: dict | None, action=None) -> bool:

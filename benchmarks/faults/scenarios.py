@@ -125,6 +125,13 @@ class Scenario:
         }
         return (folder / marks[self.program]).exists()
 
+    def remembered(self, folder: Path) -> bool:
+        """Whether its output says what it was made from: from then on, other flags and inputs are another run's."""
+        if self.program.endswith("pack"):
+            return (folder / "out/cache/fingerprint.json").exists()
+        marks = ("out/run/checkpoint-*/manifest.json", "out/glue/*/checkpoint-*/manifest.json")
+        return any(path for mark in (*marks, "out/glue/*/run_record.json") for path in folder.glob(mark))
+
     def result(self, folder: Path) -> Result:
         """What its output holds. Raises where the output cannot be read."""
         results = {
