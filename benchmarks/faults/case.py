@@ -110,8 +110,8 @@ class Case:
             mount_disk(self.folder / "out", 1 << 30, again=True)
 
     def _between(self, damage: bool) -> None:
-        """Damage what the first start has left, or leave it to the second start's flags. Missed where the work was done,
-        or nothing was there yet that says what it was made from."""
+        """Damage what the first start has left, or leave it to the second start's flags. Missed where the work was
+        done, or nothing was there yet that says what it was made from."""
         if self.scenario.finished(self.folder):
             self.missed, self.earlier = True, 0.6 * self.earlier
         elif not self.scenario.remembered(self.folder) or (damage and not self._damage()):
