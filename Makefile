@@ -6,7 +6,7 @@ ACCELERATE = $(BIN)/accelerate launch
 TOOL = $(BIN)/python -m roberta_recipe.tools
 
 .PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race \
-        contamination bench gpu report push clean
+        contamination faults bench gpu report push clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -82,6 +82,10 @@ report: setup     ## tables, curves and page of the records in results/: make re
 bench: setup      ## speed of the data pipeline and a training step beside stock Hugging Face
 	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/mlm_step.py
+
+faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
+	mkdir -p $(dir $(or $(OUT),runs/faults.json))
+	$(BIN)/python -m benchmarks.faults --output $(or $(OUT),runs/faults.json) $(ARGS)
 
 gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu
 	$(BIN)/python benchmarks/gpu.py --output_dir $(or $(OUT),runs/gpu) $(ARGS)

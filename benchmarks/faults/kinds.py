@@ -1,0 +1,235 @@
+"""The faults that a case is drawn from: a plan says what is done, when, and to what; the place of a damage is drawn
+too, and the file is the one that is there when it is done.
+
+    plan = {"kind", "scenario", "moment": when in the first start, "kill" or "damage" or "second" or ...}
+
+A fault that makes another run by right (a new corpus before anything has read the old one) is not drawn.
+"""
+
+import dataclasses
+import enum
+import random
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import finetune_glue
+import train_mlm
+from benchmarks.faults.scenarios import LAUNCHED, SCENARIOS, WARM, Scenario
+from roberta_recipe.args import flags_of
+from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
+
+Plan = dict[str, Any]  # as JSON holds it
+
+OTHER_SEED = ("--seed", "43")
+# flags that make another run by right, or ask for what this machine lacks
+NOT_DRAWN = {
+    **dict.fromkeys(("output_dir", "logging_dir"), "names another run"),
+    **dict.fromkeys(("max_train_minutes",), "ends the run earlier, as it is asked to"),
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "minutes of compiling"),
+    **dict.fromkeys(("corpus",), "reads the docstrings of this machine"),
+    **dict.fromkeys(("push_to_hub", "hub_always_push", "report_to"), "ask for a server"),
+    **dict.fromkeys(("seeds", "sweep"), "ask for other runs of a protocol"),
+}
+# these spread the same batch in another way: the data are the same, the weights to rounding
+LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
+VALUES = {
+    **{"optim": ["adamw_torch", "adafactor", "sgd"], "optim_args": ["momentum=0.5"], "learning_rate": ["5e-4"]},
+    **{"lr_scheduler_type": ["cosine", "constant_with_warmup", "polynomial"], "neftune_noise_alpha": ["5"]},
+    **{"lr_scheduler_kwargs": ['{"num_cycles": 0.3}', '{"power": 2.0}'], "tokenizer_name": ["inputs/weights"]},
+    **{"accelerator_config": ['{"split_batches": true}', '{"dispatch_batches": true}']},
+    **{"train_file": ["inputs/text/validation.parquet"], "validation_file": ["inputs/text/train0.parquet"]},
+    **{"config_name": ["inputs/weights"], "model_name_or_path": ["inputs/weights"], "task_name": ["mrpc"]},
+    **{"token_cache": ["out/another_cache"], "fill_mask_examples": ["The <mask> sees."], "fsdp": ["full_shard"]},
+    **{"data_dir": ["inputs"], "ddp_backend": ["gloo"], "ddp_timeout": ["600"], "debug": ["underflow_overflow"]},
+    **{"max_steps": ["9", "15"], "weight_decay": ["0.1"], "warmup_steps": ["0", "4"], "adam_beta1": ["0.8"]},
+    **{"save_total_limit": ["1", "2"], "dataloader_prefetch_factor": ["1", "3"], "save_steps": ["2", "5"]},
+    **{"eval_delay": ["2"], "log_level": ["debug", "error"], "log_level_replica": ["info"], "label_names": ["labels"]},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A row of the census's table."""
+
+    draw: Callable[[random.Random, Scenario], Plan]
+    weight: float
+    applies: Callable[[Scenario], bool] = lambda scenario: True
+    launched: bool = False  # also through a launcher
+
+
+def any_moment(rng: random.Random, scenario: Scenario) -> Plan:
+    """Half of the time any moment of the run, else a moment at which a file is being written."""
+    return {"share": rng.random()} if rng.random() < 0.6 else writing(rng, scenario)
+
+
+def writing(rng: random.Random, scenario: Scenario) -> Plan:
+    return {"appears": rng.choice(scenario.writes), "then_s": rng.choice([0, rng.uniform(0, 0.03)])}
+
+
+def evaluating(rng: random.Random, scenario: Scenario) -> Plan:
+    return {"steps": rng.choice([4, 8, 12]), "then_s": rng.uniform(0, 0.2)}
+
+
+def killed(who: str, moment: Callable = any_moment, number: str = "SIGKILL") -> Callable:
+    """`who`: "all", "rank", "helper", "launcher"; now and then the second start too."""
+
+    def draw(rng, scenario):
+        plan = {"moment": moment(rng, scenario), "kill": {"who": who, "signal": number, "which": rng.random()}}
+        return plan | ({"again": moment(rng, scenario)} if rng.random() < 0.3 else {})
+
+    return draw
+
+
+def damaged(how: tuple[str, ...], when: str, what: str) -> Callable:
+    """`when`: "before" the first start (of what another command has made), "between" two starts, or "during" the first;
+    `what`: "inputs", "output" or both by chance. During a run, inputs are damaged when they are announced, and of the
+    output only what may yet be read."""
+
+    def draw(rng, scenario):
+        target = {"before": "output", "during": "lasting"}.get(when, "output")
+        if what == "inputs" or (what == "any" and rng.random() < 0.3):
+            target = "inputs"
+        damage = {"what": target, "how": rng.choice(how), "when": when, "file": rng.random(), "number": rng.random()}
+        damage["places"] = [[rng.random(), rng.randrange(8)] for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+        plan = {"damage": damage}
+        if when == "between":
+            plan["moment"] = any_moment(rng, scenario)
+            plan["kill"] = {"who": "all", "signal": rng.choice(["SIGKILL", "SIGKILL", "SIGTERM"]), "which": 0}
+        elif when == "during":
+            plan["moment"] = {"share": rng.random(), "announced": target == "inputs"}
+        return plan
+
+    return draw
+
+
+def full(what: str) -> Callable:
+    """`file_share`: no file larger than this share of the largest; `disk_share`: a disk of this share of the output."""
+
+    def draw(rng, scenario):
+        return {what: rng.choice([rng.random(), rng.uniform(0, 1.05), 10 ** rng.uniform(-4, 0)])}
+
+    return draw
+
+
+def second_start(*flags: str) -> Callable:
+    """The same command, or with other flags, started while the first start runs."""
+
+    def draw(rng, scenario):
+        delay = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.9)])
+        return {"second": {"flags": list(flags), "delay_share": delay}}
+
+    return draw
+
+
+def flag_changed(rng: random.Random, scenario: Scenario) -> Plan:
+    """Any flag, from the second start on."""
+    name, words = another_flag(rng, scenario, scopes=("start", "free", "content", "fixed", "data"))
+    moment = any_moment(rng, scenario)
+    kill = {"who": "all", "signal": "SIGKILL", "which": 0}
+    return {"moment": moment, "kill": kill, "flags": words, "compare": "digest" if name in LAYOUT else "weights"}
+
+
+def free_flag(rng: random.Random, scenario: Scenario) -> Plan:
+    """A flag that changes nothing, from the first start on, which is killed."""
+    name, words = another_flag(rng, scenario, scopes=("free",))
+    return {
+        **killed("all")(rng, scenario),
+        **{"all_flags": words, "compare": "digest" if name in LAYOUT else "weights"},
+    }
+
+
+def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]) -> tuple[str, list[str]]:
+    """A flag of the scenario's parser, and a random value for it as words of the command line."""
+    own = train_mlm.MlmArguments if scenario.pretrains else finetune_glue.GlueArguments
+    trainers = MlmTrainingArguments if scenario.pretrains else FinetuneTrainingArguments
+    cls = rng.choice([own, trainers, trainers])
+    names = [name for name, flag in flags_of(cls).items() if flag.resume in scopes and name not in NOT_DRAWN]
+    name = rng.choice(names)
+    return name, [f"--{name}", rng.choice(VALUES.get(name) or _values(typing.get_type_hints(cls)[name]))]
+
+
+def _values(hint: Any) -> list[str]:
+    """Some values of a type, as the command line has them."""
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(option) for option in options]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [option.value for option in hint]
+    if hint is bool:
+        return ["true", "false"]
+    if hint is int:
+        return ["1", "2", "3", "7"]
+    if hint is float:
+        return ["0.0", "0.05", "0.3", "2.0"]
+    if hint is str:
+        return ["something"]
+    if hint is dict:
+        return ['{"something": 1}']
+    return [value for option in options for value in _values(option)] or ["something"]
+
+
+def _two(scenario: Scenario) -> bool:
+    return scenario.processes > 1
+
+
+def _caches(scenario: Scenario) -> bool:
+    return scenario.pretrains and "--token_cache" in scenario.argv
+
+
+def _resumes(scenario: Scenario) -> bool:
+    """Tokenizer training keeps nothing of a start that was ended."""
+    return scenario.name != "tokenizer"
+
+
+def _trains(scenario: Scenario) -> bool:
+    return scenario.pretrains or scenario.name.startswith("GLUE")
+
+
+_CUT = ("cut", "empty", "gone", "zeros")
+KINDS = {
+    "control: no fault": Kind(lambda rng, scenario: {}, 2),
+    "kill all": Kind(killed("all"), 12, launched=True),
+    "kill one rank": Kind(killed("rank"), 6, _two, launched=True),
+    "kill a worker": Kind(killed("helper"), 6, lambda scenario: scenario.helpers, launched=True),
+    "kill the launcher": Kind(killed("launcher"), 8, lambda scenario: bool(scenario.launcher), launched=True),
+    "kill while writing": Kind(killed("all", writing), 8, launched=True),
+    "kill while evaluating": Kind(killed("all", evaluating), 4, lambda scenario: scenario.pretrains),
+    "SIGTERM": Kind(killed("all", any_moment, "SIGTERM"), 6, launched=True),
+    "bits flipped, between starts": Kind(damaged(("bits",), "between", "any"), 14, _resumes, launched=True),
+    "bits flipped, in mid-run": Kind(damaged(("bits",), "during", "any"), 6, _resumes),
+    "ready cache damaged": Kind(damaged(("bits", *_CUT), "before", "output"), 6, lambda s: bool(s.prepared)),
+    "file cut or gone, between starts": Kind(damaged(_CUT, "between", "any"), 8, _resumes, launched=True),
+    "file cut or gone, in mid-run": Kind(damaged(_CUT, "during", "any"), 4, _resumes),
+    "text changed, between starts": Kind(damaged(("word",), "between", "inputs"), 5, _resumes),
+    "text changed, in mid-run": Kind(damaged(("word",), "during", "inputs"), 3, _resumes),
+    "full disk": Kind(full("disk_share"), 7, launched=True),
+    "file size limit": Kind(full("file_share"), 5),
+    "two starts": Kind(second_start(), 5, launched=True),
+    "two starts, other seed": Kind(second_start(*OTHER_SEED), 4, lambda scenario: scenario.pretrains),
+    "two runs, one cache": Kind(second_start("--output_dir", "out/second"), 3, _caches),
+    "flag changed": Kind(flag_changed, 6, _trains),
+    "free flag from the start": Kind(free_flag, 5, _trains),
+}
+# not a fault, drawn only by name: the census must count it as a silent difference
+SABOTAGE = {"sabotage": Kind(lambda rng, scenario: {"all_flags": list(OTHER_SEED)}, 1, lambda s: s.pretrains)}
+
+
+def draw_plan(
+    seed: int, number: int, only: Sequence[str] = (), scenarios: Sequence[str] = (), no_launcher: bool = False
+) -> Plan:
+    """The plan of a case, a function of its arguments alone; every tenth case goes through a launcher. `only`: kinds
+    whose names contain one of these."""
+    rng = random.Random(f"{seed}/{number}")
+    among = LAUNCHED if number % 10 == 9 and not no_launcher else WARM
+    among = [SCENARIOS[name] for name in scenarios] or among
+    table = {name: kind for name, kind in KINDS.items() if kind.launched or among is not LAUNCHED}
+    if only:
+        table = {name: kind for name, kind in {**KINDS, **SABOTAGE}.items() if any(part in name for part in only)}
+    fitting = {name: [one for one in among if kind.applies(one)] for name, kind in table.items()}
+    if not any(fitting.values()):  # of the kinds that are asked for
+        fitting = {name: [one for one in SCENARIOS.values() if kind.applies(one)] for name, kind in table.items()}
+    names = [name for name in table if fitting[name]]
+    (name,) = rng.choices(names, [table[name].weight for name in names])
+    chosen = rng.choice(fitting[name])
+    return {"kind": name, "scenario": chosen.name, **table[name].draw(rng, chosen)}

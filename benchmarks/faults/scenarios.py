@@ -1,0 +1,291 @@
+"""What the census runs: the inputs, the commands, and what a finished run is compared by.
+
+Every case has a folder of its own with a copy of the inputs; commands run in it and name files relative to it, so that
+two runs of a command write the same bytes.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from conftest import PLACES, SUBJECTS, VERBS, make_documents, write_jsonl, write_parquet, write_text
+from official_files import write_glue
+
+import finetune_glue
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.data import tokenizer_training
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.tools import pack
+from roberta_recipe.training.modeling import build_model
+from tokenizer import train_tokenizer
+
+PRESET = """
+validation_file: [inputs/text/validation.parquet]
+tokenizer_name: inputs/tokenizer
+max_seq_length: 64
+shuffle_window: 32
+learning_rate: 1e-3
+warmup_steps: 2
+max_steps: 12
+logging_steps: 1
+eval_strategy: steps
+eval_steps: 4
+save_strategy: steps
+save_steps: 3
+use_cpu: true
+disable_tqdm: true
+"""
+CONFIG = {
+    **{"model_type": "roberta", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"intermediate_size": 64, "max_position_embeddings": 66, "type_vocab_size": 1, "vocab_size": 400},
+}
+GLUE_FLAGS = {
+    **{"data_dir": "inputs/glue", "model_name_or_path": "inputs/weights", "output_dir": "out/glue", "use_cpu": True},
+    **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+    **{"max_steps": 12, "eval_strategy": "steps", "eval_steps": 4, "warmup_steps": 1, "logging_steps": 1},
+    **{"other_rows": True, "disable_tqdm": True},
+}
+GLUE_ROWS = {"train": 32, "dev": 16, "test": 8}
+TEXTS = {
+    "parquet": "inputs/text/train*.parquet",
+    "jsonl": "inputs/text/train.jsonl",
+    "text": "inputs/text/train.txt",
+}
+
+Result = dict[str, Any]  # what must be equal, by name
+
+
+def make_inputs(folder: Path) -> None:
+    """The inputs of all scenarios, in `<folder>/inputs`."""
+    inputs = folder / "inputs"
+    (inputs / "text").mkdir(parents=True)
+    tokenizer = tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+    tokenizer.save_pretrained(inputs / "tokenizer")
+    (inputs / "config.json").write_text(json.dumps(CONFIG))
+    (inputs / "preset.yaml").write_text(PRESET)
+    for number in range(4):
+        write_parquet(inputs / "text" / f"train{number}.parquet", make_documents(80, seed=number + 1))
+    write_parquet(inputs / "text" / "validation.parquet", make_documents(16, seed=9))
+    # of these a run reads beyond the first 64 KB
+    write_jsonl(inputs / "text" / "train.jsonl", make_documents(700, seed=5))
+    write_text(inputs / "text" / "train.txt", make_documents(700, seed=6))
+    torch.manual_seed(0)
+    model = build_model(tokenizer, config_name=inputs / "config.json", max_seq_length=64)
+    model.save_pretrained(inputs / "weights")
+    tokenizer.save_pretrained(inputs / "weights")
+    write_glue(inputs / "glue", rows=GLUE_ROWS, text=_sentence)
+    for unused in set((inputs / "glue").iterdir()) - {inputs / "glue" / "RTE"}:
+        shutil.rmtree(unused)
+
+
+def _sentence(rng: random.Random) -> str:
+    return f"{rng.choice(SUBJECTS).capitalize()} {rng.choice(VERBS)} {rng.choice(SUBJECTS)} {rng.choice(PLACES)}."
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command and what it reads and writes; paths are relative to the folder of the case."""
+
+    name: str
+    program: str  # the script or module
+    argv: tuple[str, ...]
+    inputs: tuple[str, ...]  # globs of what it reads
+    writes: tuple[str, ...]  # globs of what exists while something is being written
+    lasting: tuple[str, ...]  # globs of files in its output that it may yet read itself
+    announced: str  # a line of its log, or a glob of a file, that comes when it has read its settings and inputs' names
+    processes: int = 1
+    launcher: tuple[str, ...] = ()  # what stands between the interpreter and the script's flags
+    helpers: bool = False  # data workers, or packing processes
+    prepared: str | None = None  # scenario whose output this begins with
+
+    def main(self) -> Callable[[list[str]], Any]:
+        mains = {
+            **{"train_mlm.py": train_mlm.main, "finetune_glue.py": finetune_glue.main},
+            **{"roberta_recipe.tools.pack": pack.main, "tokenizer/train_tokenizer.py": train_tokenizer.main},
+        }
+        return mains[self.program]
+
+    @property
+    def pretrains(self) -> bool:
+        return self.program == "train_mlm.py"
+
+    def finished(self, folder: Path) -> bool:
+        """Whether its output says that the work is done."""
+        marks = {
+            **{"train_mlm.py": "out/run/run_record.json", "finetune_glue.py": "out/glue/summary.json"},
+            **{"roberta_recipe.tools.pack": "out/cache/manifest.json"},
+            **{"tokenizer/train_tokenizer.py": "out/tokenizer/tokenizer.json"},
+        }
+        return (folder / marks[self.program]).exists()
+
+    def remembered(self, folder: Path) -> bool:
+        """Whether its output says what it was made from: from then on, other flags and inputs are another run's."""
+        if self.program.endswith("pack"):
+            return (folder / "out/cache/fingerprint.json").exists()
+        marks = ("out/run/checkpoint-*/manifest.json", "out/glue/*/checkpoint-*/manifest.json")
+        return any(path for mark in (*marks, "out/glue/*/run_record.json") for path in folder.glob(mark))
+
+    def result(self, folder: Path) -> Result:
+        """What its output holds. Raises where the output cannot be read."""
+        results = {
+            **{"train_mlm.py": pretraining_result, "finetune_glue.py": glue_result},
+            **{"roberta_recipe.tools.pack": cache_result, "tokenizer/train_tokenizer.py": tokenizer_result},
+        }
+        return results[self.program](folder / "out")
+
+
+def pretraining_result(out: Path, name: str = "run") -> Result:
+    """Weights and other files of the finished run of that name, every logged step, the digest of the data."""
+    run = out / name
+    record = durable.read_json(run / "run_record.json")
+    names = ("metrics", "metrics_by_source", "unigram_entropy", "steps", "tokens_seen", "skipped_steps", "stopped_by")
+    names += ("loss_at_steps", "tokens_at_steps", "parameters", "global_batch_size", "resolved_args")
+    volatile = {"run_record.json", "loss_curve.png"}
+    found = {f"record: {name}": _timeless(record[name]) for name in names} | {"digest": record["digest"]}
+    for path in sorted(run.iterdir()):
+        if path.is_file() and path.name not in volatile and not path.name.startswith("."):
+            found[f"file: {path.name}"] = durable.sha256(path)
+    state = run / f"checkpoint-{record['steps']}" / "trainer_state.json"
+    if state.exists():
+        keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "digest", "eval_loss")
+        history = durable.read_json(state)["log_history"]
+        found["history"] = [{key: entry[key] for key in keys if key in entry} for entry in history]
+    return found
+
+
+def glue_result(out: Path) -> Result:
+    """Scores of all seeds, curves, weights and scores of the best epoch; best/ that its manifest contradicts is left
+    out, as whoever reads it is warned."""
+    summary = durable.read_json(out / "glue" / "summary.json")
+    found: Result = {"settings": summary["settings"], "picked": summary["picked"]}
+    for path in sorted((out / "glue").glob("lr*/run_record.json")):
+        record = durable.read_json(path)
+        names = ("metrics", "steps", "tokens_seen", "loss_at_steps", "score_at_steps", "best_step", "computed_tokens")
+        found |= {f"{path.parent.name}: {name}": _timeless(record[name]) for name in names}
+        best = path.parent / "best"
+        for file in sorted(best.glob("*")) if durable.fault(best) is None else []:
+            found[f"{path.parent.name}: {file.name}"] = durable.sha256(file)
+    return found
+
+
+def cache_result(out: Path) -> Result:
+    """Every shard's blocks and counts; a shard that its own checksum contradicts is left out, as whoever reads it is
+    warned."""
+    found: Result = {}
+    for shard in durable.read_json(out / "cache" / "manifest.json")["shards"]:
+        path = out / "cache" / shard["path"]
+        if path.exists() and durable.sha256(path) == shard["sha256"]:
+            table = pa.ipc.open_file(path).read_all()
+            blocks = table["input_ids"].to_pylist()
+            found[f"blocks: {shard['path']}"] = durable.fingerprint(blocks)
+            found[f"counts: {shard['path']}"] = shard["counts"]
+    return found
+
+
+def tokenizer_result(out: Path) -> Result:
+    return {f"file: {path.name}": durable.sha256(path) for path in sorted((out / "tokenizer").iterdir())}
+
+
+def _timeless(value: Any) -> Any:
+    """A value of a record without the entries that depend on the clock, as a string that compares NaN too."""
+    if isinstance(value, dict):
+        value = {key: item for key, item in value.items() if not key.endswith(("runtime", "per_second"))}
+    return json.dumps(value, sort_keys=True)
+
+
+def differences(wanted: Result, found: Result) -> list[str]:
+    """The names that the two results disagree in."""
+    return [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+
+
+def _pretraining(name: str, text: str, *flags: str, **others: Any) -> Scenario:
+    argv = ("--config", "inputs/preset.yaml", "--train_file", TEXTS[text], "--output_dir", "out/run")
+    argv += ("--global_batch_size", "32", "--per_device_eval_batch_size", "8")
+    read = (TEXTS[text], "inputs/text/validation.parquet", "inputs/tokenizer/*", "inputs/preset.yaml")
+    writes = [f"out/run/.partial/checkpoint-{step}/*" for step in (3, 6, 9, 12)]
+    lasting = ["out/run/checkpoint-*/*"]
+    if "--model_name_or_path" in flags:
+        read += ("inputs/weights/*",)
+    else:
+        flags, read = (*flags, "--config_name", "inputs/config.json"), (*read, "inputs/config.json")
+    if "--token_cache" in flags:
+        lasting += ["out/cache/*", "out/cache/*/*"]
+        if "prepared" not in others:
+            writes += ["out/cache/*.tmp", "out/cache/*/*.tmp"]
+    return Scenario(
+        name, "train_mlm.py", (*argv, *flags), read, tuple(writes), tuple(lasting), "Output      ", **others
+    )
+
+
+def _glue(name: str, *flags: str, **others: Any) -> Scenario:
+    values = [str(word) for key, value in GLUE_FLAGS.items() for word in (f"--{key}", value)]
+    argv = ("--config", str(ROOT / "presets" / "glue" / "rte.yaml"), *values, *flags)
+    read, writes = ("inputs/weights/*", "inputs/glue/RTE/*"), ("out/glue/*/.partial/*", "out/glue/*/*.tmp")
+    lasting = ("out/glue/*/best/*", "out/glue/*/run_record.json", "out/glue/*/checkpoint-*/*")
+    return Scenario(name, "finetune_glue.py", argv, read, writes, lasting, "'loss'", **others)
+
+
+def _pack(name: str, processes: int) -> Scenario:
+    argv = ("--config", "inputs/preset.yaml", "--train_file", TEXTS["parquet"], "--token_cache", "out/cache")
+    argv += ("--num_proc", str(processes))
+    read = (TEXTS["parquet"], "inputs/text/validation.parquet", "inputs/tokenizer/*", "inputs/preset.yaml")
+    writes, lasting = ("out/cache/*.tmp", "out/cache/*/*.tmp"), ("out/cache/*", "out/cache/*/*")
+    mark = "glob:out/cache/fingerprint.json"
+    return Scenario(name, "roberta_recipe.tools.pack", argv, read, writes, lasting, mark, helpers=processes > 1)
+
+
+_TOKENIZER_FLAGS = ("--train_file", *(f"inputs/text/train{number}.parquet" for number in range(4)))
+_TOKENIZER_FLAGS += ("--validation_file", "inputs/text/validation.parquet", "--vocab_size", "400")
+_CACHE = ("--token_cache", "out/cache")
+_TWO = ("--per_device_train_batch_size", "4")  # on two processes four micro-batches a step
+_LAUNCH = ("-m", "accelerate.commands.launch")
+_SCRIPT = str(ROOT / "train_mlm.py")
+
+
+def _zero(stage: int) -> Scenario:
+    launcher = (*_LAUNCH, "--config_file", str(ROOT / f"ds_configs/accelerate/zero{stage}.yaml"))
+    launcher += ("--deepspeed_config_file", str(ROOT / f"ds_configs/zero{stage}.json"))
+    launcher += ("--num_processes", "2", "--main_process_port", "0", _SCRIPT)
+    return _pretraining(f"ZeRO {stage}, 2 processes", "parquet", *_TWO, processes=2, launcher=launcher)
+
+
+WARM = [
+    _pretraining("text", "text", "--per_device_train_batch_size", "16"),
+    _pretraining("JSONL, bf16", "jsonl", "--per_device_train_batch_size", "8", "--bf16", "true"),
+    _pretraining("2 workers", "parquet", *_TWO, "--dataloader_num_workers", "2", helpers=True),
+    _pretraining("from weights", "jsonl", *_TWO, "--model_name_or_path", "inputs/weights"),
+    _pretraining("2 processes", "text", *_TWO, "--dataloader_num_workers", "1", processes=2, helpers=True),
+    _pretraining("new cache", "parquet", *_TWO, *_CACHE, helpers=True),
+    _pretraining("ready cache", "parquet", *_TWO, *_CACHE, prepared="pack, 1 process"),
+    _pretraining("cache, 2 processes", "parquet", *_TWO, *_CACHE, processes=2),
+    _pack("pack, 1 process", 1),
+    _pack("pack, 2 processes", 2),
+    Scenario(
+        name="tokenizer",
+        program="tokenizer/train_tokenizer.py",
+        argv=(*_TOKENIZER_FLAGS, "--output_dir", "out/tokenizer"),
+        inputs=("inputs/text/train*.parquet",),
+        writes=("out/tokenizer/*",),
+        lasting=(),
+        announced="entries in",
+    ),
+    _glue("GLUE, 2 seeds", "--seeds", "1", "2"),
+    _glue("GLUE, saving", "--seeds", "1", "--save_strategy", "steps", "--save_steps", "3"),
+]
+LAUNCHED = [
+    _pretraining(
+        *("torchrun, 2 processes", "text", *_TWO, "--dataloader_num_workers", "1"),
+        **{"processes": 2, "helpers": True},
+        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", _SCRIPT),
+    ),
+    _pretraining("accelerate", "parquet", *_TWO, *_CACHE, launcher=(*_LAUNCH, "--num_processes", "1", _SCRIPT)),
+    *(_zero(stage) for stage in (1, 2, 3)),
+]
+SCENARIOS = {scenario.name: scenario for scenario in [*WARM, *LAUNCHED]}

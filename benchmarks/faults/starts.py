@@ -1,0 +1,268 @@
+"""A start of a command: processes that are forked with everything imported, or a launcher; what it said, how it ended.
+
+A forked process runs the script's `main` under `exit_on_error` and ends as an interpreter ends. Two of them with the
+environment that a launcher gives are a run of two ranks; where one of them fails, the others are ended, as torchrun
+does.
+"""
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from roberta_recipe.errors import exit_on_error
+
+ENVIRONMENT = {
+    **{"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+}
+POLL_S = 0.003
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the ranks that outlive a failed rank
+# a launcher's report of a process that failed, or that it was told to stop
+_OF_LAUNCHER = ("ChildFailedError", "CalledProcessError", "SignalException")
+# what the communication library says in a rank whose peer is gone
+_PEER_GONE = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|gloo|ProcessGroup|TCPStore|DistBackendError"
+    r"|DistNetworkError|RendezvousConnectionError|failed to recv|Stop_waiting"
+)
+
+
+class Process:
+    """A child process with its output in a pipe, which is no file that a full disk would stop."""
+
+    def __init__(self, run: Callable[[], None], group: int, log: Path):
+        read, write = os.pipe()
+        self.begun, self.code, self.text = time.monotonic(), None, bytearray()  # code: as subprocess has it
+        self.signalled = False  # by a fault, or as a peer failed
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, group)
+            os.dup2(write, 1)
+            os.dup2(write, 2)
+            _run_and_exit(run)
+        os.close(write)
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, group or self.pid)
+        os.set_blocking(read, False)
+        self._pipe, self._log = read, log
+
+    def poll(self) -> bool:
+        """Take what it has said; returns whether it still runs."""
+        if self.code is not None:
+            return False
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._pipe, 1 << 16):
+                self.text += part
+        if pid == 0:
+            return True
+        self.code = os.waitstatus_to_exitcode(status)
+        os.close(self._pipe)
+        self._log.write_bytes(self.text)
+        return False
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        self.signalled = True
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def ending(self) -> str:
+        """How it ended: "ok", "line" (an error in a line), "signal" (one that was sent), "traceback", "no line"."""
+        found = tracebacks(self.text.decode(errors="replace"), peer_gone=self.signalled)
+        if found:
+            return "traceback"
+        if self.code == 0:
+            return "ok"
+        lines = [line for line in self.text.decode(errors="replace").splitlines() if line.strip()]
+        if self.code > 0 and any(re.match(r"(\[rank\d+\]: ?)?error: ", line) for line in lines):
+            return "line"
+        return "signal" if self.signalled else "no line"
+
+
+def tracebacks(text: str, peer_gone: bool) -> list[str]:
+    """The last lines of the tracebacks in a log, without a launcher's report, and where a process was ended without
+    what its peers say of it."""
+    found, lines = [], [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
+    for number, line in enumerate(lines):
+        if not line.startswith("Traceback (most recent call last)"):
+            continue
+        rest = (later for later in lines[number + 1 :] if later and not later.startswith((" ", "\t")))
+        last = next(rest, "")
+        if any(name in last for name in _OF_LAUNCHER) or (peer_gone and _PEER_GONE.search(last)):
+            continue
+        found.append(last)
+    return found
+
+
+def _run_and_exit(run: Callable[[], None]) -> None:
+    """Run as the main program of an interpreter that ends afterwards, without what the parent would do at its end."""
+    code = 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    multiprocessing.util._finalizer_registry.clear()
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, errors="replace") for number in (1, 2))
+    try:
+        run()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Start:
+    """One start of a scenario's command in `folder`, with `flags` behind its own; `file_bytes` limits the size of any
+    file that it writes."""
+
+    def __init__(self, scenario, folder: Path, name: str, flags: tuple[str, ...] = (), file_bytes: int | None = None):
+        self.argv, self.flags, self.folder, self.name = [*scenario.argv, *flags], flags, folder, name
+        self.begun, self.ended_s, self._failed_s = time.monotonic(), None, None
+        self.launched = bool(scenario.launcher)
+        self.known: set[int] = set()  # processes below the launcher, which may outlive it
+        environments: list[dict[str, str]] = [{}]
+        if not self.launched and scenario.processes > 1:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            size = str(scenario.processes)
+            environments = [
+                {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **shared}
+                for rank in map(str, range(scenario.processes))
+            ]
+        self.processes: list[Process] = []
+        for rank, environment in enumerate(environments):
+            group = self.processes[0].pid if self.processes else 0
+            run = _program(scenario, self.argv, folder, {**ENVIRONMENT, **environment}, file_bytes)
+            self.processes.append(Process(run, group, folder / f"{name}-{rank}.log"))
+
+    def running(self) -> bool:
+        """Whether a process of it runs; ends the ranks that a failed rank leaves."""
+        alive = [process for process in self.processes if process.poll()]
+        if alive and any(process.code for process in self.processes):
+            self._failed_s = self._failed_s or time.monotonic()
+            late = time.monotonic() - self._failed_s > _GRACE_S
+            for process in alive:
+                if late or not process.signalled:
+                    process.send(signal.SIGKILL if late else signal.SIGTERM)
+        if not alive and self.ended_s is None:
+            self.ended_s = time.monotonic() - self.begun
+        return bool(alive)
+
+    @property
+    def text(self) -> str:
+        """What its processes have said, the first process's output first."""
+        return "".join(process.text.decode(errors="replace") for process in self.processes)
+
+    def ranks(self) -> list[int]:
+        """The processes that train: those of the launcher, or the forked ones."""
+        if not self.launched:
+            return [process.pid for process in self.processes if process.code is None]
+        return [child.pid for child in _children(self.processes[0].pid) if _is_script(child)]
+
+    def helpers(self) -> list[int]:
+        """The data workers and packing processes."""
+        return [child.pid for rank in self.ranks() for child in _children(rank) if _is_helper(child)]
+
+    def kill(self, pids: list[int], number: int, only_a_helper: bool = False) -> None:
+        """Send a signal to some of its processes. A rank whose data worker was killed must still end with a line."""
+        for process in self.processes:
+            process.signalled = process.signalled or not only_a_helper
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def tree(self) -> list[int]:
+        """All processes that live: of a launcher, also those that outlive it."""
+        if self.launched:
+            self.known |= {child.pid for child in _children(self.processes[0].pid, recursive=True)}
+        groups = {process.pid for process in self.processes}
+        mine = [p.pid for p in psutil.process_iter() if _group(p.pid) in groups and p.status() != "zombie"]
+        return sorted({*mine, *(pid for pid in self.known if _lives(pid))})
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        while left := self.tree():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.running()
+            time.sleep(POLL_S)
+        self.running()
+
+    def endings(self) -> list[str]:
+        return [process.ending() for process in self.processes]
+
+
+def _program(scenario, argv: list[str], folder: Path, environment: dict[str, str], file_bytes: int | None):
+    """What a forked process does: the script's `main`, or the launcher in its place."""
+
+    def run() -> None:
+        os.chdir(folder)
+        os.environ.update(environment)
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        if scenario.launcher:
+            if scenario.processes == 1:  # `use_all_cores` would take all for this case
+                os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
+            command = [sys.executable, *scenario.launcher, *argv]
+            os.execv(command[0], command)
+        sys.argv = [scenario.program, *argv]
+        exit_on_error(lambda: scenario.main()(argv))
+
+    return run
+
+
+def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive)
+    return []
+
+
+def _is_script(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(word.endswith("train_mlm.py") for word in process.cmdline())
+    return False
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Data workers and packing processes are forks of their trainer."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != "zombie" and "git" not in process.name()
+    return False
+
+
+def _group(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getpgid(pid)
+    return -1
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != "zombie"
+    return False
