@@ -64,7 +64,7 @@ def write_cache(folder: Path, files: int) -> Corpus:
 
 
 def us_per_block(cache: TokenCache, count: int, checked: bool) -> float:
-    """Microseconds of CPU time to read a block in shuffled order; without the checks, by a copy of the reading."""
+    """Microseconds of CPU time to read a block in shuffled order, with the checks or without."""
 
     def unchecked(shard: Shard, index: int, epoch: int) -> dict:
         batch, row = cache._maps[shard].batches[index // 1024], index % 1024
