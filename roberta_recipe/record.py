@@ -15,6 +15,7 @@ from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
 from roberta_recipe.input_files import ROOT, read_input_json
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
+LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 

@@ -5,12 +5,12 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
+from roberta_recipe.training.processes import from_first_process
 
 STATE_NAME = "recipe_state.json"
 STATE_VERSION = 2  # of its content
@@ -41,17 +41,7 @@ def find(args: TrainingArguments) -> str | None:
     named. Where the folder has none, it is `resume_from_checkpoint`. Raises `InputError` where there are checkpoints
     and none is whole.
     """
-    found: list[Any] = [None]
-    if args.process_index == 0:
-        try:
-            found = [_find(args.output_dir, args.resume_from_checkpoint)]
-        except InputError as error:
-            found = [error]
-    if args.world_size > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], InputError):
-        raise found[0]
-    return found[0]
+    return from_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
 
 
 def _find(output_dir: str, explicit: str | None) -> str | None:

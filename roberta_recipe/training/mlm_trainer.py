@@ -23,6 +23,7 @@ from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training.durable_trainer import DurableTrainer
+from roberta_recipe.training.processes import launcher_is_gone
 
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
@@ -58,7 +59,8 @@ class StepWatch(TrainerCallback):
             logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
         if told:
             self.preempted = control.should_save = control.should_training_stop = True
-            logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
+            why = "The launcher has ended" if launcher_is_gone() else "SIGTERM"
+            logger.info(f"{why}: saving step {state.global_step} of {state.max_steps}, then ending")
 
 
 class MlmTrainer(DurableTrainer):
