@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import string
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
+if os.environ.get("OMP_NUM_THREADS") == "1":  # taken for `accelerate launch`'s, runs would start threads on all cores
+    del os.environ["OMP_NUM_THREADS"]
 
 import datasets
 import pyarrow as pa
@@ -65,7 +68,7 @@ class Forked:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
             os.environ.update(env)
             AcceleratorState._reset_state(reset_partial_state=True)
             exit_on_error(call)
@@ -97,6 +100,18 @@ class Forked:
         self.kill()
         os.waitpid(self.pid, 0)
         raise AssertionError(f"it did not end: {self.log}")
+
+
+def forked_ranks(call, folder, processes=2):
+    """`call(rank)` in each of the processes of a run on the CPU, as a launcher starts them; logs in `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "ACCELERATE_USE_CPU": "true"}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **address}
+    return [
+        Forked(lambda rank=rank: call(rank), folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **sizes)
+        for rank in range(processes)
+    ]
 
 
 def copied(script, folder):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Forked
+from conftest import Forked, forked_ranks
 
 import train_mlm
 from roberta_recipe import durable, lock
@@ -94,20 +93,8 @@ def test_of_two_starts_at_once_in_a_new_folder_one_runs(preset, tmp_path):
 
 def test_all_processes_of_a_refused_start_end_with_the_line(preset, tmp_path):
     child, worker = in_child(tmp_path, tmp_path / "log")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [
-        Forked(
-            lambda: train_mlm.main(
-                ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path)]
-            ),
-            tmp_path / f"rank{rank}",
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"},
-        )
-        for rank in range(2)
-    ]
+    argv = ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path)]
+    ranks = forked_ranks(lambda rank: train_mlm.main(argv), tmp_path)
     assert [rank.end() for rank in ranks] == [2, 2], [rank.log for rank in ranks]
     for rank in ranks:
         assert f"in use by process {child.pid} on" in rank.log and "Traceback" not in rank.log

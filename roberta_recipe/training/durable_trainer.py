@@ -15,8 +15,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import RunError, first_line
-from roberta_recipe.hardware import is_out_of_memory
+from roberta_recipe.errors import START_AGAIN, RunError, first_line, lost_message
+from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
 
@@ -208,6 +208,8 @@ class DurableTrainer(Trainer):
         except Exception as error:
             if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
                 raise self._overflow_error("with the loss scale at its floor, after step") from error
+            if lost := lost_process(error):
+                raise RunError(f"{lost_message(lost, error)} {self._last_good()} {START_AGAIN}") from error
             if not is_out_of_memory(error):
                 raise
             micro = self.args.per_device_train_batch_size
