@@ -34,6 +34,9 @@ class RunRecord(TypedDict):
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
     tokens_at_steps: list[list[float]]  # [step, tokens seen]
     skipped_steps: int  # by fp16, as gradients overflowed
+    # "weights" of the finished model, "optimizer" and "scheduler" after the last step: by these two runs are the same
+    state_digests: dict[str, str]
+    fingerprint: dict[str, Any]  # what makes it this run and no other: settings, model, text
     resolved_args: dict[str, Any]  # a valid preset
     shown_args: list[str]  # names of the arguments that the model card and the ledger show
     wall_clock_s: float  # of this start
@@ -62,7 +65,9 @@ class PretrainingRecord(RunRecord):
     stopped_by: str  # "max_steps", "max_train_minutes"
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
-    digest: str  # checksum of all blocks and masks consumed
+    # checksums of the data alone, in any order; they say nothing of rate, weights or arithmetic
+    blocks_digest: str  # of all blocks consumed, as they were read
+    digest: str  # of the same blocks as the model saw them, masks and labels among it
 
 
 class DatasetCard(TypedDict):
@@ -96,7 +101,6 @@ class FinetuneRecord(RunRecord):
     # by metric, where a metric is over fewer (RACE: middle, high)
     baseline: Baseline | None  # None where no single answer can be scored: spans, correlations
     degenerate: bool  # one answer to everything
-    fingerprint: dict[str, Any]
     computed_tokens: int  # with padding
     best_step: int
     score_at_steps: list[list[float]]  # [step, validation score]

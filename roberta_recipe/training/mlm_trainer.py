@@ -25,6 +25,7 @@ from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.processes import launcher_is_gone
 
+_DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -70,8 +71,8 @@ class MlmTrainer(DurableTrainer):
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
-    `num_tokens`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the `recipe_state.json` of
-    the checkpoint that training is resumed from.
+    `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the
+    `recipe_state.json` of the checkpoint that training is resumed from.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -90,10 +91,11 @@ class MlmTrainer(DurableTrainer):
         self.watch, watch.trainer = watch, self
         self.add_callback(watch)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
-        self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
+        # of all blocks consumed, in any order: as they were read, and as the model saw them
+        self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
         self._first_position, self._states = resumed.get("position", 0), None
-        self._tokens = self._digest = 0  # of this process, since last counted
+        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
 
     # Data
@@ -141,7 +143,7 @@ class MlmTrainer(DurableTrainer):
         if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
             self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
         self._tokens += inputs.pop("num_tokens")
-        self._digest += inputs.pop("digest")
+        self._digests = [before + inputs.pop(name) for name, before in zip(_DATA_DIGESTS, self._digests, strict=True)]
         self._states = inputs.pop("states", None)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.not_finite += ~torch.isfinite(loss)
@@ -163,11 +165,12 @@ class MlmTrainer(DurableTrainer):
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
-        counted = torch.tensor([self._tokens, self._digest % _DIGEST_MODULUS], device=self.args.device)
-        tokens, digest = self.sum_over_processes(counted).tolist()
+        counted = [self._tokens, *(digest % _DIGEST_MODULUS for digest in self._digests)]
+        tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
         self.state.num_input_tokens_seen += tokens
-        self.digest = (self.digest + digest) % _DIGEST_MODULUS
-        self._tokens = self._digest = 0
+        for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
+            self.data_digests[name] = (self.data_digests[name] + digest) % _DIGEST_MODULUS
+        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)
 
     def log(self, logs, start_time=None):
         logged_loss = "loss" in logs
@@ -186,15 +189,19 @@ class MlmTrainer(DurableTrainer):
         epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
         self.state.epoch = epoch
-        if logged_loss:  # not among the metrics that trackers draw
-            self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
+
+    def logged_beside(self, logs):
+        return self._data_digests() if "loss" in logs else {}
+
+    def _data_digests(self) -> dict[str, str]:
+        return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
         states = {"position": self.position, "states": self._states}
-        return {**super().recipe_state(), **states, "digest": self.digest}
+        return {**super().recipe_state(), **states, **self.data_digests}
 
     def record(self):
-        return {**super().record(), "digest": f"{self.digest:012x}"}
+        return {**super().record(), **self._data_digests()}
 
     # Evaluation
 
@@ -237,7 +244,7 @@ class MlmTrainer(DurableTrainer):
         sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
-            del inputs["num_tokens"], inputs["digest"]
+            inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
                 loss_sums = model(**inputs).loss_sums
