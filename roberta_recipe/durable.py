@@ -110,12 +110,12 @@ def fault(folder: str | Path) -> str | None:
     """What is wrong with a folder that `move_into_place` made: None where it is as it was written."""
     folder = Path(folder)
     try:
-        files = [(str(name), size, digest) for name, (size, digest) in read_json(folder / MANIFEST)["files"].items()]
+        files = {name: (size, digest) for name, (size, digest) in read_json(folder / MANIFEST)["files"].items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}: writing it was not finished, or it is not this recipe's"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    for name, size, digest in files:
+    for name, (size, digest) in files.items():
         path = folder / name
         try:
             if not path.is_file():

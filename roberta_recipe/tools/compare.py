@@ -44,6 +44,7 @@ class Run:
     settings: dict[str, Any]  # that belong to the run: its fingerprint, or its preset where it has none yet
     has_fingerprint: bool
     preset: dict[str, Any]
+    layout: dict[str, Any]  # of its newest checkpoint
     steps: dict[int, dict[str, Any]]  # by step: what was logged, and digests
     finished: bool
 
@@ -62,12 +63,12 @@ def read_run(folder: Path) -> Run:
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_log(folder / LOG_NAME):
         steps.setdefault(entry["step"], {}).update(entry)
-    fingerprint = None
+    fingerprint, layout = None, {}
     for checkpoint in reversed(newest_first(folder)):
         try:
             state = durable.read_json(checkpoint / STATE_NAME)
             steps.setdefault(state["step"], {}).update(state.get("digests", {}))
-            fingerprint = dict(state["fingerprint"])
+            fingerprint, layout = dict(state["fingerprint"]), dict(state["layout"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{checkpoint / STATE_NAME} cannot be read ({error}); move {checkpoint} away") from None
     finished = (folder / RECORD_NAME).is_file()
@@ -78,7 +79,8 @@ def read_run(folder: Path) -> Run:
     preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
     scopes = scopes_of_flags()
     own = {name: value for name, value in preset.items() if scopes.get(name, "fixed") not in ("free", "start")}
-    return Run(folder, own if fingerprint is None else fingerprint, fingerprint is not None, preset, steps, finished)
+    settings = own if fingerprint is None else fingerprint
+    return Run(folder, settings, fingerprint is not None, preset, layout, steps, finished)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -150,8 +152,10 @@ def compare(a: Run, b: Run) -> tuple[bool, list[str]]:
         raise InputError(f"{a.folder} and {b.folder} have no logged step and no checkpoint in common")
     lines = [_described("A", a), _described("B", b)]
     lines += [f"setting     {name}: {_values(*values)}" for name, values in settings.items()]
+    scopes = scopes_of_flags()
     free = {name: values for name, values in _different(a.preset, b.preset).items() if name not in settings}
-    free = {name: values for name, values in free.items() if scopes_of_flags().get(name) not in (None, "fixed", "data")}
+    free = {name: values for name, values in free.items() if scopes.get(name) not in (None, "fixed", "data")}
+    free |= _different(a.layout, b.layout) if a.layout and b.layout else {}
     free.pop("output_dir", None)
     lines += [f"may differ  {name}: {_values(*values)}" for name, values in free.items()]
     if difference:
