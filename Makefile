@@ -6,7 +6,7 @@ ACCELERATE = $(BIN)/accelerate launch
 TOOL = $(BIN)/python -m roberta_recipe.tools
 
 .PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race \
-        contamination faults bench gpu report push clean
+        compare contamination faults bench gpu report push clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -89,6 +89,9 @@ faults: setup     ## 1,000 random faults, and what came of each, in two hours: m
 
 gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu
 	$(BIN)/python benchmarks/gpu.py --output_dir $(or $(OUT),runs/gpu) $(ARGS)
+
+compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
+	$(TOOL).compare $(A) $(B)
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     argv = sys.argv[1:] if argv is None else argv
     started_s = time.monotonic()
     set_up_logging()
-    environment.use_all_cores()
+    environment.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
@@ -144,7 +144,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
-    environment.check_output_dir(training_args.output_dir)
+    environment.take_output_dir(training_args)
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:

@@ -39,10 +39,15 @@ def sync(path: str | Path) -> None:
 
 def write_json(path: str | Path, values: Any) -> None:
     """`values` as a JSON file, whole or not at all; an older file of that name stays until it is replaced."""
+    write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """`text` as a file, whole or not at all; an older file of that name stays until it is replaced."""
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
-        aside.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         sync(aside)
         aside.replace(path)
     finally:
@@ -92,20 +97,38 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
 
 
-def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
-    """Give the finished folder `aside` a manifest (sizes, SHA-256), make it durable and rename it to `target`.
+def _write_manifest(folder: Path, others: dict[str, Any]) -> None:
+    """Make the files of a folder durable, and write their sizes and SHA-256, with `others` beside them."""
+    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(folder)}
+    for path in folder.rglob("*"):
+        sync(path)
+    write_json(folder / MANIFEST, {"files": files, **others})
+
+
+def move_into_place(aside: Path, target: Path, replace: bool = True, **others: Any) -> None:
+    """Give the finished folder `aside` a manifest (sizes, SHA-256; `others`), make it durable, rename it to `target`.
 
     An older folder of that name is deleted only when the new folder is on the disk; without `replace`, raises `OSError`
     where it is not empty.
     """
-    sizes = {path.relative_to(aside).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(aside)}
-    for path in aside.rglob("*"):
-        sync(path)
-    write_json(aside / MANIFEST, {"files": sizes})
+    _write_manifest(aside, others)
     if replace:
         shutil.rmtree(target, ignore_errors=True)
     os.replace(aside, target)
     sync(target.parent)
+
+
+def move_files_into_place(aside: Path, target: str | Path) -> None:
+    """Move the files of the finished folder `aside` into the existing folder `target`, with a manifest of them alone.
+
+    While they are moved, `target` has no manifest: files of two folders never stand under one.
+    """
+    _write_manifest(aside, {})
+    Path(target, MANIFEST).unlink(missing_ok=True)
+    sync(target)
+    for path in sorted(aside.iterdir(), key=lambda path: path.name == MANIFEST):  # it comes last
+        path.replace(Path(target, path.name))
+    sync(target)
 
 
 def keep_only(folder: str | Path, kept: str) -> None:
@@ -139,13 +162,16 @@ def fault(folder: str | Path, needed: Collection[str] = (), only: Collection[str
         if only is not None and name not in only:
             continue
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes of {size}"
-        if sha256(path) != digest:
-            return f"{name} is not what was written (SHA-256)"
-    return None
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes of {size}"
+            if sha256(path) != digest:
+                return f"{name} is not what was written (SHA-256)"
+        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+            return f"{name} cannot be read ({error})"
+    return None if files else f"its {MANIFEST} names no file"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

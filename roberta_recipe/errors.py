@@ -30,8 +30,18 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+START_AGAIN = "Start the same command again"
+
+
+def lost_message(lost: str, error: BaseException) -> str:
+    """What `hardware.lost_process` found in `error`, and where to look."""
+    said = re.split(r"\. (?=[A-Z])", re.sub(r"^\[\S+\] ", "", first_line(error)))[0]  # gloo begins with its source file
+    return f"{lost} ({said.rstrip('. ')}): its own output or the system's log says why (often memory)."
+
+
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a command's `main`; the errors above and full disks become one line on stderr and an exit code."""
+    """Run a command's `main`; the errors above, full disks and lost processes become one line on stderr and an
+    exit code."""
     try:
         main()
         return
@@ -43,6 +53,12 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         message, code = f"{error}: make room, then start the same command again", RunError.exit_code
+    except Exception as error:
+        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
+        if (lost := lost_process(error)) is None:
+            raise
+        message, code = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}", RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -58,6 +58,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
+def lost_process(error: BaseException) -> str | None:
+    """What has ended that a run needs, where `error` says so: another process of it, or a data worker; else None.
+
+    NCCL's and the store's errors have a type; gloo's and those of `DataLoader` are plain RuntimeErrors.
+    """
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+        return "another process of this run is gone, or cannot be reached"
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return "a data worker is gone"
+    return None
+
+
 def model_flops_utilisation(flops_per_second: float) -> float | None:
     """Share of one GPU's peak (`DEVICES`); None where there is no GPU, or its peak is not known."""
     if not torch.cuda.is_available():

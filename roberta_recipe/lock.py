@@ -17,6 +17,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 
 LOCK_NAME = ".lock"
+_OWNER_READS = 10
 _held: dict[tuple[int, int], int] = {}  # descriptor by the (device, inode) of a lock file that this process holds
 
 
@@ -33,10 +34,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     """Hold `<folder>/<name>` until this process ends; the folder must exist. A lock that it holds already stays.
 
-    Raises `InputError` that names the owner where another process has it. A file system without locks is warned of.
+    Raises `InputError` that names the owner where another process has it, and where the file cannot be written. A file
+    system without locks is warned of.
     """
     path = Path(folder, name)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}); name another folder") from None
     found = os.fstat(descriptor)
     if (found.st_dev, found.st_ino) in _held:
         os.close(descriptor)
@@ -68,9 +73,11 @@ def release(folder: str | Path, name: str = LOCK_NAME) -> None:
 
 
 def _owner(path: Path) -> str:
-    """Who holds a lock, as its file says it."""
-    try:
-        owner = json.loads(path.read_text())
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+    """Who holds a lock, as its file says it, which is written a moment after the lock is taken."""
+    for _ in range(_OWNER_READS):
+        try:
+            owner = json.loads(path.read_text(encoding="utf-8"))
+            return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(0.05)
+    return "another process"

@@ -16,6 +16,7 @@ from roberta_recipe.input_files import ROOT, read_input_json
 from roberta_recipe.log import is_first_process
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
+LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
@@ -34,6 +35,9 @@ class RunRecord(TypedDict):
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
     tokens_at_steps: list[list[float]]  # [step, tokens seen]
     skipped_steps: int  # by fp16, as gradients overflowed
+    # "weights" of the finished model, "optimizer" and "scheduler" after the last step: by these two runs are the same
+    state_digests: dict[str, str]
+    fingerprint: dict[str, Any]  # what makes it this run and no other: settings, model, text
     resolved_args: dict[str, Any]  # a valid preset
     shown_args: list[str]  # names of the arguments that the model card and the ledger show
     wall_clock_s: float  # of this start
@@ -63,7 +67,9 @@ class PretrainingRecord(RunRecord):
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
     skipped_blocks: list[list[int]]  # [first, end) positions that were left out of the order
-    digest: str  # checksum of all blocks and masks consumed
+    # checksums of the data alone, in any order; they say nothing of rate, weights or arithmetic
+    blocks_digest: str  # of all blocks consumed, as they were read
+    digest: str  # of the same blocks as the model saw them, masks and labels among it
 
 
 class DatasetCard(TypedDict):
@@ -97,7 +103,6 @@ class FinetuneRecord(RunRecord):
     # by metric, where a metric is over fewer (RACE: middle, high)
     baseline: Baseline | None  # None where no single answer can be scored: spans, correlations
     degenerate: bool  # one answer to everything
-    fingerprint: dict[str, Any]
     computed_tokens: int  # with padding
     best_step: int
     score_at_steps: list[list[float]]  # [step, validation score]

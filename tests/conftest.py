@@ -4,23 +4,31 @@ import json
 import os
 import random
 import shutil
+import signal
+import socket
 import string
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
+if os.environ.get("OMP_NUM_THREADS") == "1":  # taken for `accelerate launch`'s, runs would start threads on all cores
+    del os.environ["OMP_NUM_THREADS"]
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
 from roberta_recipe.data import tokenizer_training
+from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.training.modeling import build_model
 
@@ -45,6 +53,65 @@ def run_python(*argv, cwd, env=None):
         check=False,
         timeout=300,
     )
+
+
+class Forked:
+    """A child of this process that runs `call()` as a script would; `end()` gives its exit code, `log` its output."""
+
+    def __init__(self, call, log, **env):
+        self.log_path = Path(log)
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 70
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+            os.environ.update(env)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            exit_on_error(call)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    @property
+    def log(self):
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self, timeout_s=100):
+        """Its exit code (a signal's is negative); fails the test where it does not end."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        self.kill()
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"it did not end: {self.log}")
+
+
+def forked_ranks(call, folder, processes=2):
+    """`call(rank)` in each of the processes of a run on the CPU, as a launcher starts them; logs in `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "ACCELERATE_USE_CPU": "true"}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **address}
+    return [
+        Forked(lambda rank=rank: call(rank), folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **sizes)
+        for rank in range(processes)
+    ]
 
 
 def copied(script, folder):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import make_documents, run_python, write_parquet
+from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 
 import train_mlm
@@ -20,6 +21,7 @@ from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import checkpoint
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 KEYS = ("step", "loss", "grad_norm", "tokens_seen", "digest")
@@ -161,6 +163,58 @@ def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_pa
     assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
     if processes == 1:
         assert f"preempted: step {step} of 100000 is saved" in log and "Traceback" not in log
+
+
+def kill_at(monkeypatch, method, step):
+    """From now on, `MlmTrainer`'s `method` ends its process at a step as `kill -9` would."""
+    original = getattr(MlmTrainer, method)
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MlmTrainer, method, killed)
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "victim", "kept"),
+    [("training_step", 5, 1, "The last complete checkpoint is .*checkpoint-3"), ("evaluate", 12, 0, "is whole")],
+)
+def test_a_process_that_is_killed_is_named_in_a_line_by_the_others(
+    preset, tmp_path, monkeypatch, method, step, victim, kept
+):
+    def call(rank):
+        if rank == victim:
+            kill_at(monkeypatch, method, step)
+        train(preset, *SAVING, "--per_device_train_batch_size", 4)
+
+    ranks = forked_ranks(call, tmp_path)
+    assert ranks[victim].end() == -signal.SIGKILL
+    other = ranks[1 - victim]
+    assert other.end() == 1, other.log
+    said = rf"error: another process of this run is gone.* \(.*by peer.*\): .* {kept}.* Start the same command again"
+    assert any(re.fullmatch(said, line) for line in other.log.splitlines()), other.log
+    assert "Traceback" not in other.log
+
+
+def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
+    def call():
+        def killing(self, *args, **kwargs):
+            if self.state.global_step == 5:
+                os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
+                time.sleep(1)  # until the worker's end is seen
+            return step(self, *args, **kwargs)
+
+        step = MlmTrainer.training_step
+        monkeypatch.setattr(MlmTrainer, "training_step", killing)
+        train(preset, *SAVING, "--dataloader_num_workers", 1)
+
+    run = Forked(call, tmp_path / "log")
+    assert run.end() == 1, run.log
+    (last,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert "a data worker is gone (DataLoader worker (pid" in last and "checkpoint-3" in last, run.log
+    assert "Traceback" not in run.log
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):

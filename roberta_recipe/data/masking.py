@@ -29,10 +29,10 @@ class MlmCollator(DataCollatorForLanguageModeling):
     10% a random token (no special token, no padding row of the embedding), 10% themselves.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
-    `num_tokens`, the number of positions that are not padding, `digest`, a sum over blocks of a checksum of what the
-    model sees of each, and the last block's `states` where it has some. A block's other columns become int64 tensors:
-    (batch,) where a block has a whole number, else (batch, longest block), padded with -100 where the name ends in
-    "labels", with 0 elsewhere. Blocks that carry `labels` are masked already.
+    `num_tokens`, the number of positions that are not padding, `blocks_digest` and `digest`, sums over blocks of a
+    checksum of each as it was read and as the model sees it, and the last block's `states` where it has some. A block's
+    other columns become int64 tensors: (batch,) where a block has a whole number, else (batch, longest block), padded
+    with -100 where the name ends in "labels", with 0 elsewhere. Blocks that carry `labels` are masked already.
     """
 
     seed: int = 0
@@ -73,11 +73,14 @@ class MlmCollator(DataCollatorForLanguageModeling):
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
         width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
         batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
-        digest = sum(map(_checksum, examples, seen))
+        digests = {
+            "blocks_digest": sum(_checksum(example, example) for example in examples),
+            "digest": sum(map(_checksum, examples, seen)),
+        }
         if lengths.min() < width:
             batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
         states = {"states": examples[-1]["states"]} if "states" in examples[-1] else {}
-        return {**batch, **states, "num_tokens": int(lengths.sum()), "digest": digest}
+        return {**batch, **states, "num_tokens": int(lengths.sum()), **digests}
 
     def seen_by_model(self, example: dict[str, Any]) -> dict[str, Any]:
         """The columns of a block as the model sees them, `input_ids` masked and `labels` beside them."""
@@ -99,10 +102,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
 
 def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
-    """A checksum of what the model sees of a block, and of its number."""
-    checksum = zlib.crc32(columns["labels"].tobytes(), example.get("block_id", 0) & 0xFFFFFFFF)
-    checksum = zlib.crc32(columns["input_ids"].tobytes(), checksum)
-    for name in sorted(columns.keys() - {"input_ids", "labels"}):
+    """A checksum of a block's `columns`, as they were read or as the model sees them, and of its number."""
+    checksum = example.get("block_id", 0) & 0xFFFFFFFF
+    for name in ("labels", "input_ids"):
+        if name in columns:
+            checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
+    for name in sorted(columns.keys() - {"input_ids", "labels", *_NO_COLUMNS}):
         checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
     return checksum
 

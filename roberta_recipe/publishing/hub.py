@@ -38,6 +38,7 @@ from roberta_recipe.record import (
     BEST_NAME,
     CURVE_NAME,
     HUB_NAME,
+    LOG_NAME,
     PRESET_NAME,
     RECORD_NAME,
     SUMMARY_NAME,
@@ -52,7 +53,7 @@ RETRY_AFTER_S = (2, 8, 30)  # on top of the Hub client's own patience with large
 _PATIENCE = (408, 429, 500, 502, 503, 504)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
-_OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME)
+_OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME, LOG_NAME)
 _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's form for a new repository
 _ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
@@ -188,8 +189,13 @@ def mark_of(output_dir: Path) -> str:
     path = output_dir / HUB_NAME
     if not path.is_file():
         output_dir.mkdir(parents=True, exist_ok=True)
-        durable.write_json(path, {_MARK: uuid.uuid4().hex})
-    return durable.read_json(path)[_MARK]
+        durable.write_sealed(path, {_MARK: uuid.uuid4().hex})
+    try:
+        return durable.read_sealed(path)[_MARK]
+    except (ValueError, KeyError) as error:
+        raise InputError(
+            f'{path} is damaged ({error}): delete it, and push the finished run with make push ... ARGS="--replace"'
+        ) from None
 
 
 def open_repo(

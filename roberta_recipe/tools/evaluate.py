@@ -56,7 +56,7 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
     set_up_logging()
-    environment.use_all_cores()
+    environment.set_up_process()
     argv = [*(sys.argv[1:] if argv is None else argv), "--report_to", "none"]
     (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
     if not args.model_name_or_path:

@@ -1,20 +1,47 @@
 """Which checkpoint a run is resumed from, and whether it is the same run (Table 9: 500K steps, seldom in one start)."""
 
 import os
+import typing
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
+from roberta_recipe.data.stream import SourceState
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
+from roberta_recipe.presets import check_type
+from roberta_recipe.training.processes import from_first_process
 
 STATE_NAME = "recipe_state.json"
-STATE_VERSION = 2  # of its content
+STATE_VERSION = 3  # of its content
+_HAND_MADE = "move it away, and the checkpoint before it is taken"
 PARTIAL = ".partial"  # below the output folder: the checkpoint that is being written
+
+
+class RecipeState(TypedDict):
+    """`recipe_state.json` of a checkpoint."""
+
+    version: int
+    step: int
+    fingerprint: dict[str, Any]
+    layout: dict[str, Any]  # `layout`
+    restarts: int
+    logged_step: int  # of the last log line
+    losses: list[list[float]]  # since then, of each process: the sum of the losses, and that of each objective
+    train_seconds: float  # of all starts
+    skipped_steps: int
+    skipped_in_a_row: int
+    digests: dict[str, str]  # as `RunRecord.state_digests`
+    position: NotRequired[int]  # of the next block in the order
+    skipped_blocks: NotRequired[list[list[int]]]  # as in `PretrainingRecord`
+    recent_losses: NotRequired[list[float]]  # of the last steps (`spikes`)
+    states: NotRequired[list[dict[str, Any]] | None]  # `SourceState` of each source, where text is read
+    blocks_digest: NotRequired[int]  # as in `PretrainingRecord`, so is `digest`
+    digest: NotRequired[int]
+    computed_tokens: NotRequired[int]  # of a fine-tuning, with padding
 
 
 def newest_first(output_dir: str | Path) -> list[Path]:
@@ -41,17 +68,7 @@ def find(args: TrainingArguments) -> str | None:
     named. Where the folder has none, it is `resume_from_checkpoint`. Raises `InputError` where there are checkpoints
     and none is whole.
     """
-    found: list[Any] = [None]
-    if args.process_index == 0:
-        try:
-            found = [_find(args.output_dir, args.resume_from_checkpoint)]
-        except InputError as error:
-            found = [error]
-    if args.world_size > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], InputError):
-        raise found[0]
-    return found[0]
+    return from_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
 
 
 def _find(output_dir: str, explicit: str | None) -> str | None:
@@ -101,12 +118,18 @@ def load_state(
     such flag). Then, where a name of the fingerprint that is in `data` (what the positions of blocks depend on) has
     changed, the data begin at their beginning. Under DeepSpeed the layout must be that of the checkpoint.
     """
-    state = durable.read_json(os.path.join(checkpoint, STATE_NAME))
-    if state.get("version") != STATE_VERSION:
+    path = os.path.join(checkpoint, STATE_NAME)
+    try:
+        state = durable.read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}): {_HAND_MADE}") from None
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise InputError(
             f"{checkpoint} was written by another version of this recipe: resume it with that version, or take the "
             f"weights alone into a new run with --model_name_or_path {checkpoint}"
         )
+    if fault := _fault_of_state(state):
+        raise InputError(f"{checkpoint} has a {STATE_NAME} that this recipe did not write ({fault}): {_HAND_MADE}")
     before = state["layout"]
     if before != layout_now and {before["zero_stage"], layout_now["zero_stage"]} != {None}:
         raise InputError(
@@ -127,6 +150,27 @@ def load_state(
         if any(name in data for name in changed):
             state |= {"position": 0, "states": None, "skipped_blocks": []}
     return state
+
+
+def _fault_of_state(state: dict[str, Any]) -> str | None:
+    """What is not as `RecipeState` says it; None where all is."""
+    for name, hint in typing.get_type_hints(RecipeState).items():
+        if name not in state:
+            if name in RecipeState.__required_keys__:
+                return f"no {name}"
+            continue
+        try:
+            state[name] = check_type(state[name], hint)
+        except TypeError as error:
+            return f"{name} must be {error}"
+    if missing := {"processes", "zero_stage"} - state["layout"].keys():
+        return f"layout has no {min(missing)}"
+    try:
+        for source in state.get("states") or ():
+            SourceState.from_dict(source)
+    except (TypeError, KeyError) as error:
+        return f"states: {error}"
+    return None
 
 
 def _in_words(layout: dict[str, Any]) -> str:

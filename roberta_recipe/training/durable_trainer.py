@@ -1,6 +1,7 @@
 """`Trainer` for runs that are killed: checkpoints that are whole or absent, the gradient of the whole effective batch
 for every objective, and errors that say what is safe. `trainer_internals` lists what it builds on."""
 
+import json
 import os
 import shutil
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -15,19 +17,26 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import RunError, first_line
-from roberta_recipe.hardware import is_out_of_memory
+from roberta_recipe.errors import START_AGAIN, RunError, first_line, lost_message
+from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
+from roberta_recipe.record import LOG_NAME, finite
+from roberta_recipe.training import digests
 from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
 
+# of a group of weights: which they are, and which kernel steps them
+_NOT_OF_THE_RATE = ("params", "foreach", "fused", "capturable", "differentiable")
 MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at 1 after 16
 
 
 class StepBoundaries(TrainerCallback):
-    """Tells its trainer where each optimizer step begins and ends."""
+    """Tells its trainer where training, and each optimizer step of it, begins and ends."""
 
     def __init__(self, trainer: "DurableTrainer"):
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.begin_log()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begin_step()
@@ -100,8 +109,18 @@ class DurableTrainer(Trainer):
         }
 
     def record(self) -> dict[str, Any]:
-        """Fields of the run record that this trainer knows."""
-        return {"skipped_steps": self.skipped_steps}
+        """Fields of the run record that this trainer knows; called in all processes."""
+        digests = {**self._weights_digest(self.model_folder), **self._optimizer_digests()}
+        return {"fingerprint": self.fingerprint, "skipped_steps": self.skipped_steps, "state_digests": digests}
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the finished run's weights are."""
+        return Path(self.args.output_dir)
+
+    def logged_beside(self, logs: dict[str, float]) -> dict[str, Any]:
+        """What an entry of the log has beside the metrics that trackers draw."""
+        return {}
 
     # Loss
 
@@ -137,6 +156,19 @@ class DurableTrainer(Trainer):
             if self.step_was_skipped:  # infinite, or the norm of another step
                 logs.pop("grad_norm", None)
         super().log(logs, start_time)
+        self.state.log_history[-1] |= self.logged_beside(logs)
+        if self.args.should_save:
+            with open(self._log_path, "a", encoding="utf-8") as file:
+                file.write(_log_line(self.state.log_history[-1]))
+
+    def begin_log(self) -> None:
+        """Write the log of the steps before the checkpoint anew: what was logged after it will be logged again."""
+        if self.args.should_save:
+            durable.write_text(self._log_path, "".join(map(_log_line, self.state.log_history)))
+
+    @property
+    def _log_path(self) -> Path:
+        return Path(self.args.output_dir, LOG_NAME)
 
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, "sum")
@@ -208,6 +240,8 @@ class DurableTrainer(Trainer):
         except Exception as error:
             if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
                 raise self._overflow_error("with the loss scale at its floor, after step") from error
+            if lost := lost_process(error):
+                raise RunError(f"{lost_message(lost, error)} {self._last_good()} {START_AGAIN}") from error
             if not is_out_of_memory(error):
                 raise
             micro = self.args.per_device_train_batch_size
@@ -258,16 +292,36 @@ class DurableTrainer(Trainer):
         except Exception as error:
             failure = write_failure(error)
         self._end_writing(failure, name)
+        digests = self._optimizer_digests()
         try:
             if self.args.should_save:
-                durable.write_json(aside / STATE_NAME, {**self.recipe_state(), "losses": losses})
-                durable.move_into_place(aside, target)
+                digests |= self._weights_digest(aside)
+                durable.write_json(aside / STATE_NAME, {**self.recipe_state(), "losses": losses, "digests": digests})
+                durable.move_into_place(aside, target, digests=digests)
         except OSError as error:
             failure = error
         self._end_writing(failure, name)
         if self.args.should_save:
             shutil.rmtree(aside.parent, ignore_errors=True)
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+
+    def _weights_digest(self, folder: Path) -> dict[str, str]:
+        """Of the weights that were saved in `folder`; on the first process, empty elsewhere."""
+        return {"weights": digests.of_weights(folder)} if self.args.should_save else {}
+
+    def _optimizer_digests(self) -> dict[str, str]:
+        """Of the optimizer's state, which under DeepSpeed is that of all processes in turn, and of the scheduler with
+        the rate and the other settings of each group of weights; every process must call."""
+        if self.is_deepspeed_enabled:
+            state = gather_object([digests.of_state(self.optimizer.state_dict())])
+        else:
+            state = self.optimizer.state_dict()["state"] if self.args.should_save else None
+        groups = [
+            {name: value for name, value in group.items() if name not in _NOT_OF_THE_RATE}
+            for group in self.optimizer.param_groups
+        ]
+        scheduler = {"scheduler": self.lr_scheduler.state_dict(), "groups": groups}
+        return {"optimizer": digests.of_state(state), "scheduler": digests.of_state(scheduler)}
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
         """The fp32 weights that DeepSpeed's optimizer steps, whole, on the first process; every process must call.
@@ -305,9 +359,15 @@ class DurableTrainer(Trainer):
     def save_model(self, output_dir=None, _internal_call=False):
         if _internal_call:  # within a checkpoint, whose writing is watched as a whole
             return super().save_model(output_dir, _internal_call)
-        failure = None
+        folder, failure = output_dir or self.args.output_dir, None
+        aside = Path(self.args.output_dir, PARTIAL, "model")
+        if self.args.should_save:
+            shutil.rmtree(aside.parent, ignore_errors=True)
         try:
-            super().save_model(output_dir, _internal_call=True)
+            super().save_model(str(aside), _internal_call=True)
+            if self.args.should_save:
+                durable.move_files_into_place(aside, folder)
+                shutil.rmtree(aside.parent, ignore_errors=True)
         except Exception as error:
             failure = write_failure(error)
         self._end_writing(failure, "the model")
@@ -330,6 +390,10 @@ class DurableTrainer(Trainer):
     def _last_good(self) -> str:
         checkpoints = newest_first(self.args.output_dir)
         return f"The last complete checkpoint is {checkpoints[0]}." if checkpoints else "There is no checkpoint yet."
+
+
+def _log_line(entry: dict[str, Any]) -> str:
+    return json.dumps(finite(entry)) + "\n"
 
 
 def write_failure(error: Exception) -> Exception:

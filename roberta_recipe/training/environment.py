@@ -9,54 +9,65 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from roberta_recipe import lock
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json
-from roberta_recipe.log import is_first_process
-from roberta_recipe.record import HUB_NAME, PRESET_NAME, RECORD_NAME
+from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
+from roberta_recipe.training.processes import end_with_launcher, from_first_process
 from roberta_recipe.training.spikes import SKIPPED_NAME
 
 
-def use_all_cores() -> None:
-    """Share the cores among this machine's processes where they train on them.
+def set_up_process() -> None:
+    """End with the launcher (`end_with_launcher`); share the cores among this machine's processes where they train on
+    them.
 
     `accelerate launch` gives a CPU process OMP_NUM_THREADS=1 and leaves the other cores idle; any other value was
     chosen by the user and is kept.
     """
+    end_with_launcher()
     if not torch.cuda.is_available() and os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def check_output_dir(output_dir: str) -> None:
-    """Raise `InputError` where the folder holds anything other than a run that can be resumed, so that nothing is
-    overwritten."""
-    if not is_first_process():
-        return  # the first process may have begun to write
+def take_output_dir(args: TrainingArguments) -> None:
+    """Make the output folder and lock it, on the first process. Raises `InputError`, in all processes, where another
+    run works there, and where it holds anything other than a run that can be resumed, so that nothing is overwritten.
+    """
+    from_first_process(args, lambda: _take(args.output_dir))
+
+
+def _take(output_dir: str) -> None:
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise InputError(f"output_dir={output_dir} is a file; name a folder")
+    if (path / lock.LOCK_NAME).exists():  # who works there, before what is there
+        lock.take(path)
+    _check_content(output_dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
+    lock.take(path)
+    _check_content(output_dir)  # another run may have begun and ended in between
+
+
+def _check_content(output_dir: str) -> None:
+    path = Path(output_dir)
     if (path / RECORD_NAME).exists():
         raise InputError(
             f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
             "this folder away"
         )
-    # a run that was stopped before its first checkpoint leaves a preset and a half-written checkpoint, or returned to
-    # its beginning
-    others = (
-        [entry for entry in path.iterdir() if entry.name not in (PRESET_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)]
-        if path.is_dir()
-        else []
-    )
+    # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
+    left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)
+    others = [entry for entry in path.iterdir() if entry.name not in left] if path.is_dir() else []
     if others and not newest_first(path):
         raise InputError(
             f"output_dir={output_dir} already holds files, and no checkpoint to resume from; name another folder with "
             "--output_dir, or move this folder away"
         )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
 
 
 def check_precision(args: TrainingArguments) -> None:

@@ -181,6 +181,10 @@ class FinetuneTrainer(DurableTrainer):
 
     # What is stored
 
+    @property
+    def model_folder(self):
+        return Path(self.args.output_dir, BEST_NAME)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Load with the model's own class, which may keep weights in files of its own."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)

@@ -25,7 +25,9 @@ from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import spikes
 from roberta_recipe.training.durable_trainer import DurableTrainer
+from roberta_recipe.training.processes import launcher_is_gone
 
+_DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
 _DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -68,7 +70,8 @@ class StepWatch(TrainerCallback):
             logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
         if told:
             self.preempted = control.should_save = control.should_training_stop = True
-            logger.info(f"SIGTERM: saving step {state.global_step} of {state.max_steps}, then ending")
+            why = "The launcher has ended" if launcher_is_gone() else "SIGTERM"
+            logger.info(f"{why}: saving step {state.global_step} of {state.max_steps}, then ending")
 
     def _is_spike(self, loss: float) -> bool:
         """Whether `loss` of the step ends training; another loss is one of those that the next is compared with."""
@@ -89,8 +92,9 @@ class MlmTrainer(DurableTrainer):
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
-    `num_tokens`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the `recipe_state.json` of
-    the checkpoint that training is resumed from, and `skipped` the positions that `train_dataset` leaves out.
+    `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the
+    `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
+    `train_dataset` leaves out.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -110,13 +114,14 @@ class MlmTrainer(DurableTrainer):
         self.watch, watch.trainer = watch, self
         self.add_callback(watch)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
-        self.digest: int = resumed.get("digest", 0)  # of all blocks and masks consumed, in any order
+        # of all blocks consumed, in any order: as they were read, and as the model saw them
+        self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
         self.step_loss = torch.zeros(1, device=self.args.device)  # its share of this process x number of processes
         self.recent_losses = deque(resumed.get("recent_losses", []), maxlen=spikes.WINDOW)
         self.skipped = skipped or []
         self._first_position, self._states = resumed.get("position", 0), None
-        self._tokens = self._digest = 0  # of this process, since last counted
+        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
 
     # Data
@@ -174,7 +179,7 @@ class MlmTrainer(DurableTrainer):
         if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
             self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
         self._tokens += inputs.pop("num_tokens")
-        self._digest += inputs.pop("digest")
+        self._digests = [before + inputs.pop(name) for name, before in zip(_DATA_DIGESTS, self._digests, strict=True)]
         self._states = inputs.pop("states", None)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.not_finite += ~torch.isfinite(loss)
@@ -201,11 +206,12 @@ class MlmTrainer(DurableTrainer):
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
-        counted = torch.tensor([self._tokens, self._digest % _DIGEST_MODULUS], device=self.args.device)
-        tokens, digest = self.sum_over_processes(counted).tolist()
+        counted = [self._tokens, *(digest % _DIGEST_MODULUS for digest in self._digests)]
+        tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
         self.state.num_input_tokens_seen += tokens
-        self.digest = (self.digest + digest) % _DIGEST_MODULUS
-        self._tokens = self._digest = 0
+        for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
+            self.data_digests[name] = (self.data_digests[name] + digest) % _DIGEST_MODULUS
+        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)
 
     def log(self, logs, start_time=None):
         logged_loss = "loss" in logs
@@ -224,19 +230,23 @@ class MlmTrainer(DurableTrainer):
         epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
         self.state.epoch = epoch
-        if logged_loss:  # not among the metrics that trackers draw
-            self.state.log_history[-1]["digest"] = f"{self.digest:012x}"
+
+    def logged_beside(self, logs):
+        return self._data_digests() if "loss" in logs else {}
+
+    def _data_digests(self) -> dict[str, str]:
+        return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
         where = {"position": self.position, "states": self._states}
         skipped = [[part.start, part.stop] for part in self.skipped]
         others = {"skipped_blocks": skipped, "recent_losses": list(self.recent_losses)}
-        return {**super().recipe_state(), **where, **others, "digest": self.digest}
+        return {**super().recipe_state(), **where, **others, **self.data_digests}
 
     def record(self):
         return {
             **super().record(),
-            "digest": f"{self.digest:012x}",
+            **self._data_digests(),
             "global_batch_size": self.fingerprint["global_batch_size"],
             "stopped_by": "max_train_minutes" if self.watch.time_over else "max_steps",
             "skipped_blocks": [[part.start, part.stop] for part in self.skipped],
@@ -283,7 +293,7 @@ class MlmTrainer(DurableTrainer):
         sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
-            del inputs["num_tokens"], inputs["digest"]
+            inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
                 loss_sums = model(**inputs).loss_sums

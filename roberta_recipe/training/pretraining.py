@@ -337,6 +337,8 @@ def run_fingerprint(
         "data_seed": data_seed(training_args),
     }
     config = {**model.config.to_dict(), "transformers_version": None}
+    if args.config_name:  # its content is what counts, not where the file is
+        config["_name_or_path"] = None
     fixed = {
         **flags.fixed_values(args),
         **flags.fixed_values(training_args),

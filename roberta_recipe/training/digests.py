@@ -1,0 +1,52 @@
+"""Digests of weights, optimizer and scheduler: two runs are the same at a step exactly where these are the same."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+_LENGTH = 16  # hexadecimal digits
+
+
+def of_weights(folder: str | Path) -> str:
+    """The digest of all weights in the safetensors files of `folder`, however they are spread over files."""
+    hasher, files = hashlib.sha256(), {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as weights:
+            files |= {name: path for name in weights.keys()}  # noqa: SIM118  it is no dict
+    opened = {path: safe_open(path, "pt") for path in set(files.values())}
+    for name in sorted(files):
+        _feed(hasher, name)
+        _feed(hasher, opened[files[name]].get_tensor(name))
+    return hasher.hexdigest()[:_LENGTH]
+
+
+def of_state(state: Any) -> str:
+    """The digest of nested dicts and lists of tensors (by dtype, shape, bytes) and of what JSON can hold."""
+    hasher = hashlib.sha256()
+    _feed(hasher, state)
+    return hasher.hexdigest()[:_LENGTH]
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    """Each value with its kind and size before it, so that no two states give the same bytes."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().cpu().contiguous()
+        hasher.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        hasher.update(f"dict {len(value)}\n".encode())
+        for name in sorted(value, key=str):
+            _feed(hasher, str(name))
+            _feed(hasher, value[name])
+    elif isinstance(value, (list, tuple)):
+        hasher.update(f"list {len(value)}\n".encode())
+        for item in value:
+            _feed(hasher, item)
+    elif hasattr(value, "__dict__"):  # DeepSpeed's loss scaler
+        hasher.update(f"{type(value).__name__}\n".encode())
+        _feed(hasher, vars(value))
+    else:
+        hasher.update(f"{value!r}\n".encode())

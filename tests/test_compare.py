@@ -1,0 +1,175 @@
+"""Whether two runs are the same run, from which step on they differ, and in what: each verdict by real runs."""
+
+import json
+import re
+import shutil
+
+import pytest
+from conftest import make_documents, write_parquet
+
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import compare
+from roberta_recipe.training import checkpoint, digests
+
+SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "--data_seed", "42"]
+
+
+@pytest.fixture(scope="module")
+def made(request):
+    """Runs that the tests of this file share, by name."""
+    return {}
+
+
+@pytest.fixture
+def run(preset, tmp_path_factory, made):
+    """A function that trains a run of four steps and returns its folder; the plain run is trained once."""
+
+    def train(name, *argv):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("runs") / name
+            train_mlm.main(["--config", preset, *SAVING, "--output_dir", str(folder), *map(str, argv)])
+            made[name] = folder
+        return made[name]
+
+    return train
+
+
+def verdict(capsys, a, b):
+    """(exit code, printed lines) of the command."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        compare.command([str(a), str(b)])
+    return ended.value.code, capsys.readouterr().out.splitlines()
+
+
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_the_same_run_elsewhere_and_in_two_starts(run, preset, tmp_path, capsys):
+    plain = run("plain")
+    begun = copy(plain, tmp_path)
+    for name in ("checkpoint-4", "run_record.json"):
+        shutil.rmtree(begun / name, ignore_errors=True)
+    (begun / "run_record.json").unlink()
+    train_mlm.main(["--config", preset, *SAVING, "--output_dir", str(begun), "--dataloader_num_workers", "1"])
+    code, lines = verdict(capsys, plain, begun)
+    assert code == 0 and lines[-1] == "same: weights and log up to step 4"
+    assert "may differ  dataloader_num_workers: 0 | 1" in lines
+    log = [(folder / "log.jsonl").read_text().splitlines() for folder in (plain, begun)]
+    steps = [[json.loads(line)["step"] for line in lines if '"loss"' in line] for lines in log]
+    assert steps == [[1, 2, 3, 4]] * 2  # none twice
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "step", "cause"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 | 0.002", 1, "rate"),
+        ({"lr_scheduler_type": "cosine"}, 'lr_scheduler_type: "linear" | "cosine"', 2, "rate"),
+        ({"mlm_probability": 0.3}, "mlm_probability: 0.15 | 0.3", 1, "masks"),
+        ({"data_seed": 7}, "data_seed: 42 | 7", 1, "blocks"),
+        ({"seed": 7}, "seed: 42 | 7", 1, "loss"),  # other weights at the start
+        ({"weight_decay": 0.5}, "weight_decay: 0.01 | 0.5", 2, "loss"),
+    ],
+)
+def test_the_first_cause_and_its_step(run, capsys, flags, setting, step, cause):
+    other = run(f"{flags}", *[word for name, value in flags.items() for word in (f"--{name}", value)])
+    code, lines = verdict(capsys, run("plain"), other)
+    assert code == 1 and f"setting     {setting}" in lines
+    assert re.match(rf"different: from step {step} on, first in the {cause}", lines[-1]), lines
+
+
+def test_other_text_is_a_setting_by_its_content(run, capsys, tmp_path):
+    other = write_parquet(tmp_path / "other.parquet", make_documents(200, seed=5))
+    code, lines = verdict(capsys, run("plain"), run("text", "--train_file", other))
+    assert code == 1 and lines[-1].startswith("different: from step 1 on, first in the blocks")
+    assert any(line.startswith("may differ  train_file: ") for line in lines)
+
+
+def test_digests_tell_runs_apart_that_log_nothing(run, capsys):
+    """Checkpoints alone: the weights after two steps, where no log line says what they are."""
+    silent = [run(f"silent{seed}", "--logging_strategy", "no", "--seed", seed) for seed in (42, 7)]
+    code, lines = verdict(capsys, *silent)
+    assert code == 1 and lines[-1] == "different: from step 2 on, first in the weights"
+    assert any(re.fullmatch(r"step 2 +optimizer: optimizer .*", line) for line in lines)
+    code, lines = verdict(capsys, silent[0], run("plain"))
+    assert code == 0, lines
+
+
+def test_an_unfinished_run_is_the_same_up_to_where_it_ends(run, tmp_path, capsys):
+    plain = run("plain")
+    cut = copy(plain, tmp_path)
+    (cut / "run_record.json").unlink()
+    shutil.rmtree(cut / "checkpoint-4")
+    text = (cut / "log.jsonl").read_text()
+    (cut / "log.jsonl").write_text("".join(text.splitlines(keepends=True)[:3]) + '{"loss": 5.1, "st')
+    code, lines = verdict(capsys, plain, cut)
+    assert code == 0 and lines[-1] == f"same: weights and log up to step 3, where {cut} ends"
+    shutil.rmtree(cut / "checkpoint-2")
+    code, lines = verdict(capsys, cut, plain)
+    assert code == 0 and lines[-1] == f"same: log (no digests of weights in common) up to step 3, where {cut} ends"
+
+
+def test_what_cannot_be_compared(run, tmp_path, capsys):
+    plain = run("plain")
+    with pytest.raises(InputError, match=r"holds no run \(log.jsonl or run_record.json\)$"):
+        compare.main([str(plain), str(tmp_path)])
+    with pytest.raises(InputError, match=rf"it has {plain}$"):
+        compare.main([str(plain), str(plain.parent)])
+    damaged = copy(plain, tmp_path)
+    for content in (b'{"loss": 3}\n', b"\xff\n", b"[1]\n", b"3\n", b'{"step": "a"}\n'):
+        (damaged / "log.jsonl").write_bytes(content)
+        with pytest.raises(InputError, match="line 1 is damaged"):
+            compare.main([str(plain), str(damaged)])
+    (damaged / "log.jsonl").unlink()
+    (damaged / "checkpoint-2" / "recipe_state.json").write_text("[]")
+    with pytest.raises(InputError, match=r"recipe_state.json cannot be read"):
+        compare.main([str(plain), str(damaged)])
+
+
+# Digests
+
+
+def test_a_checkpoint_says_what_it_holds_and_the_record_what_the_run_ended_with(run):
+    plain = run("plain")
+    record = durable.read_json(plain / "run_record.json")
+    found = {}
+    for path in checkpoint.newest_first(plain):
+        manifest, state = durable.read_json(path / "manifest.json"), durable.read_json(path / "recipe_state.json")
+        assert manifest["digests"] == state["digests"] and set(state["digests"]) == {
+            "weights",
+            "optimizer",
+            "scheduler",
+        }
+        assert state["digests"]["weights"] == digests.of_weights(path)
+        found[state["step"]] = state["digests"]
+    assert found[4] == record["state_digests"] and not set(found[2].values()) & set(found[4].values())
+    assert re.fullmatch("[0-9a-f]{12}", record["blocks_digest"]) and record["blocks_digest"] != record["digest"]
+
+
+def test_the_finished_model_has_a_manifest_of_its_files_alone(run, tmp_path):
+    plain = copy(run("plain"), tmp_path)
+    assert durable.fault(plain) is None
+    files = set(durable.read_json(plain / "manifest.json")["files"])
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= files
+    assert not files & {"run_record.json", "preset.yaml", "log.jsonl", ".lock"}
+    content = bytearray((plain / "model.safetensors").read_bytes())
+    content[-3] ^= 4
+    (plain / "model.safetensors").write_bytes(content)
+    assert "model.safetensors is not what was written" in durable.fault(plain)
+
+
+def test_a_digest_does_not_depend_on_how_weights_are_spread_over_files(tmp_path, config):
+    from transformers import RobertaForMaskedLM
+
+    model = RobertaForMaskedLM(config)
+    for name, size in (("one", "1GB"), ("many", "20KB")):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    of_one = digests.of_weights(tmp_path / "one")
+    assert digests.of_weights(tmp_path / "many") == of_one
+    model.roberta.embeddings.LayerNorm.bias.data[0] += 1e-7
+    model.save_pretrained(tmp_path / "one")
+    assert digests.of_weights(tmp_path / "one") != of_one

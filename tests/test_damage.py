@@ -1,0 +1,146 @@
+"""Flipped bits in every file of a run's folder: the next start is the same run, to the bit, or says what is wrong."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import hub
+from roberta_recipe.training import checkpoint, digests
+
+SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "6"]
+
+
+def start(preset, folder, *argv):
+    return train_mlm.main(["--config", str(preset), *SAVING, "--output_dir", str(folder), *argv])
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The run that the tests of this file damage copies of."""
+    return {}
+
+
+@pytest.fixture
+def killed(made, config, preset, tmp_path, tmp_path_factory, monkeypatch):
+    """(folder of a run that was killed while it wrote its third checkpoint, its preset, digest of the weights that it
+    ends with)."""
+    monkeypatch.setattr(train_mlm.plots, "plot_loss", lambda *_: None)
+    if not made:
+        config.hidden_dropout_prob = 0.1  # so that the random state counts
+        config.to_json_file(tmp_path / "config.json")
+        folder = tmp_path_factory.mktemp("made") / "run"
+        start(preset, folder)
+        made.update(folder=folder, preset=preset, weights=digests.of_weights(folder))
+        for path in folder.iterdir():
+            if path.is_file() and path.name not in ("preset.yaml", "log.jsonl", ".lock"):
+                path.unlink()
+        (folder / ".partial").mkdir()
+        (folder / "checkpoint-6").rename(folder / ".partial" / "checkpoint-6")
+        (folder / ".partial" / "checkpoint-6" / "manifest.json").unlink()
+        hub.mark_of(folder)
+    return shutil.copytree(made["folder"], tmp_path / "killed"), made["preset"], made["weights"]
+
+
+def flip(path, rng):
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.randint(1, 3)):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
+    """Every file of the newest checkpoint and of the folder, and one of each folder that is older or half written."""
+    folder, preset, weights = killed
+    rng, resumed = random.Random(17), 0
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    by_parent = {}
+    for path in files:
+        by_parent.setdefault(path.parent.as_posix(), []).append(path)
+    assert set(by_parent) == {".", "checkpoint-2", "checkpoint-4", ".partial/checkpoint-6"}
+    chosen = [*by_parent["."], *by_parent["checkpoint-4"]]
+    chosen += [rng.choice(by_parent[name]) for name in ("checkpoint-2", ".partial/checkpoint-6")]
+    assert len(chosen) > 12
+    for path in chosen:
+        damaged = shutil.copytree(folder, tmp_path / "damaged")
+        flip(damaged / path, rng)
+        record = start(preset, damaged)
+        assert digests.of_weights(damaged) == weights, path
+        resumed += record["restarts"]
+        entries = map(json.loads, (damaged / "log.jsonl").read_text().splitlines())
+        assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4, 5, 6], path
+        shutil.rmtree(damaged)
+    assert resumed == len(chosen)  # none began anew
+
+
+def test_a_damaged_preset_repeats_the_run_or_is_refused(killed, tmp_path):
+    folder, _, weights = killed
+    rng, refused = random.Random(5), 0
+    for number in range(20):
+        damaged = shutil.copytree(folder, tmp_path / "damaged")
+        preset = tmp_path / "damaged.yaml"
+        shutil.copy(damaged / "preset.yaml", preset)
+        flip(preset, rng)
+        try:
+            start(preset, damaged)
+            assert digests.of_weights(damaged) == weights, number
+        except InputError:
+            refused += 1
+        shutil.rmtree(damaged)
+    assert refused > 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: [state],
+        lambda state: {**state, "version": 1},
+        lambda state: {name: value for name, value in state.items() if name != "fingerprint"},
+        lambda state: {**state, "layout": {}},
+        lambda state: {**state, "position": "3"},
+        lambda state: {**state, "losses": [1.0]},
+        lambda state: {**state, "states": [{"taken": 3}]},
+        lambda state: {**state, "digest": None},
+    ],
+)
+def test_a_whole_state_of_another_shape_is_a_line(killed, change):
+    folder, preset, _ = killed
+    aside = folder / "aside"
+    (folder / "checkpoint-4").rename(aside)
+    durable.write_json(aside / "recipe_state.json", change(durable.read_json(aside / "recipe_state.json")))
+    (aside / "manifest.json").unlink()
+    durable.move_into_place(aside, folder / "checkpoint-4")
+    assert durable.fault(folder / "checkpoint-4") is None
+    with pytest.raises(InputError, match=r"checkpoint-4 (has a recipe_state.json that|was written by another version)"):
+        start(preset, folder)
+
+
+def test_every_state_that_is_written_is_as_it_is_declared(killed):
+    folder, _, _ = killed
+    state = durable.read_json(folder / "checkpoint-4" / "recipe_state.json")
+    assert state.keys() | {"computed_tokens"} == checkpoint.RecipeState.__annotations__.keys()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "3", '{"files": {}}', '{"files": []}', '{"files": {"a": 3}}', '{"files": {"a\\u0000": [1, "b"]}}'],
+)
+def test_a_manifest_of_another_shape_is_a_fault(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    assert durable.fault(tmp_path)
+
+
+def test_a_damaged_mark_of_the_hub_is_a_line(tmp_path):
+    mark, rng = hub.mark_of(tmp_path), random.Random(3)
+    whole = (tmp_path / "hub.json").read_bytes()
+    for _ in range(100):
+        flip(tmp_path / "hub.json", rng)
+        try:
+            assert hub.mark_of(tmp_path) == mark
+        except InputError as error:
+            assert "hub.json is damaged" in str(error)
+        (tmp_path / "hub.json").write_bytes(whole)

@@ -1,0 +1,124 @@
+"""One run at a time in a folder, and no process that outlives its launcher."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Forked, forked_ranks
+
+import train_mlm
+from roberta_recipe import durable, lock
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import checkpoint
+
+LONG = ["--max_steps", "100000", "--save_strategy", "steps", "--save_steps", "2"]
+
+
+def wait_until(condition, timeout_s=60):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert condition()
+
+
+def in_child(folder, log):
+    """A child that takes the lock of `folder`, forks a worker, and sleeps."""
+
+    def hold():
+        lock.take(folder)
+        worker = os.fork()
+        if not worker:
+            time.sleep(100)
+            os._exit(0)
+        Path(f"{log}.worker").write_text(str(worker))
+        time.sleep(100)
+
+    child = Forked(hold, log)
+    wait_until(lambda: Path(f"{log}.worker").exists() and Path(f"{log}.worker").read_text())
+    return child, int(Path(f"{log}.worker").read_text())
+
+
+def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    child, worker = in_child(folder, tmp_path / "log")
+    host = re.escape(os.uname().nodename)
+    with pytest.raises(InputError, match=rf"folder is in use by process {child.pid} on {host} since \d.*pytest"):
+        lock.take(folder)
+    lock.take(folder, ".another")  # another name is another lock
+    child.kill()
+    child.end()
+    assert psutil.pid_exists(worker)  # it was forked with the lock's descriptor
+    lock.take(folder)
+    lock.take(folder)  # held already
+    os.kill(worker, signal.SIGKILL)
+    assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[1]", b'{"pid": 3}'])
+def test_a_damaged_lock_file_locks_all_the_same(tmp_path, content, monkeypatch):
+    monkeypatch.setattr(lock, "_OWNER_READS", 1)
+    child, worker = in_child(tmp_path, tmp_path / "log")
+    (tmp_path / ".lock").write_bytes(content)
+    with pytest.raises(InputError, match="is in use by another process; wait for it"):
+        lock.take(tmp_path)
+    child.kill()
+    child.end()
+    os.kill(worker, signal.SIGKILL)
+    lock.take(tmp_path)
+
+
+def test_of_two_starts_at_once_in_a_new_folder_one_runs(preset, tmp_path):
+    def start(seed):
+        argv = ["--config", preset, "--seed", seed, "--max_steps", "8", "--save_strategy", "steps", "--save_steps", "2"]
+        return Forked(lambda: train_mlm.main([*argv, "--output_dir", str(tmp_path / "new")]), tmp_path / f"log{seed}")
+
+    started = [start("1"), start("2")]
+    codes = [process.end() for process in started]
+    assert sorted(codes) == [0, 2], [process.log for process in started]
+    winner, loser = sorted(started, key=lambda process: codes[started.index(process)])
+    assert loser.log.startswith("error: ") and f"in use by process {winner.pid} on" in loser.log
+    record = durable.read_json(tmp_path / "new" / "run_record.json")
+    states = [durable.read_json(path / "recipe_state.json") for path in checkpoint.newest_first(tmp_path / "new")]
+    seeds = {state["fingerprint"]["seed"] for state in states}
+    assert seeds == {record["resolved_args"]["seed"]} == {1 + started.index(winner)} and len(states) == 4
+
+
+def test_all_processes_of_a_refused_start_end_with_the_line(preset, tmp_path):
+    child, worker = in_child(tmp_path, tmp_path / "log")
+    argv = ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path)]
+    ranks = forked_ranks(lambda rank: train_mlm.main(argv), tmp_path)
+    assert [rank.end() for rank in ranks] == [2, 2], [rank.log for rank in ranks]
+    for rank in ranks:
+        assert f"in use by process {child.pid} on" in rank.log and "Traceback" not in rank.log
+    for pid in (child.pid, worker):
+        os.kill(pid, signal.SIGKILL)
+    child.end()
+
+
+def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root):
+    """`kill -9` of accelerate launch: the training process saves and ends, and holds nothing any more."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+    command += [root / "train_mlm.py", "--config", preset, "--dataloader_num_workers", "1", *LONG]
+    with open(tmp_path / "log.txt", "wb") as log:
+        launcher = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log, cwd=tmp_path)
+    wait_until(lambda: (tmp_path / "log.txt").read_text().count("'loss'") > 3 or launcher.poll() is not None)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    for process in alive:
+        process.kill()
+    text = (tmp_path / "log.txt").read_text()
+    assert not alive and len(children) >= 2, text
+    assert "The launcher has ended: saving step" in text and "error: preempted: step" in text
+    newest = checkpoint.newest_first(tmp_path / "run")[0]
+    assert durable.fault(newest) is None
+    lock.take(tmp_path / "run")
