@@ -17,6 +17,8 @@ from transformers import HfArgumentParser
 from roberta_recipe.errors import InputError
 from roberta_recipe.presets import did_you_mean, read_preset
 
+Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -24,18 +26,24 @@ class Flag:
 
     `resume` is one of:
     "start":   the flag belongs to one start of a run, and is not saved in the run's preset;
-    "free":    its value may differ at each start;
+    "free":    its value may differ at each start: the run is the same, bit for bit (`benchmarks/flags.py`);
+    "layout":  its value may differ, and with it the rounding and the draws of dropout; a checkpoint keeps it, and a
+               start under another value says so;
     "content": it names a file or folder whose content is in the run's fingerprint;
     "fixed":   it is in the fingerprint: another value makes another run;
-    "data":    as "fixed", and the positions of the blocks depend on it.
+    "data":    as "fixed", and the positions of the blocks depend on it;
+    "kept":    another value than the class's default is refused, `because`.
     """
 
-    resume: Literal["start", "free", "content", "fixed", "data"]
+    resume: Scope
     shown: bool = False
+    because: str = ""
 
     def __post_init__(self):
-        if self.resume not in typing.get_args(Flag.__annotations__["resume"]):
+        if self.resume not in typing.get_args(Scope):
             raise TypeError(f"resume={self.resume!r} is not a scope of a flag")
+        if bool(self.because) != (self.resume == "kept"):
+            raise TypeError("a flag that is kept at its value says why, and no other flag does")
 
 
 def setting(default: Any, help: str, resume: str | None = None, shown: bool = False) -> Any:
@@ -60,13 +68,35 @@ def flags_of(cls: type) -> dict[str, Flag]:
 
 def fixed_values(args: Any) -> dict[str, Any]:
     """The values of an argument dataclass that must not change between two starts of a run, as JSON can hold them."""
-    names = [name for name, flag in flags_of(type(args)).items() if flag.resume in ("fixed", "data")]
+    return _values(args, ("fixed", "data"))
+
+
+def layout_values(args: Any) -> dict[str, Any]:
+    """The values of an argument dataclass that change the rounding of a run and nothing else, as JSON can hold them."""
+    return _values(args, ("layout",))
+
+
+def _values(args: Any, scopes: tuple[str, ...]) -> dict[str, Any]:
+    names = [name for name, flag in flags_of(type(args)).items() if flag.resume in scopes]
     return {name: plain(getattr(args, name)) for name in names}
 
 
 def shown_names(*filled: Any) -> list[str]:
     """The names of the flags of filled argument dataclasses that the model card and the ledger show."""
     return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown]
+
+
+def check_kept(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise `InputError` for a flag that must stay at its default and does not."""
+    for name, flag in flags_of(cls).items():
+        if flag.resume == "kept" and plain(values[name]) != plain(defaults[name]):
+            must = "unset" if defaults[name] is None else _written(defaults[name])
+            raise InputError(f"{name}={_written(values[name])}: {name} must stay {must}; {flag.because}")
+
+
+def _written(value: Any) -> str:
+    """A value as the command line and a preset have it."""
+    return str(value).lower() if isinstance(value, bool) else str(plain(value))
 
 
 def plain(value: Any) -> Any:
@@ -159,6 +189,7 @@ def parse(
     filled, resolved = [], {}
     for cls in dataclass_types:
         flags = flags_of(cls)
+        check_kept(cls, namespace, untouched)
         for name, flag in flags.items():
             value = namespace[name]
             if flag.resume != "start" and not (value is None and untouched[name] is None):

@@ -15,10 +15,17 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import RunError, first_line
+from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import is_out_of_memory
 from roberta_recipe.log import logger
-from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
+from roberta_recipe.training.checkpoint import (
+    PARTIAL,
+    STATE_NAME,
+    STATE_VERSION,
+    announce_layout,
+    layout,
+    newest_first,
+)
 
 MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at 1 after 16
 
@@ -65,7 +72,16 @@ class DurableTrainer(Trainer):
     ):
         # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
         args.push_to_hub = False
-        super().__init__(args=args, **kwargs)
+        self._layout = layout(args)  # before Trainer fills in what a DeepSpeed configuration leaves open
+        try:
+            super().__init__(args=args, **kwargs)
+        except ValueError as error:
+            if "DeepSpeed config values" not in str(error):
+                raise
+            raise InputError(
+                "the DeepSpeed configuration, or what accelerate was told beside it, contradicts the preset: "
+                + " ".join(str(error).split())
+            ) from None
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
         self.restarts: int = resumed.get("restarts", -1) + 1
         self._first_step: int = resumed.get("step", 0)
@@ -79,6 +95,8 @@ class DurableTrainer(Trainer):
         self._skipped_in_a_row: int = resumed.get("skipped_in_a_row", 0)
         self._losses_at_begin: tuple[torch.Tensor, torch.Tensor] | None = None  # of the step, in fp16
         self.add_callback(StepBoundaries(self))
+        if resumed:
+            announce_layout(resumed["layout"], self._layout)
 
     # What subclasses add
 
@@ -91,7 +109,7 @@ class DurableTrainer(Trainer):
             "version": STATE_VERSION,
             "step": self.state.global_step,
             "fingerprint": self.fingerprint,
-            "layout": layout(self.args),
+            "layout": self._layout,
             "restarts": self.restarts,
             "logged_step": self._logged_step,
             "train_seconds": self.train_seconds,

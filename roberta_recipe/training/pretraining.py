@@ -19,7 +19,7 @@ from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import environment, modeling
+from roberta_recipe.training import environment, modeling, optimization
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -159,9 +159,11 @@ def check_training(training_args: MlmTrainingArguments) -> None:
         raise InputError(f"per_device_eval_batch_size={training_args.per_device_eval_batch_size} must be at least 1")
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
+    environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     environment.check_deepspeed(training_args)
+    optimization.check(training_args)
 
 
 def data_seed(training_args: MlmTrainingArguments) -> int:
