@@ -99,7 +99,7 @@ def _other(hint: Any, default: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return next(member.value for member in hint if member.value != getattr(default, "value", default))
     if hint is bool:
-        return "false" if default else "true"
+        return "false" if default is True else "true"
     if hint is int:
         return str(3 if default in (None, 0, -1) else default + 1)
     if hint is float:

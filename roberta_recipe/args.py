@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
+from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError
 from roberta_recipe.presets import did_you_mean, read_preset
 
@@ -94,6 +95,17 @@ def check_kept(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -> N
             raise InputError(f"{name}={_written(values[name])}: {name} must stay {must}; {flag.because}")
 
 
+def _check_no_secret(flags: dict[str, Flag], values: dict[str, Any]) -> None:
+    """Raise `InputError` for a value that is saved and published with the run, and has a password or a token in it."""
+    for name, flag in flags.items():
+        if flag.resume != "start" and holds_secret(values[name]):
+            raise InputError(
+                f"{name}={redact(str(values[name]))} holds a password or a token, which would be saved in preset.yaml "
+                "and published: write it as ${NAME}, a variable of the environment, in a corpus preset (--corpus), or "
+                "give it to fsspec (its configuration files, or the variables of the file system)"
+            )
+
+
 def _written(value: Any) -> str:
     """A value as the command line and a preset have it."""
     return str(value).lower() if isinstance(value, bool) else str(plain(value))
@@ -103,6 +115,8 @@ def plain(value: Any) -> Any:
     """A flag's value as JSON can hold it: an Enum's value, a dataclass (`AcceleratorConfig`) as a mapping."""
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, list):
+        return [plain(item) for item in value]
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
@@ -190,6 +204,7 @@ def parse(
     for cls in dataclass_types:
         flags = flags_of(cls)
         check_kept(cls, namespace, untouched)
+        _check_no_secret(flags, namespace)
         for name, flag in flags.items():
             value = namespace[name]
             if flag.resume != "start" and not (value is None and untouched[name] is None):

@@ -3,8 +3,11 @@
 import errno
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from roberta_recipe.credentials import redact
 
 
 class InputError(ValueError):
@@ -31,7 +34,9 @@ def first_line(error: BaseException) -> str:
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a command's `main`; the errors above and full disks become one line on stderr and an exit code."""
+    """Run a command's `main`; the errors above and full disks become one line on stderr and an exit code. Nothing of
+    what is printed holds a password or a token."""
+    sys.excepthook = _print_redacted
     try:
         main()
         return
@@ -44,5 +49,9 @@ def exit_on_error(main: Callable[[], Any]) -> None:
             raise
         message, code = f"{error}: make room, then start the same command again", RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {redact(message)}", file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
