@@ -260,7 +260,7 @@ def main() -> None:
                 for flag, facts in flags_of(cls).items():
                     if facts.resume not in ("free", "layout") or (args.flags and flag not in args.flags):
                         continue
-                    if flag in ("output_dir", "deepspeed"):  # every run here has its own; the launcher names it
+                    if flag in ("output_dir", "deepspeed", "sweep"):  # all runs have their own; a launcher; other runs
                         continue
                     words = [str(folder / "cache")] if flag == "token_cache" else None
                     words = [f"--{flag}", *words] if words else changed(cls, flag, defaults[flag])

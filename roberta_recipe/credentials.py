@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 HIDDEN = "***"
+_URL = re.compile(r"\w[\w+.-]*://[^\s'\"]+")
 _USER = re.compile(r"(\w[\w+.-]*://)[^\s/'\"]+@")  # http://user:password@host
 _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
@@ -20,8 +21,7 @@ def redact(text: str) -> str:
     values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _SHORTEST)
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    if "://" in text:
-        text = _VALUE.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+    text = _URL.sub(lambda url: _VALUE.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", url[0])), text)
     return _HUB_TOKEN.sub(HIDDEN, text)
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -50,9 +51,9 @@ def test_credentials_in_a_flag_that_is_saved_are_refused(preset, name, tmp_path)
         with pytest.raises(InputError, match=r"holds a password or a token.*\$\{NAME\}") as error:
             train_mlm.read_arguments(["--config", preset, f"--{name}", value])
         assert not re.search("hunter22|0123abc|tok3n|=12|hf_abc", str(error.value))
-    values = yaml.safe_load(open(preset).read()) | {"train_file": [SECRET]}
+    values = yaml.safe_load(Path(preset).read_text()) | {"train_file": [SECRET]}
     (tmp_path / "secret.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(InputError, match="train_file=.*holds a password"):
+    with pytest.raises(InputError, match=r"train_file=.*holds a password"):
         train_mlm.read_arguments(["--config", str(tmp_path / "secret.yaml")])
     public = "https://h/a.parquet?download=true"
     (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public, "--hub_token", TOKEN])
@@ -83,9 +84,8 @@ exit_on_error(main)
         assert done.returncode == code and said.count("http://***@example.org/a.parquet") >= 4, said
         assert "Traceback" in said or word == "line"
         # the source line that a traceback quotes is this test's own
-        assert not re.search("bob|hunter22|0123abc", "\n".join(l for l in said.splitlines() if "raise (" not in l)), (
-            said
-        )
+        others = [line for line in said.splitlines() if "raise (" not in line]
+        assert not re.search("bob|hunter22|0123abc", "\n".join(others)), said
 
 
 def test_the_filter_keeps_what_a_line_says(caplog):
@@ -251,7 +251,7 @@ def test_a_card_shows_hostile_names_as_words(plain_cards, text):
         assert titles == opened(plain.text)[2]
         assert columns == opened(plain.text)[4]
     *_, titles, _, _ = opened(card.in_progress(f"me/{text}", config, 1, 2).text)
-    assert len(titles) == 2 - ("\n" in text and 0)
+    assert len(titles) == 1
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -106,7 +106,7 @@ def fine_tuned(
     )
     seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in scores["seeds"].items())
     hub_id = dataset["hub_id"]
-    linked = hub_id and _HUB_ID.fullmatch(hub_id)
+    linked = hub_id and "/" in hub_id and _HUB_ID.fullmatch(hub_id)
     data = markdown.name(dataset["name"])
     data += f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if linked else ""
     data += f", {markdown.sentence(dataset['note'])}," if dataset["note"] else ""
@@ -219,15 +219,15 @@ def _architecture(config: dict[str, Any], record: RunRecord) -> str:
 
 
 def _training(record: RunRecord) -> str:
-    args, versions = record["resolved_args"], record["versions"]
+    args, versions, commit = record["resolved_args"], record["versions"], markdown.name(record["commit"])
     device = markdown.name(device_of(record["hardware"]))
     rows = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)]
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    used = ", ".join(markdown.name(f"{name} {version}") for name, version in versions.items())
     return (
         "## Training\n\n"
         + _table(("", ""), rows)
         + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {record['commit']}. "
+        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {commit}. "
         "`preset.yaml` repeats the run."
     )
 

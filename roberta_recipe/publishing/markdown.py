@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _HARMLESS = re.compile(r"[\w ,.;:/+()%-]*")
-_LINKED = re.compile(r"://|www\.", re.I)  # what GitHub makes a link of without brackets
+_LINKED = re.compile(r"(\S*(?:://|www\.|\w@\w)\S*)", re.I)  # words that GitHub makes a link of without brackets
 _CODE = re.compile(r"(`+)(?!`)(.*?)(?<!`)\1(?!`)")
 
 
@@ -40,8 +40,10 @@ def sentence(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    text = re.sub(r"([\\<>\[\]`])", r"\\\1", text)
-    return re.sub(r"(?i)(:)(?=//)|(?<=www)(\.)", r"\\\1\2", text)
+    pieces = _LINKED.split(text)  # every other piece is such a word
+    pieces[::2] = [re.sub(r"([\\<>\[\]`&])", r"\\\1", piece) for piece in pieces[::2]]
+    pieces[1::2] = [code(word) for word in pieces[1::2]]
+    return "".join(pieces)
 
 
 def _one_line(value: Any) -> str:

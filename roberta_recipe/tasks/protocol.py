@@ -236,6 +236,7 @@ def finetune(
         eval_dataset=job.features[job.validation[0]],
         data_collator=job.collator,
         processing_class=job.tokenizer,
+        callbacks=environment.take_trackers(training_args),
         loss_sum=job.loss_sum,
         measure=lambda scores: job.measure(job.validation[0], scores, scores),
         best_metric=job.metric,

@@ -58,12 +58,12 @@ def _check_optimizer(args: TrainingArguments) -> None:
     try:
         given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
         with_all = _groups(args, given)
-        idle = [key for key in given if _groups(args, {k: v for k, v in given.items() if k != key}) == with_all]
     except (TypeError, ValueError) as error:
         raise InputError(
             f"optim_args={args.optim_args}: optim={args.optim.value} cannot take them ({error}); write them as "
             "name=value,name=value"
         ) from None
+    idle = [key for key in given if _groups_without(args, given, key) == with_all]
     if idle:
         raise InputError(
             f"optim_args={args.optim_args}: {idle[0]}={given[idle[0]]} changes nothing of optim={args.optim.value}; "
@@ -78,6 +78,14 @@ def _groups(args: TrainingArguments, optim_args: dict[str, str]) -> list[dict[st
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     parameter = torch.nn.Parameter(torch.zeros(1))
     return hyperparameters(cls([{"params": [parameter], "weight_decay": args.weight_decay}], **kwargs))
+
+
+def _groups_without(args: TrainingArguments, optim_args: dict[str, str], key: str) -> list[dict[str, Any]] | None:
+    """`_groups` without one of `optim_args`; None where the others need it."""
+    try:
+        return _groups(args, {name: value for name, value in optim_args.items() if name != key})
+    except ValueError:
+        return None
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
