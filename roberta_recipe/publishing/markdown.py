@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_HARMLESS = re.compile(r"[\w ,.;:/+()%-]*")
+_HARMLESS = re.compile(r"[\w ,.;:/+()%?!'=-]*")
 _LINKED = re.compile(r"(\S*(?:://|www\.|\w@\w)\S*)", re.I)  # words that GitHub makes a link of without brackets
 _CODE = re.compile(r"(`+)(?!`)(.*?)(?<!`)\1(?!`)")
 

@@ -36,7 +36,7 @@ _FREE = (
     *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
     *("prediction_loss_only", "eval_on_start", "eval_use_gather_object", "eval_accumulation_steps"),
     *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps", "save_total_limit"),
-    *("debug", "skip_memory_metrics", "do_train", "do_eval", "do_predict"),
+    *("skip_memory_metrics", "do_train", "do_eval", "do_predict"),
 )
 _START = (
     *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
@@ -54,6 +54,7 @@ _KEPT = {
     "fp16_full_eval": _ONE_PRECISION,
     "use_liger_kernel": "the models here have no Liger kernels",
     "liger_kernel_config": "the models here have no Liger kernels",
+    "debug": "what is not finite ends a run already, and Trainer's search for it fails on masks",
     "use_cache": "an encoder has no cache, and the value would be published in config.json",
     "logging_nan_inf_filter": "a loss that is not finite is never logged as 0",
     "include_num_input_tokens_seen": "tokens are counted already (tokens_seen)",
