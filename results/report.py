@@ -31,8 +31,8 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.presets import check_mapping, load_yaml
-from roberta_recipe.publishing import plots
-from roberta_recipe.publishing.card import device_of, markdown_table, of_baseline, scored_on
+from roberta_recipe.publishing import markdown, plots
+from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
 from roberta_recipe.publishing.plots import LedgerEntry
 from roberta_recipe.record import (
     CURVE_NAME,
@@ -151,7 +151,7 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
             raise InputError(f"{source} is a fine-tuning: say with --name of which model")
         kept = shortened(source, note)
         stem = "_".join([kept["task"].replace(" ", "_"), *_variants(kept["resolved_args"])])
-        target = folder / name / f"{stem}.json"
+        target = folder / _file_name("name", name) / f"{_file_name('task', stem)}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(target, kept)
         return target
@@ -162,11 +162,20 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
-    target = folder / (name or source.name)
+    target = folder / _file_name("name", name or source.name)
     target.mkdir(parents=True, exist_ok=True)
     durable.write_json(target / RECORD_NAME, record)
     shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
+
+
+def _file_name(what: str, name: str) -> str:
+    """`name`, which becomes a file or a folder of the ledger. Raises `InputError` where it is a path, or hidden."""
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise InputError(
+            f"{what}={name!r} becomes a name in the ledger: letters, digits and _ . + - only, a letter first"
+        )
+    return name
 
 
 def shortened(source: Path, note: str) -> LedgerEntry:
@@ -423,8 +432,9 @@ def as_markdown(shown: Sequence[Section], level: int) -> str:
         if section.picture:
             what = f"![{section.title}]({section.picture})"
         else:
-            what = markdown_table(section.head, section.lines)
-        blocks += [f"{'#' * level} {section.title}", *section.above, what, *section.below]
+            what = markdown.table(section.head, [[markdown.sentence(cell) for cell in line] for line in section.lines])
+        above, below = (map(markdown.sentence, texts) for texts in (section.above, section.below))
+        blocks += [f"{'#' * level} {section.title}", *above, what, *below]
     return "\n\n".join(blocks)
 
 

@@ -14,8 +14,11 @@ from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
+from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError
 from roberta_recipe.presets import did_you_mean, read_preset
+
+Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
 
 
 @dataclass(frozen=True)
@@ -24,18 +27,24 @@ class Flag:
 
     `resume` is one of:
     "start":   the flag belongs to one start of a run, and is not saved in the run's preset;
-    "free":    its value may differ at each start;
+    "free":    its value may differ at each start: the run is the same, bit for bit (`benchmarks/flags.py`);
+    "layout":  its value may differ, and with it the rounding and the draws of dropout; a checkpoint keeps it, and a
+               start under another value says so;
     "content": it names a file or folder whose content is in the run's fingerprint;
     "fixed":   it is in the fingerprint: another value makes another run;
-    "data":    as "fixed", and the positions of the blocks depend on it.
+    "data":    as "fixed", and the positions of the blocks depend on it;
+    "kept":    another value than the class's default is refused, `because`.
     """
 
-    resume: Literal["start", "free", "content", "fixed", "data"]
+    resume: Scope
     shown: bool = False
+    because: str = ""
 
     def __post_init__(self):
-        if self.resume not in typing.get_args(Flag.__annotations__["resume"]):
+        if self.resume not in typing.get_args(Scope):
             raise TypeError(f"resume={self.resume!r} is not a scope of a flag")
+        if bool(self.because) != (self.resume == "kept"):
+            raise TypeError("a flag that is kept at its value says why, and no other flag does")
 
 
 def setting(default: Any, help: str, resume: str | None = None, shown: bool = False) -> Any:
@@ -60,7 +69,16 @@ def flags_of(cls: type) -> dict[str, Flag]:
 
 def fixed_values(args: Any) -> dict[str, Any]:
     """The values of an argument dataclass that must not change between two starts of a run, as JSON can hold them."""
-    names = [name for name, flag in flags_of(type(args)).items() if flag.resume in ("fixed", "data")]
+    return _values(args, ("fixed", "data"))
+
+
+def layout_values(args: Any) -> dict[str, Any]:
+    """The values of an argument dataclass that change the rounding of a run and nothing else, as JSON can hold them."""
+    return _values(args, ("layout",))
+
+
+def _values(args: Any, scopes: tuple[str, ...]) -> dict[str, Any]:
+    names = [name for name, flag in flags_of(type(args)).items() if flag.resume in scopes]
     return {name: plain(getattr(args, name)) for name in names}
 
 
@@ -69,10 +87,36 @@ def shown_names(*filled: Any) -> list[str]:
     return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown]
 
 
+def check_kept(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise `InputError` for a flag that must stay at its default and does not."""
+    for name, flag in flags_of(cls).items():
+        if flag.resume == "kept" and plain(values[name]) != plain(defaults[name]):
+            must = "unset" if defaults[name] is None else _written(defaults[name])
+            raise InputError(f"{name}={_written(values[name])}: {name} must stay {must}; {flag.because}")
+
+
+def _check_no_secret(flags: dict[str, Flag], values: dict[str, Any]) -> None:
+    """Raise `InputError` for a value that is saved and published with the run, and has a password or a token in it."""
+    for name, flag in flags.items():
+        if flag.resume != "start" and holds_secret(values[name]):
+            raise InputError(
+                f"{name}={redact(str(values[name]))} holds a password or a token, which would be saved in preset.yaml "
+                "and published: write it as ${NAME}, a variable of the environment, in a corpus preset (--corpus), or "
+                "give it to fsspec (its configuration files, or the variables of the file system)"
+            )
+
+
+def _written(value: Any) -> str:
+    """A value as the command line and a preset have it."""
+    return str(value).lower() if isinstance(value, bool) else str(plain(value))
+
+
 def plain(value: Any) -> Any:
     """A flag's value as JSON can hold it: an Enum's value, a dataclass (`AcceleratorConfig`) as a mapping."""
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, list):
+        return [plain(item) for item in value]
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
@@ -159,6 +203,8 @@ def parse(
     filled, resolved = [], {}
     for cls in dataclass_types:
         flags = flags_of(cls)
+        check_kept(cls, namespace, untouched)
+        _check_no_secret(flags, namespace)
         for name, flag in flags.items():
             value = namespace[name]
             if flag.resume != "start" and not (value is None and untouched[name] is None):

@@ -3,8 +3,11 @@
 import errno
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from roberta_recipe.credentials import redact
 
 
 class InputError(ValueError):
@@ -41,7 +44,8 @@ def lost_message(lost: str, error: BaseException) -> str:
 
 def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`; the errors above, full disks and lost processes become one line on stderr and an
-    exit code."""
+    exit code. Nothing of what is printed holds a password or a token."""
+    sys.excepthook = _print_redacted
     try:
         main()
         return
@@ -60,5 +64,9 @@ def exit_on_error(main: Callable[[], Any]) -> None:
             raise
         message, code = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}", RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {redact(message)}", file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

@@ -8,6 +8,8 @@ import warnings
 import datasets
 import transformers
 
+from roberta_recipe.credentials import Redact
+
 logger = logging.getLogger("recipe")
 
 
@@ -19,6 +21,10 @@ def is_first_process() -> bool:
 def set_up_logging() -> None:
     """Our log lines and progress bars on stderr; the libraries' only where something is wrong."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    for name in (None, "transformers", "datasets", "huggingface_hub"):  # these libraries have handlers of their own
+        for handler in logging.getLogger(name).handlers:
+            if not any(isinstance(known, Redact) for known in handler.filters):
+                handler.addFilter(Redact())
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     transformers.utils.logging.set_verbosity_warning()
     datasets.utils.logging.set_verbosity_warning()

@@ -541,6 +541,7 @@ BAD = {
     "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
     "batch": (["--global_batch_size", "0"], "global_batch_size=0 and per_device_train_batch_size=1 must be at least 1"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
+    "unknown tracker": (["--report_to", "mlflow"], "report_to=.*mlflow"),
     "smoothing": (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
     "best by Trainer": (
         ["--load_best_model_at_end", "true", "--save_strategy", "epoch"],
@@ -551,7 +552,7 @@ BAD = {
     "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
-    "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size would shrink the global batch"),
+    "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size must stay false; lower"),
 }
 
 

@@ -4,6 +4,7 @@ What is evaluated stands in the Hub's `model-index` form as well, so that the Hu
 are called (`record.DatasetCard`), and each flag whether the card shows it (`args.Flag`).
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe.hardware import Machine
+from roberta_recipe.publishing import markdown
 from roberta_recipe.record import (
     FinetuneRecord,
     PretrainingRecord,
@@ -30,6 +32,7 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SHARED = ("task", "metric", "dataset", "scored_examples", "baseline", "resolved_args", "shown_args")  # with a summary
 _SHAPE = {
     "num_hidden_layers": "layers",
@@ -53,16 +56,17 @@ def pretrained(
     `metadata` goes into the head of the card as it is."""
     args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
     metadata |= _base_model(args)
-    start = f", continued from `{args['model_name_or_path']}`" if args.get("model_name_or_path") else ""
+    start = f", continued from {markdown.code(args['model_name_or_path'])}" if args.get("model_name_or_path") else ""
     share = record["tokens_seen"] / ROBERTA_TOKENS
     results = _of_text(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
         measured = {f"eval_{key}": value for key, value in source.items()}
         results += _of_text(f"{corpus}/{name}", f"{corpus}: {name}", measured)
     sections = [
-        f"# {repo.split('/')[-1]}",
+        _title(repo),
         f"A masked language model pretrained by [RoBERTa](https://arxiv.org/abs/1907.11692)'s recipe on "
-        f"{corpus}{start}: {record['parameters']:,} parameters, {_millions(record['tokens_seen'])} tokens seen.",
+        f"{markdown.name(corpus)}{start}: {record['parameters']:,} parameters, {_millions(record['tokens_seen'])} "
+        "tokens seen.",
         _loading(repo, config, revision),
         _architecture(config, record),
         "## Text\n\n" + _corpus_table(record),
@@ -97,15 +101,19 @@ def fine_tuned(
     args, dataset = record["resolved_args"], record["dataset"]
     summary = summary or _alone(record)
     scores = picked_setting(summary)
-    from_what = f"`{args['model_name_or_path']}`" + (", from random weights" if args.get("random_weights") else "")
+    from_what = markdown.code(args["model_name_or_path"]) + (
+        ", from random weights" if args.get("random_weights") else ""
+    )
     seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in scores["seeds"].items())
     hub_id = dataset["hub_id"]
-    data = dataset["name"] + (f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if hub_id else "")
-    data += f", {dataset['note']}," if dataset["note"] else ""
-    loading_note = dataset.get("loading_note")
+    linked = hub_id and "/" in hub_id and _HUB_ID.fullmatch(hub_id)
+    data = markdown.name(dataset["name"])
+    data += f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if linked else ""
+    data += f", {markdown.sentence(dataset['note'])}," if dataset["note"] else ""
+    loading_note = markdown.sentence(dataset.get("loading_note") or "")
     metadata |= _base_model(args)
     sections = [
-        f"# {repo.split('/')[-1]}",
+        _title(repo),
         f"{from_what} fine-tuned on {data} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
         f"{record['examples']['train']:,} training examples as the model sees them.",
         _loading(repo, config, revision) + (f"\n\n{loading_note}" if loading_note else ""),
@@ -126,7 +134,7 @@ def fine_tuned(
 def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, revision: str | None = None) -> ModelCard:
     """The card of a run that is still training."""
     sections = [
-        f"# {repo.split('/')[-1]}",
+        _title(repo),
         f"**In training: step {step:,} of {max_steps:,}.** Nothing is measured yet; preset.yaml says what it is.",
         _loading(repo, config, revision),
     ]
@@ -135,13 +143,7 @@ def in_progress(repo: str, config: dict[str, Any], step: int, max_steps: int, re
 
 def announced(repo: str) -> ModelCard:
     """The card of a run that begins."""
-    return ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
-
-
-def markdown_table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
-    """A table as README and model cards have it."""
-    rows = [head, tuple("---" for _ in head), *lines]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in rows)
+    return ModelCard(f"---\nlibrary_name: transformers\n---\n\n{_title(repo)}\n\n**In training.**\n")
 
 
 def scored_on(summary: Summary, metric: str = "") -> str:
@@ -170,7 +172,7 @@ def device_of(hardware: Machine) -> str:
 def _base_model(args: dict[str, Any]) -> dict[str, str]:
     """For the head of the card, where the run started from a model of the Hub and not from a folder."""
     name = args.get("model_name_or_path") or ""
-    from_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and not args.get("random_weights")
+    from_hub = _HUB_ID.fullmatch(name) and not Path(name).exists() and not args.get("random_weights")
     return {"base_model": name} if from_hub else {}
 
 
@@ -186,13 +188,23 @@ def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
+def _title(repo: str) -> str:
+    return f"# {markdown.name(repo.split('/')[-1])}"
+
+
+def _table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
+    """A table of names and figures."""
+    return markdown.table(head, [[markdown.name(value) for value in line] for line in lines])
+
+
 def _head(config: dict[str, Any]) -> str:
     """`ForMaskedLM` and the like."""
     return "For" + config["architectures"][0].partition("For")[2]
 
 
 def _loading(repo: str, config: dict[str, Any], revision: str | None) -> str:
-    cls, which = f"AutoModel{_head(config)}", f'"{repo}"' + (f', revision="{revision}"' if revision else "")
+    which = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
+    cls = re.sub(r"\W", "", f"AutoModel{_head(config)}")
     return (
         f"```python\nfrom transformers import {cls}, AutoTokenizer\n"
         f"tokenizer = AutoTokenizer.from_pretrained({which})\n"
@@ -203,18 +215,19 @@ def _loading(repo: str, config: dict[str, Any], revision: str | None) -> str:
 def _architecture(config: dict[str, Any], record: RunRecord) -> str:
     rows = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
     rows.append(("parameters", f"{record['parameters']:,}"))
-    return f"## Architecture\n\n`{config['architectures'][0]}`\n\n" + markdown_table(("", ""), rows)
+    return f"## Architecture\n\n{markdown.code(config['architectures'][0])}\n\n" + _table(("", ""), rows)
 
 
 def _training(record: RunRecord) -> str:
-    args, device, versions = record["resolved_args"], device_of(record["hardware"]), record["versions"]
+    args, versions, commit = record["resolved_args"], record["versions"], markdown.name(record["commit"])
+    device = markdown.name(device_of(record["hardware"]))
     rows = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)]
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    used = ", ".join(markdown.name(f"{name} {version}") for name, version in versions.items())
     return (
         "## Training\n\n"
-        + markdown_table(("", ""), rows)
+        + _table(("", ""), rows)
         + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {record['commit']}. "
+        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {commit}. "
         "`preset.yaml` repeats the run."
     )
 
@@ -233,8 +246,9 @@ def _corpus_table(record: PretrainingRecord) -> str:
         read = (f"{counts[key]:,}" for key in ("documents", "tokens", "lost_rows"))
         rows.append((name, *read, record["passes"].get(name, 0), f"{held_out.get(name, {}).get('tokens', 0):,}"))
     head = ("source", "documents read", "tokens read", "rows lost", "whole passes", "tokens held out and read")
-    note = "" if record["stopped_by"] == "max_steps" else f"\n\nTraining was ended by {record['stopped_by']}."
-    return markdown_table(head, rows) + note
+    ended = markdown.name(record["stopped_by"])
+    note = "" if ended == "max_steps" else f"\n\nTraining was ended by {ended}."
+    return _table(head, rows) + note
 
 
 def _text_table(record: PretrainingRecord) -> str:
@@ -251,7 +265,7 @@ def _text_table(record: PretrainingRecord) -> str:
         )
         for name, measured in figures.items()
     ]
-    return markdown_table(("held-out text", "blocks", "loss (nats)", "perplexity", "unigram entropy"), rows)
+    return _table(("held-out text", "blocks", "loss (nats)", "perplexity", "unigram entropy"), rows)
 
 
 def _score_table(summaries: list[Summary]) -> str:
@@ -267,7 +281,7 @@ def _score_table(summaries: list[Summary]) -> str:
         rows.append((*task, metric, median, spread, seeds, of_baseline(summary, metric), medians))
     head = ("task", "scored on", "metric", "median", "spread", "seeds", "majority answer", "medians of all metrics")
     explained = "Majority answer: what the most frequent right answer scores when it is given to every example."
-    return f"{markdown_table(head, rows)}\n\n{explained}"
+    return f"{_table(head, rows)}\n\n{explained}"
 
 
 def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:

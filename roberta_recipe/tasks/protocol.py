@@ -39,20 +39,11 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
-from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, weights
+from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, optimization, weights
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
 TEST_SCORES = "test_scores.npz"
-
-_TAKEN_FROM_TRAINER = {
-    "average_tokens_across_devices": True,
-    "load_best_model_at_end": False,
-    "train_sampling_strategy": "random",
-    "dataloader_drop_last": False,
-    "eval_do_concat_batches": True,
-    "eval_delay": 0,
-}
 
 
 @dataclass
@@ -142,7 +133,7 @@ def read_arguments(cls: type, argv: list[str], default: str, description: str) -
 
 
 def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for what the protocol takes from `Trainer`."""
+    """Raise `InputError` for values out of range and for what the protocol does not do."""
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
     if not args.seeds or len(set(args.seeds)) != len(args.seeds) or min(args.seeds) < 0:
@@ -157,10 +148,6 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         raise InputError(
             f"layer_decay={args.layer_decay} must be above 0 and at most 1, which is the same rate for all layers"
         )
-    if training_args.auto_find_batch_size:
-        raise InputError(
-            "auto_find_batch_size would shrink the global batch unseen; set per_device_train_batch_size instead"
-        )
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if not training_args.output_dir or Path(training_args.output_dir).is_file():
@@ -172,14 +159,11 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
             f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
             "the best of all (end)"
         )
-    if training_args.label_smoothing_factor:
-        raise InputError(f"label_smoothing_factor={training_args.label_smoothing_factor}: the losses here are plain")
-    for name, wanted in _TAKEN_FROM_TRAINER.items():
-        if getattr(training_args, name) != wanted:
-            raise InputError(f"{name} must stay {str(wanted).lower()}: the script does this itself")
     heads.check_length(args.model_name_or_path, args.max_seq_length)
+    environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
+    optimization.check(training_args)
     if training_args.deepspeed_plugin:
         raise InputError(
             "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"
@@ -275,6 +259,7 @@ def finetune(
         eval_dataset=job.features[job.validation[0]],
         data_collator=job.collator,
         processing_class=job.tokenizer,
+        callbacks=environment.take_trackers(training_args),
         loss_sum=job.loss_sum,
         measure=lambda scores: job.measure(job.validation[0], scores, scores),
         best_metric=job.metric,

@@ -16,39 +16,76 @@ _OPTIMIZATION = (
     *("adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "bf16", "fp16", "seed"),
 )
 _ALSO_FIXED = (
-    *("lr_scheduler_kwargs", "optim_args", "optim_target_modules", "average_tokens_across_devices", "data_seed"),
-    *("label_smoothing_factor", "bf16_full_eval", "fp16_full_eval", "tf32", "use_liger_kernel", "liger_kernel_config"),
-    *("neftune_noise_alpha", "accelerator_config", "dataloader_in_order", "label_names"),
+    *("lr_scheduler_kwargs", "optim_args", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
+    "label_names",
 )
-# "free": layout, hardware, logging, saving, evaluation; the gradient of a step does not depend on them
-_FREE = (
-    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size", "use_cpu"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing", "use_cache"),
+# "layout": how the same step is spread out and which kernels compute it
+_LAYOUT = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "use_cpu"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
     *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    *("torch_empty_cache_steps", "full_determinism", "parallelism_config", "fsdp", "fsdp_config", "deepspeed"),
-    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-    *("ddp_timeout", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
-    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    *("remove_unused_columns", "train_sampling_strategy", "length_column_name", "ignore_data_skip"),
-    *("restore_callback_states_from_checkpoint", "logging_strategy", "logging_steps", "logging_first_step"),
-    *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level"),
+    *("full_determinism", "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    *("ddp_static_graph", "ddp_backend"),
+)
+# "free": reading, logging, saving, evaluation; not a bit of the weights depends on them
+_FREE = (
+    *("output_dir", "auto_find_batch_size", "torch_empty_cache_steps", "ddp_timeout", "dataloader_num_workers"),
+    *("dataloader_pin_memory", "dataloader_prefetch_factor", "length_column_name"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "log_level"),
     *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
     *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-    *("per_device_eval_batch_size", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches"),
-    *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
-    *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
-    *("enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "debug"),
+    *("prediction_loss_only", "eval_on_start", "eval_use_gather_object", "eval_accumulation_steps"),
+    *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps", "save_total_limit"),
     *("skip_memory_metrics", "do_train", "do_eval", "do_predict"),
 )
 _START = (
     *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
     *("hub_strategy", "hub_always_push", "hub_revision"),
 )
+# "kept": Trainer would do in silence what is done here already, or leave a checkpoint that cannot be resumed
+_SHARDED = "a model is whole on every process here, or sharded by DeepSpeed (ds_configs/accelerate)"
+_ONE_PRECISION = "evaluation has the precision of training"
+_OWN_ORDER = "the order of the examples is a function of the seed here"
+_OWN_BEST = "which weights are kept is decided here, not by Trainer"
+_KEPT = {
+    "average_tokens_across_devices": "the batch is that of all processes",
+    "label_smoothing_factor": "the losses here are plain",
+    "bf16_full_eval": _ONE_PRECISION,
+    "fp16_full_eval": _ONE_PRECISION,
+    "use_liger_kernel": "the models here have no Liger kernels",
+    "liger_kernel_config": "the models here have no Liger kernels",
+    "debug": "what is not finite ends a run already, and Trainer's search for it fails on masks",
+    "use_cache": "an encoder has no cache, and the value would be published in config.json",
+    "logging_nan_inf_filter": "a loss that is not finite is never logged as 0",
+    "include_num_input_tokens_seen": "tokens are counted already (tokens_seen)",
+    "save_only_model": "a checkpoint without optimizer, schedule and random state would resume as another run; the "
+    "model alone is in the output folder at the end",
+    "save_on_each_node": "a checkpoint is written once, by the first process",
+    "enable_jit_checkpoint": "SIGTERM saves the step and ends the run already",
+    "restore_callback_states_from_checkpoint": "a checkpoint that SIGTERM asked for would stop the run again",
+    "load_best_model_at_end": _OWN_BEST,
+    "metric_for_best_model": _OWN_BEST,
+    "greater_is_better": _OWN_BEST,
+    "accelerator_config": "it can change the batch and count validation examples twice",
+    "parallelism_config": _SHARDED,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
+    "dataloader_drop_last": "evaluation is of all examples",
+    "dataloader_in_order": _OWN_ORDER,
+    "dataloader_multiprocessing_context": "data workers are forked",
+    "dataloader_persistent_workers": "an evaluation would be given the workers, and the examples, of another",
+    "remove_unused_columns": "collators need columns that the model does not take",
+    "train_sampling_strategy": _OWN_ORDER,
+    "eval_do_concat_batches": "scores are taken in the order of the examples",
+    "ignore_data_skip": "a resumed run takes the examples after the checkpoint's",
+}
 TRAINER_FLAGS: dict[str, Flag] = {
     **{name: Flag("fixed", shown=True) for name in _OPTIMIZATION},
     **{name: Flag("fixed") for name in _ALSO_FIXED},
+    **{name: Flag("layout") for name in _LAYOUT},
     **{name: Flag("free") for name in _FREE},
     **{name: Flag("start") for name in _START},
+    **{name: Flag("kept", because=reason) for name, reason in _KEPT.items()},
 }
 
 
@@ -68,12 +105,30 @@ class RecipeTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            raise InputError(
+                f"lr_scheduler_type={self.lr_scheduler_type.value} follows evaluations; the rate here is a function of "
+                "the step (linear, cosine, ...)"
+            )
+        if self.save_strategy == "best":
+            raise InputError(f"save_strategy=best: {_OWN_BEST}; use steps, epoch or no")
+        if not (self.activation_checkpointing_kwargs or {}).get("preserve_rng_state", True):
+            raise InputError(
+                "activation_checkpointing_kwargs: preserve_rng_state must stay true; the second forward would draw "
+                "another dropout than the first, and the gradient would be wrong"
+            )
+
 
 @dataclass
 class MlmTrainingArguments(RecipeTrainingArguments):
     """For pretraining (paper, Table 9): an endless stream of blocks, so that a run is as long as `max_steps`."""
 
-    inherited_flags: ClassVar[dict[str, Flag]] = {**TRAINER_FLAGS, "num_train_epochs": Flag("fixed")}  # not shown
+    inherited_flags: ClassVar[dict[str, Flag]] = {
+        **TRAINER_FLAGS,
+        "num_train_epochs": Flag("kept", because="the stream of blocks has no end; set max_steps"),
+    }
 
     weight_decay: float = setting(
         0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
@@ -97,27 +152,6 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         for name in ("eval_strategy", "save_strategy"):
             if getattr(self, name) == "epoch":
                 raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use steps or no")
-        if self.num_train_epochs != 3.0:
-            raise InputError(
-                f"num_train_epochs={self.num_train_epochs}: the stream of blocks has no end; set max_steps"
-            )
-        if self.label_smoothing_factor:
-            raise InputError(
-                f"label_smoothing_factor={self.label_smoothing_factor}: the loss here is plain cross-entropy"
-            )
-        if self.include_num_input_tokens_seen != "no":
-            raise InputError("include_num_input_tokens_seen must stay no: tokens are counted already (tokens_seen)")
-        if not self.average_tokens_across_devices:
-            raise InputError("average_tokens_across_devices must stay true: the batch is that of all processes")
-        if self.remove_unused_columns:
-            raise InputError("remove_unused_columns must stay false: the collator needs the block's number")
-        for name in ("load_best_model_at_end", "metric_for_best_model"):
-            if getattr(self, name):
-                raise InputError(f"{name}={getattr(self, name)}: pretraining ends with its last step; leave it out")
-        if not self.ignore_data_skip:
-            raise InputError("ignore_data_skip must stay true: the data begin where the checkpoint left them")
-        if self.logging_nan_inf_filter:
-            raise InputError("logging_nan_inf_filter must stay false: a loss that is not finite is never logged as 0")
 
 
 @dataclass
@@ -128,7 +162,9 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
         **TRAINER_FLAGS,
         "eval_strategy": Flag("fixed"),
         "eval_steps": Flag("fixed", shown=True),
-        "eval_on_start": Flag("fixed"),
+        "eval_on_start": Flag("kept", because="the step that a run is resumed at would be measured too"),
+        "eval_delay": Flag("kept", because="the best epoch is picked among all"),
+        "auto_find_batch_size": Flag("kept", because="lower per_device_train_batch_size; the global batch stays"),
     }
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")

@@ -6,9 +6,11 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import torch
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
+from roberta_recipe.args import layout_values
 from roberta_recipe.data.stream import SourceState
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
@@ -19,6 +21,14 @@ STATE_NAME = "recipe_state.json"
 STATE_VERSION = 3  # of its content
 _HAND_MADE = "move it away, and the checkpoint before it is taken"
 PARTIAL = ".partial"  # below the output folder: the checkpoint that is being written
+# what an optimizer's stored state depends on
+OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")
+# variables of the environment that choose kernels, and so the rounding
+_KERNEL_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE"),
+    *("TORCH_COMPILE_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "FLASH_ATTENTION_DETERMINISTIC"),
+)
 
 
 class RecipeState(TypedDict):
@@ -100,9 +110,28 @@ def _find(output_dir: str, explicit: str | None) -> str | None:
 
 
 def layout(args: TrainingArguments) -> dict[str, Any]:
-    """How a run is spread out, which may change between two starts of it, but not under DeepSpeed."""
+    """How a run is spread out and computed, which may change between two starts of it: the rounding and the draws of
+    dropout depend on it. Processes and ZeRO stage may not change under DeepSpeed."""
     plugin = args.deepspeed_plugin
-    return {"processes": args.world_size, "zero_stage": plugin.zero_stage if plugin else None}
+    on_gpu = args.device.type == "cuda"
+    return {
+        "processes": args.world_size,
+        "zero_stage": plugin.zero_stage if plugin else None,
+        "deepspeed_config": durable.fingerprint(plugin.deepspeed_config) if plugin else None,
+        "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        **layout_values(args),
+        **{name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
+    }
+
+
+def announce_layout(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say where the layout is another than that of the checkpoint."""
+    if changed := durable.differences(before, now):
+        logger.info(
+            f"Resuming in another layout ({'; '.join(changed.values())}): the examples and the mathematics stay, the "
+            "rounding and the draws of dropout do not"
+        )
 
 
 def load_state(
@@ -130,8 +159,11 @@ def load_state(
         )
     if fault := _fault_of_state(state):
         raise InputError(f"{checkpoint} has a {STATE_NAME} that this recipe did not write ({fault}): {_HAND_MADE}")
-    before = state["layout"]
-    if before != layout_now and {before["zero_stage"], layout_now["zero_stage"]} != {None}:
+    before, shards = state["layout"], ("processes", "zero_stage")
+    if any(before[name] != layout_now[name] for name in shards) and {
+        before["zero_stage"],
+        layout_now["zero_stage"],
+    } != {None}:
         raise InputError(
             f"{checkpoint} was written by {_in_words(before)}, and this run is {_in_words(layout_now)}: DeepSpeed's "
             "optimizer state cannot be redistributed. Start as before (accumulation makes up for another "
@@ -146,10 +178,15 @@ def load_state(
                 f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
                 f"output_dir{override}"
             )
+        if any(name in changed for name in OPTIMIZER_FLAGS):
+            raise InputError(
+                f"{checkpoint} has the state of another optimizer ({listed}), which cannot be taken over: start it as "
+                f"before, or take the weights alone into a new run with --model_name_or_path {checkpoint}"
+            )
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
         if any(name in data for name in changed):
             state |= {"position": 0, "states": None, "skipped_blocks": []}
-    return state
+    return {**state, "changed": list(changed)}
 
 
 def _fault_of_state(state: dict[str, Any]) -> str | None:

@@ -17,12 +17,19 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import START_AGAIN, RunError, first_line, lost_message
+from roberta_recipe.errors import START_AGAIN, InputError, RunError, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.training import digests
-from roberta_recipe.training.checkpoint import PARTIAL, STATE_NAME, STATE_VERSION, layout, newest_first
+from roberta_recipe.training.checkpoint import (
+    PARTIAL,
+    STATE_NAME,
+    STATE_VERSION,
+    announce_layout,
+    layout,
+    newest_first,
+)
 
 # of a group of weights: which they are, and which kernel steps them
 _NOT_OF_THE_RATE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -74,7 +81,16 @@ class DurableTrainer(Trainer):
     ):
         # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
         args.push_to_hub = False
-        super().__init__(args=args, **kwargs)
+        self._layout = layout(args)  # before Trainer fills in what a DeepSpeed configuration leaves open
+        try:
+            super().__init__(args=args, **kwargs)
+        except ValueError as error:
+            if "DeepSpeed config values" not in str(error):
+                raise
+            raise InputError(
+                "the DeepSpeed configuration, or what accelerate was told beside it, contradicts the preset: "
+                + " ".join(str(error).split())
+            ) from None
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
         self.restarts: int = resumed.get("restarts", -1) + 1
         self._first_step: int = resumed.get("step", 0)
@@ -88,6 +104,8 @@ class DurableTrainer(Trainer):
         self._skipped_in_a_row: int = resumed.get("skipped_in_a_row", 0)
         self._losses_at_begin: tuple[torch.Tensor, torch.Tensor] | None = None  # of the step, in fp16
         self.add_callback(StepBoundaries(self))
+        if resumed:
+            announce_layout(resumed["layout"], self._layout)
 
     # What subclasses add
 
@@ -100,7 +118,7 @@ class DurableTrainer(Trainer):
             "version": STATE_VERSION,
             "step": self.state.global_step,
             "fingerprint": self.fingerprint,
-            "layout": layout(self.args),
+            "layout": self._layout,
             "restarts": self.restarts,
             "logged_step": self._logged_step,
             "train_seconds": self.train_seconds,

@@ -18,6 +18,12 @@ from roberta_recipe.training.checkpoint import PARTIAL, newest_first
 from roberta_recipe.training.processes import end_with_launcher, from_first_process
 from roberta_recipe.training.spikes import SKIPPED_NAME
 
+_NOT_BY_LAUNCHER = {
+    "FSDP": "FSDP, whose checkpoints are not resumed here",
+    "MEGATRON_LM": "Megatron-LM, which has losses and batches of its own",
+    "PARALLELISM_CONFIG": "a parallelism_config, under which processes share their examples",
+}
+
 
 def set_up_process() -> None:
     """End with the launcher (`end_with_launcher`); share the cores among this machine's processes where they train on
@@ -121,13 +127,31 @@ def check_processes(args: TrainingArguments) -> None:
         )
 
 
+def check_launcher(args: TrainingArguments) -> None:
+    """Raise `InputError` where `accelerate` was told, by its flags or `accelerate config`, what belongs to the preset
+    and would be done in silence: accelerate reads it from the environment."""
+    for name, what in _NOT_BY_LAUNCHER.items():
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise InputError(f"accelerate was told to use {what}; start with a file of ds_configs/accelerate instead")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", args.torch_compile_backend):
+        raise InputError(
+            f"accelerate was told to compile with dynamo_backend={backend}; compilation belongs to the preset: drop it "
+            f"there, or set --torch_compile_backend {backend}"
+        )
+
+
 def check_deepspeed(args: TrainingArguments) -> None:
-    """Raise `InputError` for a DeepSpeed configuration by flag, which would be resolved before the batch is derived."""
+    """Raise `InputError` for a DeepSpeed configuration by flag, which would be resolved before the batch is derived,
+    and for one with an optimizer or a schedule, which would take the place of the preset's."""
     if args.deepspeed:
         raise InputError(
             f"deepspeed={args.deepspeed}: name a launch file instead, e.g. accelerate launch --config_file "
             "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
         )
+    for name in ("optimizer", "scheduler"):
+        if name in deepspeed_settings(args):
+            raise InputError(f"the DeepSpeed configuration has a section {name!r}; leave it out: the preset says it")
 
 
 def take_trackers(args: TrainingArguments) -> list[TrainerCallback]:

@@ -23,7 +23,7 @@ from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import spikes
+from roberta_recipe.training import optimization, spikes
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.processes import launcher_is_gone
 
@@ -114,6 +114,7 @@ class MlmTrainer(DurableTrainer):
         self.watch, watch.trainer = watch, self
         self.add_callback(watch)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
+        self._changed: list[str] = resumed.get("changed", [])  # since the checkpoint, as was asked for
         # of all blocks consumed, in any order: as they were read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
@@ -158,18 +159,15 @@ class MlmTrainer(DurableTrainer):
 
     # Training
 
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        self._of_command_line = optimization.hyperparameters(optimizer)
+        return optimizer
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        # rate and decay are those of the command line; they differ from the checkpoint's only where that was asked for
-        args, scheduler = self.args, self.lr_scheduler
-        scheduler.base_lrs = [args.learning_rate] * len(scheduler.base_lrs)
-        for group in self.optimizer.param_groups:
-            group.update(initial_lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
-            group["lr"] = args.learning_rate * scheduler.lr_lambdas[0](scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        if checkpoint is not None and self._changed:  # rate and decay are those of the command line
+            optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss_sums = model(**inputs).loss_sums

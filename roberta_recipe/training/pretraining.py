@@ -1,6 +1,7 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import environment, modeling, spikes
+from roberta_recipe.training import environment, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -172,9 +173,11 @@ def check_training(training_args: MlmTrainingArguments) -> None:
         raise InputError(f"per_device_eval_batch_size={training_args.per_device_eval_batch_size} must be at least 1")
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
+    environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     environment.check_deepspeed(training_args)
+    optimization.check(training_args)
 
 
 def data_seed(training_args: MlmTrainingArguments) -> int:
@@ -326,6 +329,15 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         )
 
 
+def weights_digest(model: torch.nn.Module) -> str:
+    """A short hash of a model's weights, as they are in memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def run_fingerprint(
     args: MlmArguments, training_args: MlmTrainingArguments, model: modeling.RobertaForMaskedLM, reader: Reader
 ) -> tuple[dict[str, Any], set[str]]:
@@ -344,6 +356,7 @@ def run_fingerprint(
         **flags.fixed_values(training_args),
         "objectives": list(model.objectives),
         "model": durable.fingerprint(config),
+        "start_weights": weights_digest(model) if args.model_name_or_path else "fresh",
     }
     own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
     return {**fixed, **data}, own | set(data)

@@ -1,0 +1,42 @@
+"""Passwords and tokens: found in what a run would save, and taken out of what a command says."""
+
+import logging
+import os
+import re
+from typing import Any
+
+HIDDEN = "***"
+_URL = re.compile(r"\w[\w+.-]*://[^\s'\"]+")
+_USER = re.compile(r"(\w[\w+.-]*://)[^\s/'\"]+@")  # http://user:password@host
+_VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
+_SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
+_HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
+_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)  # of the environment
+_SHORTEST = 8  # characters of a secret of the environment; "true" is none
+
+
+def redact(text: str) -> str:
+    """`text` without the user and the query values of its URLs, without tokens of the Hub, and without the values that
+    the environment has under the name of a token, key, secret or password."""
+    values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _SHORTEST)
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = _URL.sub(lambda url: _VALUE.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", url[0])), text)
+    return _HUB_TOKEN.sub(HIDDEN, text)
+
+
+def holds_secret(value: Any) -> bool:
+    """Whether a flag's value, or one of a list, has a password, a token or a key in it."""
+    if isinstance(value, list):
+        return any(map(holds_secret, value))
+    return isinstance(value, str) and bool(
+        _HUB_TOKEN.search(value) or ("://" in value and (_USER.search(value) or _SECRET_VALUE.search(value)))
+    )
+
+
+class Redact(logging.Filter):
+    """Takes secrets out of log lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), None
+        return True

@@ -1,0 +1,106 @@
+"""Optimizer and schedule of a command line (paper, Table 9: Adam, linear decay): checked before training, and put back
+after a checkpoint is loaded."""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from roberta_recipe.errors import InputError
+
+# the optimizers of torch and transformers, whose runs are resumed bit for bit
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+_STEPS_SAMPLED = 50  # of a schedule
+
+
+def check(args: TrainingArguments) -> None:
+    """Raise `InputError` for an optimizer or a schedule that cannot be made, or that cannot be resumed, and for
+    `optim_args` and `lr_scheduler_kwargs` that nothing takes."""
+    _check_optimizer(args)
+    steps = args.max_steps if args.max_steps > 0 else 1000  # the data decide how many epochs have
+    kwargs, constant = args.lr_scheduler_kwargs or {}, SchedulerType.CONSTANT
+    what = f"lr_scheduler_type={args.lr_scheduler_type.value}"
+    if kwargs and args.lr_scheduler_type in (constant, SchedulerType.CONSTANT_WITH_WARMUP):
+        raise InputError(f"lr_scheduler_kwargs={kwargs}: {what} takes none")
+    if args.lr_scheduler_type is constant and args.warmup_steps:
+        raise InputError(f"warmup_steps={args.warmup_steps:g}: {what} has no warm-up; constant_with_warmup has one")
+    try:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=kwargs,
+        )
+        share = scheduler.lr_lambdas[0]  # of the learning rate, by step
+        shares = {step: share(step) for step in range(0, steps, math.ceil(steps / _STEPS_SAMPLED))}
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise InputError(f"{what} with lr_scheduler_kwargs={kwargs}: {error}") from None
+    for step, value in shares.items():
+        if isinstance(value, complex) or not 0 <= value < math.inf:
+            raise InputError(
+                f"{what} with lr_scheduler_kwargs={kwargs}: the rate at step {step} would be {value} x learning_rate"
+            )
+
+
+def _check_optimizer(args: TrainingArguments) -> None:
+    if args.optim not in OPTIMIZERS:
+        raise InputError(
+            f"optim={args.optim.value}: whether its runs resume as the same run was not tried; take one of "
+            + ", ".join(OPTIMIZERS)
+        )
+    if args.optim == "adafactor" and args.deepspeed_plugin:
+        raise InputError("optim=adafactor: ZeRO flattens the matrices that Adafactor takes rows and columns of")
+    try:
+        given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+        with_all = _groups(args, given)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"optim_args={args.optim_args}: optim={args.optim.value} cannot take them ({error}); write them as "
+            "name=value,name=value"
+        ) from None
+    idle = [key for key in given if _groups_without(args, given, key) == with_all]
+    if idle:
+        raise InputError(
+            f"optim_args={args.optim_args}: {idle[0]}={given[idle[0]]} changes nothing of optim={args.optim.value}; "
+            "leave it out (rate, decay, betas and epsilon have flags of their own)"
+        )
+
+
+def _groups(args: TrainingArguments, optim_args: dict[str, str]) -> list[dict[str, Any]]:
+    """The hyperparameters of an optimizer with these `optim_args`, made as `Trainer` makes it."""
+    args = copy.copy(args)
+    args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items())
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    return hyperparameters(cls([{"params": [parameter], "weight_decay": args.weight_decay}], **kwargs))
+
+
+def _groups_without(args: TrainingArguments, optim_args: dict[str, str], key: str) -> list[dict[str, Any]] | None:
+    """`_groups` without one of `optim_args`; None where the others need it."""
+    try:
+        return _groups(args, {name: value for name, value in optim_args.items() if name != key})
+    except ValueError:
+        return None
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter group: rate, decay and what else the optimizer was made with."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def put_back(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, groups: list[dict[str, Any]]
+) -> None:
+    """Give optimizer and schedule the `hyperparameters` that they had before a checkpoint was loaded into them; the
+    step of the schedule and the optimizer's moments stay the checkpoint's."""
+    scheduler.base_lrs = [group["lr"] for group in groups]
+    shares = [share(scheduler.last_epoch) for share in scheduler.lr_lambdas]
+    rates = [rate * share for rate, share in zip(scheduler.base_lrs, shares, strict=True)]
+    for group, before, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+        group.update(before, initial_lr=before["lr"], lr=rate)
+    scheduler._last_lr = rates

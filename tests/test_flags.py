@@ -1,0 +1,311 @@
+"""Every flag of every script: another value is refused, or is in the fingerprint, or leaves the weights as they are."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import pytest
+import torch
+from conftest import make_documents, write_parquet
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.args import Flag, fixed_values, flags_of, layout_values
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.tasks import protocol
+from roberta_recipe.training import checkpoint, environment, optimization, pretraining
+from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
+
+spec = importlib.util.spec_from_file_location("benchmark_of_flags", ROOT / "benchmarks" / "flags.py")
+flags = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(flags)
+SAVING = ["--save_strategy", "steps", "--save_steps", "2"]
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+@pytest.fixture
+def dropout(config, preset, tmp_path):
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
+    config.to_json_file(tmp_path / "config.json")
+    return preset
+
+
+# Every flag
+
+
+PRESETS = {
+    "train_mlm": "presets/mlm/roberta_tiny.yaml",
+    "finetune_glue": "presets/glue/rte.yaml",
+    "finetune_squad": "presets/squad/v1.1.yaml",
+    "finetune_race": "presets/race/paper.yaml",
+}
+
+
+def arguments(script, argv):
+    """The filled dataclasses of a script's command line, checked as it checks them."""
+    flags = ["--config", str(ROOT / PRESETS[script]), "--use_cpu", "true", "--bf16", "false", *argv]
+    filled, _ = sys.modules[script].read_arguments(flags)
+    return filled
+
+
+def check(script, filled):
+    if script == "train_mlm":
+        pretraining.check_text(filled[0])
+        pretraining.check_training(filled[1])
+    else:
+        sys.modules[script].check_arguments(*filled)
+
+
+@pytest.mark.parametrize("script", flags.CLASSES)
+def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch, tmp_path, model_dir):
+    """With another value; what is declared free is held by benchmarks/flags.py and by the sample below."""
+    monkeypatch.setattr(protocol.heads, "check_length", lambda *args: None)
+    base, seen = arguments(script, []), dict.fromkeys(("refused", "fixed", "layout", "free", "start", "content"), 0)
+    for position, cls in enumerate(flags.CLASSES[script]):
+        # the flags of TrainingArguments are the same in all fine-tuning scripts
+        if cls is FinetuneTrainingArguments and script != "finetune_glue":
+            continue
+        for field in dataclasses.fields(cls):
+            if not field.init:
+                continue
+            name, scope = field.name, flags_of(cls)[field.name].resume
+            words = flags.changed(cls, name, getattr(base[position], name))
+            try:
+                filled = arguments(script, words)
+                if scope not in ("content", "start") and name not in ("deepspeed", "use_cpu"):
+                    check(script, filled)
+            except InputError:
+                seen["refused"] += 1
+                continue
+            assert scope != "kept", f"{' '.join(words)} was taken"
+            before, now = base[position], filled[position]
+            if scope in ("fixed", "data"):
+                assert fixed_values(before)[name] != fixed_values(now)[name], words
+                scope = "fixed"
+            elif scope == "layout":
+                assert name in layout_values(now)
+            seen[scope] += 1
+    assert seen["fixed"] >= (5 if script in ("finetune_squad", "finetune_race") else 20), seen
+
+
+def test_what_is_kept_says_its_value_and_why(preset):
+    kept = [(c, n, f) for c in (MlmTrainingArguments, FinetuneTrainingArguments) for n, f in flags_of(c).items()]
+    kept = [(cls, name) for cls, name, flag in kept if flag.resume == "kept"]
+    assert len(kept) > 55 and (MlmTrainingArguments, "save_only_model") in kept
+    for name, value, said in (
+        ("save_only_model", "true", "save_only_model=true: save_only_model must stay false; a checkpoint without"),
+        ("accelerator_config", '{"even_batches": true}', "accelerator_config must stay .*'even_batches': False"),
+        ("metric_for_best_model", "loss", "metric_for_best_model=loss: metric_for_best_model must stay unset"),
+        ("average_tokens_across_devices", "false", "must stay true; the batch is that of all processes"),
+        ("fsdp", "full_shard", "fsdp must stay unset; a model is whole"),
+        ("enable_jit_checkpoint", "true", "enable_jit_checkpoint must stay false; SIGTERM"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train_mlm.read_arguments(["--config", preset, f"--{name}", value])
+    with pytest.raises(TypeError):
+        Flag("kept")
+    with pytest.raises(TypeError):
+        Flag("free", because="of nothing")
+
+
+def test_values_that_break_the_gradient_or_follow_evaluations_are_refused(preset):
+    for argv, said in (
+        (["--gradient_checkpointing_kwargs", '{"preserve_rng_state": false}'], "preserve_rng_state must stay true"),
+        (["--lr_scheduler_type", "greedy", "--eval_strategy", "steps"], "lr_scheduler_type=greedy follows"),
+        (["--save_strategy", "best"], "save_strategy=best"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train_mlm.read_arguments(["--config", preset, *argv])
+
+
+def fingerprint(argv):
+    (args, training_args), _ = train_mlm.read_arguments(argv)
+    corpus = pretraining.read_corpus(args)
+    tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
+    model = pretraining.build_model(args, tokenizer)
+    reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))
+    return pretraining.run_fingerprint(args, training_args, model, reader)[0]
+
+
+def test_what_names_content_is_fingerprinted_by_its_content(preset, tmp_path, config, model_dir):
+    base = fingerprint(["--config", preset])
+    other = write_parquet(tmp_path / "other.parquet", make_documents(200, seed=9))
+    (tmp_path / "corpus.yaml").write_text(f"sources: [{{name: other, files: {other}}}]\n")
+    config.num_hidden_layers = 1
+    config.to_json_file(tmp_path / "small.json")
+    torch.manual_seed(1)
+    pretraining.modeling.build_model(
+        train_mlm.tokenization.load_tokenizer(model_dir), config_name=str(tmp_path / "config.json"), max_seq_length=64
+    ).save_pretrained(tmp_path / "model-2")
+    changes = {
+        "train_file": ["--train_file", other],
+        "validation_file": ["--validation_file", other],
+        "corpus": ["--corpus", str(tmp_path / "corpus.yaml")],
+        "config_name": ["--config_name", str(tmp_path / "small.json")],
+        "pad_vocab_to_multiple_of": ["--pad_vocab_to_multiple_of", "64"],
+        "model_name_or_path": ["--model_name_or_path", model_dir],
+    }
+    named = {name for name, flag in flags_of(train_mlm.MlmArguments).items() if flag.resume == "content"}
+    assert named - {"text_column", "tokenizer_name"} == set(changes)  # both are in the reader's fingerprint
+    for name, words in changes.items():
+        assert fingerprint(["--config", preset, *words]) != base, name
+    # the same shape, other weights
+    first, second = (
+        fingerprint(["--config", preset, "--model_name_or_path", str(m)]) for m in (model_dir, tmp_path / "model-2")
+    )
+    assert first != second
+
+
+# Declared free: a sample of benchmarks/flags.py
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flags")
+    flags.prepare(folder)
+    return folder
+
+
+def test_a_resume_under_other_free_flags_is_the_same_run(folder):
+    wanted = flags.half_run("train_mlm", folder)
+    sample = {
+        "free": [
+            [*("--eval_strategy", "steps", "--eval_steps", "1", "--dataloader_num_workers", "1")],
+            [*("--logging_steps", "4", "--save_steps", "1", "--save_total_limit", "1", "--eval_on_start", "true")],
+            [*("--token_cache", str(folder / "cache"), "--max_eval_samples", "4", "--auto_find_batch_size", "true")],
+        ],
+        "layout": [["--per_device_train_batch_size", "4"]],
+    }
+    for scope, lines in sample.items():
+        for words in lines:
+            found = flags.resumed("train_mlm", folder, words, "case")
+            right, said = flags.verdict(scope, found, wanted)
+            assert right and "refused" not in said, (words, said)
+            assert (found["weights"] == [wanted]) == (scope == "free")
+            said = [line for line in found["lines"] if line.startswith("Resuming in another layout")]
+            assert len(said) == (scope == "layout")
+    assert "per_device_train_batch_size was 8, is 4" in said[0] and "gradient_accumulation_steps was 1, is 2" in said[0]
+
+
+# Launcher
+
+
+def test_what_accelerate_was_told_beside_the_preset_is_refused(preset, monkeypatch):
+    for name, value, said in (
+        ("ACCELERATE_USE_FSDP", "true", "FSDP, whose checkpoints are not resumed here"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism_config"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile_backend inductor"),
+    ):
+        (_, training_args), _ = train_mlm.read_arguments(["--config", preset])
+        with monkeypatch.context() as patched, pytest.raises(InputError, match=said):
+            patched.setenv(name, value)
+            pretraining.check_training(training_args)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # what `accelerate launch` passes on by itself
+    environment.check_launcher(training_args)
+
+
+# Optimizer and schedule
+
+
+KWARGS = {
+    "cosine_with_restarts": '{"num_cycles": 2}',
+    "polynomial": '{"power": 2.0, "lr_end": 1e-6}',
+    "cosine_with_min_lr": '{"min_lr_rate": 0.1}',
+    "cosine_warmup_with_min_lr": '{"min_lr_rate": 0.1}',
+    "warmup_stable_decay": '{"num_decay_steps": 2}',
+}
+OPTIM_ARGS = {"sgd": "momentum=0.9,nesterov=true", "rmsprop": "alpha=0.9,centered=true", "adagrad": "lr_decay=0.1"}
+CASES = [("optim", name.value) for name in OptimizerNames] + [
+    ("lr_scheduler_type", name.value) for name in SchedulerType
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), CASES)
+def test_every_optimizer_and_schedule_resumes_bit_for_bit_or_is_refused(dropout, tmp_path, flag, value):
+    words = [f"--{flag}", value, *SAVING]
+    if value in KWARGS:
+        words += ["--lr_scheduler_kwargs", KWARGS[value]]
+    if value in OPTIM_ARGS:
+        words += ["--optim_args", OPTIM_ARGS[value]]
+    if flag == "lr_scheduler_type" and value != "constant":
+        words += ["--warmup_steps", "1"]
+    supported = value in optimization.OPTIMIZERS
+    supported |= flag == "lr_scheduler_type" and value not in ("greedy", "reduce_lr_on_plateau")
+    if not supported:
+        with pytest.raises(InputError, match=f"{flag}={value}"):
+            train(dropout, *words, "--eval_strategy", "steps", "--eval_steps", "2")
+        assert not list(tmp_path.glob("run/checkpoint-*"))
+        return
+    train(dropout, *words)
+    again = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", "--output_dir", tmp_path / "again"]
+    train(dropout, *words, *again)
+    for name in ("model.safetensors", "checkpoint-4/optimizer.pt"):
+        first, second = (tmp_path / run / name for run in ("run", "again"))
+        same = durable.sha256(first) == durable.sha256(second)
+        assert same or equal(torch.load(first, weights_only=True), torch.load(second, weights_only=True)), name
+
+
+def equal(first, second):
+    """Whether two nested values agree, tensors bit for bit."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def test_arguments_that_an_optimizer_or_a_schedule_does_not_take_are_refused(preset):
+    for words, said in (
+        (["--optim_args", "momentum=0.9"], "momentum=0.9 changes nothing of optim=adamw_torch_fused"),
+        (["--optim", "sgd", "--optim_args", "momentun=0.9"], "momentun=0.9 changes nothing"),
+        (["--optim", "sgd", "--optim_args", "weight_decay=0.5"], "weight_decay=0.5 changes nothing"),
+        (["--optim", "sgd", "--optim_args", "momentum=much"], "optim_args=momentum=much: .* cannot take them"),
+        (["--optim", "sgd", "--optim_args", "momentum"], "write them as name=value"),
+        (["--optim", "sgd", "--optim_args", "momentum=-1"], "Invalid momentum"),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_type=linear .*num_cycles"),
+        (["--lr_scheduler_kwargs", '{"num_cycles'], "Unterminated|delimiter"),
+        (["--lr_scheduler_kwargs", "num_cycles=2"], "lr_scheduler_type=linear with lr_scheduler_kwargs=num_cycles=2"),
+        (["--lr_scheduler_type", "constant", "--lr_scheduler_kwargs", '{"a": 1}'], "constant takes none"),
+        (["--lr_scheduler_type", "constant", "--warmup_steps", "2"], "constant has no warm-up"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], "min_lr"),
+        (["--lr_scheduler_type", "warmup_stable_decay"], "num_decay_steps"),
+        (["--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": 1.0}'], "lr_end"),
+        (
+            ["--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": -1.0}'],
+            "the rate at step 1 would be -249",
+        ),
+    ):
+        with pytest.raises(InputError, match=said):
+            (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *words])
+            pretraining.check_training(training_args)
+            pytest.fail(f"{words} was taken")
+
+
+def test_a_change_that_was_asked_for_reaches_any_optimizer(preset, tmp_path):
+    train(preset, "--optim", "adafactor", "--lr_scheduler_type", "cosine", *SAVING)
+    resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", "--resume_despite_changes", "true"]
+    new = ["--learning_rate", "4e-3", "--lr_scheduler_type", "linear", "--weight_decay", "0.5", "--output_dir"]
+    train(preset, "--optim", "adafactor", *SAVING, *resume, *new, tmp_path / "b")
+    log = durable.read_json(tmp_path / "b" / "checkpoint-4" / "trainer_state.json")["log_history"]
+    assert [entry["learning_rate"] for entry in log if entry.get("step") == 3] == [pytest.approx(4e-3 * 2 / 4)]
+    groups = torch.load(tmp_path / "b" / "checkpoint-4" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    with pytest.raises(InputError, match=r"the state of another optimizer .*optim was 'adafactor', is 'sgd'"):
+        train(preset, "--optim", "sgd", *SAVING, *resume, "--output_dir", tmp_path / "c")
+
+
+def test_the_layout_is_said_where_it_changes_and_only_there(preset, caplog):
+    (_, training_args), _ = train_mlm.read_arguments(["--config", preset])
+    before = checkpoint.layout(training_args)
+    caplog.set_level("INFO", "recipe")
+    checkpoint.announce_layout(before, checkpoint.layout(training_args))
+    assert not caplog.text
+    checkpoint.announce_layout(before, {**before, "device": "NVIDIA H100"})
+    assert caplog.text.count("another layout") == 1 and "is 'NVIDIA H100'" in caplog.text

@@ -1,0 +1,289 @@
+"""Passwords, tokens and names from outside: in no file, no line, no path and no markup where they do not belong."""
+
+import copy
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import run_python
+from hub_server import HubServer
+from huggingface_hub import ModelCard, constants
+from markdown_it import MarkdownIt
+
+import train_mlm
+from roberta_recipe import credentials, durable, log
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import card, hub, markdown
+
+TOKEN = "hf_aVerySecretTokenOfNobody"
+SECRET = "http://bob:hunter22@example.org/a.parquet?download=true&X-Amz-Signature=0123abc"
+
+
+# Credentials
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no file http://bob:hunter22@h/a, b", "no file http://***@h/a, b"),
+        ("s3+x://k%20y:p@ss@h:9/a 'https://t0ken@h/b'", "s3+x://***@h:9/a 'https://***@h/b'"),
+        ("https://h/a?sig=12/3+4%3D&b=c#d and so on", "https://h/a?sig=***&b=***#d and so on"),
+        ("login hf_abcdefghijk failed", "login *** failed"),
+        ("a=1&b=2, who@example.org, c:d@e, http://h/@user/x", "a=1&b=2, who@example.org, c:d@e, http://h/@user/x"),
+        ("aws says s3cr3ts3cr3t no", "aws says *** no"),
+    ],
+)
+def test_what_is_redacted(text, shown, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3ts3cr3t")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "who@example.org")  # no secret, by its name
+    assert credentials.redact(text) == shown
+
+
+@pytest.mark.parametrize(
+    "name", ["train_file", "validation_file", "output_dir", "tokenizer_name", "model_name_or_path"]
+)
+def test_credentials_in_a_flag_that_is_saved_are_refused(preset, name, tmp_path):
+    for value in (SECRET, "https://tok3n@h/a", "s3://h/a?AWSAccessKeyId=12", "hf_abcdefghijk"):
+        with pytest.raises(InputError, match=r"holds a password or a token.*\$\{NAME\}") as error:
+            train_mlm.read_arguments(["--config", preset, f"--{name}", value])
+        assert not re.search("hunter22|0123abc|tok3n|=12|hf_abc", str(error.value))
+    values = yaml.safe_load(Path(preset).read_text()) | {"train_file": [SECRET]}
+    (tmp_path / "secret.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(InputError, match=r"train_file=.*holds a password"):
+        train_mlm.read_arguments(["--config", str(tmp_path / "secret.yaml")])
+    public = "https://h/a.parquet?download=true"
+    (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public, "--hub_token", TOKEN])
+    assert args.train_file == [public]
+
+
+def test_nothing_that_a_command_prints_holds_credentials(root, tmp_path):
+    """Log lines, an error in a line, and a traceback, of a process of its own."""
+    script = f"""
+import logging, sys
+sys.path.insert(0, {str(root)!r})
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.log import logger, set_up_logging
+import datasets
+def main():
+    set_up_logging()
+    set_up_logging()
+    logger.info("reading %s", {SECRET!r})
+    logging.getLogger("fsspec").warning({SECRET!r})
+    datasets.utils.logging.get_logger("datasets.x").warning({SECRET!r})
+    raise (InputError if "line" in sys.argv else KeyError)("cannot read " + {SECRET!r})
+exit_on_error(main)
+"""
+    (tmp_path / "says.py").write_text(script)
+    for word, code in (("line", 2), ("traceback", 1)):
+        done = run_python(tmp_path / "says.py", word, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == code and said.count("http://***@example.org/a.parquet") >= 4, said
+        assert "Traceback" in said or word == "line"
+        # the source line that a traceback quotes is this test's own
+        others = [line for line in said.splitlines() if "raise (" not in line]
+        assert not re.search("bob|hunter22|0123abc", "\n".join(others)), said
+
+
+def test_the_filter_keeps_what_a_line_says(caplog):
+    record = logging.LogRecord("recipe", logging.INFO, "", 0, "%d of %s", (3, "http://a:b@h/x"), None)
+    assert credentials.Redact().filter(record) and record.getMessage() == "3 of http://***@h/x"
+    log.set_up_logging()
+    assert any(isinstance(f, credentials.Redact) for h in logging.getLogger().handlers for f in h.filters)
+
+
+def all_bytes(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    return b"".join(path.read_bytes() + str(path).encode() for path in files)
+
+
+def test_a_token_is_in_no_file_of_a_run_and_of_what_is_pushed(preset, tmp_path, monkeypatch, capfd):
+    with HubServer({TOKEN: "me"}) as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(hub, "RETRY_AFTER_S", (0, 0, 0))
+        saving = ["--save_strategy", "steps", "--save_steps", "2"]
+        train_mlm.main(["--config", preset, *saving, "--output_dir", str(tmp_path / "alone")])
+        pushing = ["--push_to_hub", "true", "--hub_model_id", "me/small", "--hub_strategy", "all_checkpoints"]
+        pushing += ["--hub_always_push", "true", "--output_dir", str(tmp_path / "pushed")]
+        train_mlm.main(["--config", preset, *saving, *pushing])
+        files = [content for branch in server.repositories["me/small"].values() for content in branch.values()]
+        assert len(files) > 10 and len(server.commits) >= 3
+        received = b"".join([*files, *server.large.values(), repr([server.commits, server.log]).encode()])
+    said = "".join(capfd.readouterr())
+    assert TOKEN.encode() not in all_bytes(tmp_path) + received and TOKEN not in said
+    monkeypatch.setattr(durable, "fingerprint", lambda values: TOKEN)  # the search finds it where it is
+    train_mlm.records.write_preset({"a": TOKEN}, tmp_path)
+    assert TOKEN.encode() in all_bytes(tmp_path)
+
+
+# Names in Markdown and HTML
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "x](http://evil.example) [y",
+    "![x](http://evil.example/x.png)",
+    "`](http://evil.example)`",
+    "``` <b>x</b>",
+    "a | b | c",
+    "a\\| <i>b</i>",
+    "line\n# heading\n<img src=x>",
+    "x\n---\nlicense: evil\n---\n",
+    "---",
+    "http://evil.example/x",
+    "www.evil.example",
+    "<http://evil.example>",
+    "&lt;script&gt;",
+    "[a]: http://evil.example",
+    "me@evil.example",
+    "\\`<b>`",
+    "$(evil) {{evil}} %3Cscript%3E",
+]
+
+
+def opened(text):
+    """(HTML tokens, addresses that are linked, titles, columns of each table row) of a Markdown text."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [child for token in tokens for child in (token.children or [])]
+    raw = [t.content for t in [*tokens, *inline] if t.type in ("html_block", "html_inline")]
+    linked = [t.attrs.get("href", t.attrs.get("src")) for t in inline if t.type in ("link_open", "image")]
+    titles = [tokens[n + 1].content for n, token in enumerate(tokens) if token.type == "heading_open"]
+    bare = [t.content for t in inline if t.type == "text" and re.search(r"://|www\.|\w@\w", t.content)]
+    columns = [t.type for t in tokens if t.type in ("tr_open", "td_open", "th_open")]
+    return raw, linked, titles, bare, columns
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_name_is_no_markup(text):
+    for shown in (markdown.name(text), markdown.code(text), f"- {markdown.name(text)}", f"# {markdown.name(text)}"):
+        raw, linked, _, bare, _ = opened(shown)
+        assert not raw and not linked and not bare and "\n" not in shown, shown
+    raw, linked, _, _, _ = opened(markdown.sentence(f"A note: {text}, `code` and **weight**"))
+    assert not raw and not linked
+    table = markdown.table(("a", "b"), [(markdown.name(text), "c"), (markdown.sentence(text), "d")])
+    *_, columns = opened(table)
+    assert columns.count("td_open") == 4 and columns.count("tr_open") == 3
+    assert markdown.name("FacebookAI/roberta-base") == "FacebookAI/roberta-base"
+    assert markdown.sentence("**a** `b|c` (d) - e, 3 %") == "**a** `b|c` (d) - e, 3 %"
+
+
+def replaced(value, text):
+    """`value` with every string in it replaced by hostile text."""
+    if isinstance(value, dict):
+        return {key: replaced(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, text) for item in value]
+    return text if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def plain_cards(tmp_path_factory):
+    """Config, record and summary of a pretraining run and of a fine-tuning, as their scripts write them."""
+    machine = {"gpus": [], "cpu_cores": 2, "machine": "x86_64", "processor": "Some CPU", "memory_gb": 4}
+    run = {
+        **{"parameters": 10, "steps": 4, "tokens_seen": 100, "train_seconds": 1.0, "tokens_per_second": 9},
+        **{"versions": {"torch": "2"}, "commit": "abc", "hardware": machine},
+    }
+    args = {"max_seq_length": 64, "learning_rate": 1e-3, "global_batch_size": 8, "seed": 1, "train_file": ["a.txt"]}
+    args |= {"model_name_or_path": "some/model", "optim": "adamw_torch", "corpus": None}
+    config = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "vocab_size": 400, "hidden_size": 32}
+    measured = {"loss": 1.0, "perplexity": 2.7, "bits": 1.4, "unigram_entropy": 3.0, "blocks": 3, "tokens": 9}
+    counts = {"documents": 3, "tokens": 9, "blocks": 3, "lost_rows": 0}
+    pretraining = {
+        **run,
+        **{"resolved_args": args, "shown_args": ["optim", "learning_rate"], "stopped_by": "max_train_minutes"},
+        **{"metrics": {"eval_loss": 1.0, "eval_perplexity": 2.7, "eval_bits": 1.4}, "unigram_entropy": 3.0},
+        **{"metrics_by_source": {"SOURCE": measured}, "passes": {"SOURCE": 1.0}},
+        **{"counts": {"train": {"SOURCE": counts}, "validation": {"SOURCE": counts}}},
+    }
+    dataset = {"name": "GLUE rte", "hub_id": "nyu-mll/glue", "hub_config": "rte", "split": "validation"}
+    dataset |= {"task_type": "text-classification", "hub_metrics": {"accuracy": "accuracy"}, "note": "a note"}
+    dataset |= {"loading_note": "another"}
+    shared = {"task": "rte", "metric": "accuracy", "dataset": dataset, "scored_examples": {"validation": 9}}
+    shared |= {"baseline": {"answer": "no", "metrics": {"accuracy": 0.5}}, "resolved_args": args}
+    tuned = {**run, **shared, "shown_args": ["optim"], "metrics": {"accuracy": 0.6}, "degenerate": False}
+    tuned["examples"] = {"train": 8}
+    return config, pretraining, tuned
+
+
+def with_names(record, text):
+    """A record whose names and texts from outside are `text`; the names of its fields and metrics are ours."""
+    record = copy.deepcopy(record)
+    record["resolved_args"] |= {"train_file": [text], "model_name_or_path": text, "optim": text}
+    record["hardware"]["processor"] = text
+    record["versions"] = {"torch": text}
+    record["commit"] = text
+    for table in (record.get("metrics_by_source"), record.get("passes"), *record.get("counts", {}).values()):
+        if table:
+            table[text] = table.pop("SOURCE")
+    if "task" in record:
+        record["task"] = text
+        record["dataset"] |= dict.fromkeys(("name", "hub_id", "hub_config", "note", "loading_note"), text)
+        record["baseline"]["answer"] = text
+    else:
+        record["stopped_by"] = text
+    return record
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_card_shows_hostile_names_as_words(plain_cards, text):
+    config, pretraining, tuned = plain_cards
+    hostile = with_names(tuned, text)
+    makers = {
+        "pretrained": lambda record: card.pretrained("me/x", config, record, []),
+        "tuned": lambda record: card.fine_tuned("me/x", {**config, "architectures": [text]}, record, None),
+    }
+    ours = {"https://arxiv.org/abs/1907.11692", "loss_curve.png", "https://huggingface.co/datasets/nyu-mll/glue"}
+    for name, record in (("pretrained", with_names(pretraining, text)), ("tuned", hostile)):
+        plain, shown = makers[name](pretraining if name == "pretrained" else tuned), makers[name](record)
+        again = ModelCard(str(shown))  # the head ends where it should
+        assert again.data.to_dict() == shown.data.to_dict() and again.data.get("license") is None
+        raw, linked, titles, bare, columns = opened(again.text)
+        assert not raw and not bare and set(linked) <= ours, (raw, linked, bare)
+        assert titles == opened(plain.text)[2]
+        assert columns == opened(plain.text)[4]
+    *_, titles, _, _ = opened(card.in_progress(f"me/{text}", config, 1, 2).text)
+    assert len(titles) == 1
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_page_of_results_shows_hostile_names_as_words(text, root):
+    sys.path.insert(0, str(root / "results"))
+    import report
+
+    section = report.Section("Title", [text], ("a", "b"), [(text, "c")], [text])
+    raw, linked, titles, _, columns = opened(report.as_markdown([section], 2))
+    assert not raw and not linked and titles == ["Title"] and columns.count("td_open") == 2
+    page = report.page([section], root / "results")
+    assert "evil.example" not in "".join(re.findall(r"<[^>]*>", page)) and not re.search(
+        r"<(script>a|img src|b>|i>)", page
+    )
+
+
+# Names that become paths
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".hidden", "", "a\nb", "a\\b"])
+def test_a_name_in_the_ledger_is_no_path(name, root, tmp_path):
+    sys.path.insert(0, str(root / "results"))
+    import report
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run_record.json").write_text(json.dumps({"shown_args": []}))
+    (run / "loss_curve.png").write_bytes(b"")
+    folder = tmp_path / "deep" / "er" / "results"
+    if name:
+        with pytest.raises(InputError, match="becomes a name in the ledger"):
+            report.add(folder, run, name)
+    else:
+        assert report.add(folder, run, name) == folder / "run"  # without a name, the folder's
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "deep"}
