@@ -1,7 +1,6 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
-import hashlib
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import environment, modeling, optimization, spikes
+from roberta_recipe.training import digests, environment, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -329,15 +328,6 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         )
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """A short hash of a model's weights, as they are in memory."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def run_fingerprint(
     args: MlmArguments, training_args: MlmTrainingArguments, model: modeling.RobertaForMaskedLM, reader: Reader
 ) -> tuple[dict[str, Any], set[str]]:
@@ -356,7 +346,7 @@ def run_fingerprint(
         **flags.fixed_values(training_args),
         "objectives": list(model.objectives),
         "model": durable.fingerprint(config),
-        "start_weights": weights_digest(model) if args.model_name_or_path else "fresh",
+        "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
     own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
     return {**fixed, **data}, own | set(data)
