@@ -60,8 +60,9 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_json` with a checksum of `values` beside them, for `read_sealed`."""
-    write_json(path, {**values, SEAL: fingerprint(json.loads(json.dumps(values)))})
+    """`write_json` with a checksum of `values` beside them, in place of one that they have, for `read_sealed`."""
+    values = {name: value for name, value in json.loads(json.dumps(values)).items() if name != SEAL}
+    write_json(path, {**values, SEAL: fingerprint(values)})
 
 
 def create_sealed(path: str | Path, values: dict[str, Any]) -> None:

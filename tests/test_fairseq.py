@@ -359,9 +359,9 @@ def test_a_head_that_a_checkpoint_lacks_is_never_drawn_at_random(config, tokeniz
     for name in ("mlm", "classifier"):
         tokenizer.save_pretrained(tmp_path / name)
     argv = ["to_fairseq", "--output_dir", str(tmp_path / "out"), "--model_name_or_path"]
-    with pytest.raises(InputError, match=r"mlm' has no classifier.dense.bias: leave --head out"):
+    with pytest.raises(InputError, match=r"mlm' has no weights for classifier.dense.bias .*: leave --head out"):
         fairseq.main([*argv, str(tmp_path / "mlm"), "--head", "topic"])
-    with pytest.raises(InputError, match=r"classifier' has no lm_head\S+: name the --head"):
+    with pytest.raises(InputError, match=r"classifier' has no weights for lm_head.*: name the --head"):
         fairseq.main([*argv, str(tmp_path / "classifier")])
     assert not (tmp_path / "out").exists()
 

@@ -94,6 +94,32 @@ def wsc_dir(tmp_path, data_dir, monkeypatch):
     return folder
 
 
+def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monkeypatch):
+    """Neither is in the texts: where the pronoun stands, and which phrases the parser finds."""
+    seen = []
+    monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_rows)) or [])
+    monkeypatch.setattr(protocol, "finish", lambda *_: None)
+    monkeypatch.setattr(protocol, "table", lambda *_: "")
+    monkeypatch.setattr(finetune_glue.plots, "plot_runs", lambda *_: None)
+    monkeypatch.setattr(finetune_glue, "write_submission", lambda *_: None)
+    argv = flags("wnli", "--do_predict", *special("wnli", wsc_dir))
+    finetune_glue.main(argv)
+    for file in ("val.jsonl", "test.jsonl"):
+        text = (wsc_dir / file).read_text()
+        moved = [json.loads(line) for line in text.splitlines()]
+        moved[2]["target"] |= {"span2_text": "sees", "span2_index": 2}
+        (wsc_dir / file).write_text("".join(json.dumps(row) + "\n" for row in moved))
+        finetune_glue.main(argv)
+        (wsc_dir / file).write_text(text)
+    finetune_glue.main(argv)
+    monkeypatch.setattr(wsc, "noun_phrases", lambda *_: ["the dog"])
+    finetune_glue.main(argv)
+    inputs, tests = zip(*seen, strict=True)
+    found = [(of["data"] != inputs[0]["data"], rows != tests[0]) for of, rows in seen]
+    assert found == [(False, False), (True, False), (False, True), (False, False), (True, True)]
+    assert all(of["weights"] == inputs[0]["weights"] for of in inputs)
+
+
 def special(name, wsc_dir):
     return {"wnli": ["--wsc_dir", wsc_dir, "--eval_steps", 3]}.get(name, [])
 

@@ -281,8 +281,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     folder.mkdir()
     answers = ("not_entailment", "entailment")
     rows = [f"{n}\tThe cat sees a dog.\tA dog is {['red', 'seen'][n % 2]}.\t{answers[n % 2]}" for n in range(24)]
-    for split in ("train", "dev"):
-        (folder / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "\n".join(rows) + "\n")
+    for split, some in (("train", rows), ("dev", rows[::-1])):
+        (folder / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "\n".join(some) + "\n")
     argv = [
         "--task_name",
         "rte",

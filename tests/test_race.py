@@ -157,7 +157,7 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
             row = passage(number, "learn")
             for key in ("questions", "options", "answers"):
                 row[key] = row[key][:1]
-            write(tmp_path / "data" / split / "middle", f"{number}.txt", row)
+            write(tmp_path / "data" / split / "middle", f"{number}.txt", {**row, "split": split})  # not the same file
     longer = ["--max_steps", 120, "--eval_strategy", "steps", "--eval_steps", 60, "--learning_rate", 3e-3]
     longer += ["--global_batch_size", 3, "--per_device_train_batch_size", 3]
     found = finetune_race.main(flags("--data_dir", tmp_path / "data", "--level", "middle", *longer))

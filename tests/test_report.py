@@ -266,7 +266,7 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
     (path,) = (tmp_path / "race").glob("*/run_record.json")
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "metrics": {"accuracy": 0.42, "middle": 0.42}}))
+    durable.write_sealed(path, {**record, "metrics": {"accuracy": 0.42, "middle": 0.42}})
     readme, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
     (line,) = [line for line in readme.splitlines() if line.startswith("| RACE")]
     assert line.startswith("| RACE, middle | mini | validation, 277 examples | 42.0 (1 seed) | not run | - |")

@@ -246,13 +246,14 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
     """Both heads learn the training set by heart."""
-    train = tmp_path / "train.json"
+    train, spaced = tmp_path / "train.json", tmp_path / "spaced.json"  # the same file would be refused
     train.write_text(json.dumps(official(paragraphs(3, seed=3), True)))
+    spaced.write_text(f"{train.read_text()}\n")
     files = [
         "--train_file",
         train,
         "--validation_file",
-        train,
+        spaced,
         "--max_steps",
         150,
         "--eval_strategy",
@@ -288,9 +289,12 @@ def test_a_finished_run_does_not_take_a_fresh_classifier_for_its_own(flags, tmp_
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
     cls = type(finetune_squad.build_model(args))
     (best / answerability.FILE).write_bytes(b"damaged")
+    args.model_name_or_path = str(best)
+    with pytest.raises(InputError, match=r"best' is damaged: answerability.safetensors has 7 bytes of 4\d+"):
+        finetune_squad.build_model(args)
+    (best / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"no classifier for this model in \S+/answerability.safetensors"):
         cls.from_pretrained(best)
-    args.model_name_or_path = str(best)
     with pytest.raises(InputError, match=r"^no classifier for this model"):
         finetune_squad.build_model(args)
     (best / answerability.FILE).unlink()
