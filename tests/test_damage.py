@@ -54,7 +54,7 @@ def flip(path, rng):
 
 
 def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
-    """Every file of the newest checkpoint and of the folder, and one of each folder that is older or half written."""
+    """Every file beside the checkpoints, some of the newest, and one of each folder that is older or half written."""
     folder, preset, weights = killed
     rng, resumed = random.Random(17), 0
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -62,9 +62,14 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
     for path in files:
         by_parent.setdefault(path.parent.as_posix(), []).append(path)
     assert set(by_parent) == {".", "checkpoint-2", "checkpoint-4", ".partial/checkpoint-6"}
-    chosen = [*by_parent["."], *by_parent["checkpoint-4"]]
+    for path in by_parent["checkpoint-4"]:  # each is seen, wherever the bit is
+        whole = (folder / path).read_bytes()
+        flip(folder / path, rng)
+        assert durable.fault(folder / "checkpoint-4"), path
+        (folder / path).write_bytes(whole)
+    chosen = [*by_parent["."], *rng.sample(by_parent["checkpoint-4"], 3)]
     chosen += [rng.choice(by_parent[name]) for name in ("checkpoint-2", ".partial/checkpoint-6")]
-    assert len(chosen) > 12
+    assert len(by_parent["checkpoint-4"]) > 7 and len(chosen) > 7
     for path in chosen:
         damaged = shutil.copytree(folder, tmp_path / "damaged")
         flip(damaged / path, rng)
