@@ -117,6 +117,7 @@ def prepare(folder: Path) -> None:
     tokenizer = tokenizer_training.train_tokenizer(documents, vocab_size=400)
     tokenizer.save_pretrained(folder / "tokenizer")
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    (folder / "preset.yaml").write_text("seed: 42\nmlm_probability: 0.15\n", encoding="utf-8")
     RobertaConfig(
         **{"vocab_size": len(tokenizer), "max_position_embeddings": 66, "type_vocab_size": 1, **shape}
     ).to_json_file(folder / "config.json")
@@ -144,8 +145,8 @@ def command_line(script: str, folder: Path, output_dir: Path) -> list[str]:
     else:
         own = {"data_dir": folder / "glue", "model_name_or_path": folder / "model", "other_rows": True, "seeds": 1}
         own |= {"warmup_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
-    preset = "presets/mlm/roberta_tiny.yaml" if script == "train_mlm" else "presets/glue/rte.yaml"
-    return ["--config", str(ROOT / preset), *(str(w) for k, v in {**own, **shared}.items() for w in (f"--{k}", v))]
+    preset = folder / "preset.yaml" if script == "train_mlm" else ROOT / "presets/glue/rte.yaml"
+    return ["--config", str(preset), *(str(w) for k, v in {**own, **shared}.items() for w in (f"--{k}", v))]
 
 
 def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -> dict[str, Any]:
