@@ -146,17 +146,16 @@ def pretraining_result(out: Path, name: str = "run") -> Result:
     run = out / name
     record = durable.read_json(run / "run_record.json")
     names = ("metrics", "metrics_by_source", "unigram_entropy", "steps", "tokens_seen", "skipped_steps", "stopped_by")
-    names += ("loss_at_steps", "tokens_at_steps", "parameters", "global_batch_size", "resolved_args")
-    volatile = {"run_record.json", "loss_curve.png"}
+    names += ("loss_at_steps", "tokens_at_steps", "parameters", "global_batch_size", "resolved_args", "skipped_blocks")
+    names += ("blocks_digest", "state_digests")
+    volatile = {"run_record.json", "loss_curve.png", "log.jsonl"}
     found = {f"record: {name}": _timeless(record[name]) for name in names} | {"digest": record["digest"]}
     for path in sorted(run.iterdir()):
         if path.is_file() and path.name not in volatile and not path.name.startswith("."):
             found[f"file: {path.name}"] = durable.sha256(path)
-    state = run / f"checkpoint-{record['steps']}" / "trainer_state.json"
-    if state.exists():
-        keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "digest", "eval_loss")
-        history = durable.read_json(state)["log_history"]
-        found["history"] = [{key: entry[key] for key in keys if key in entry} for entry in history]
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "blocks_digest", "digest", "eval_loss")
+    history = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    found["history"] = [{key: entry[key] for key in keys if key in entry} for entry in history]
     return found
 
 

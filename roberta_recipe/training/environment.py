@@ -100,20 +100,11 @@ def check_precision(args: TrainingArguments) -> None:
 
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment
-# what makes accelerate spread a model in a way whose checkpoints and losses are not those of this recipe
-_OTHER_LAYOUTS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 def check_processes(args: TrainingArguments) -> None:
-    """Raise `InputError` where a launcher started several processes and each would train for itself, where one process
-    would train on several GPUs, and where the model would be spread by other means than DDP and DeepSpeed."""
-    asked = [f"{name}={value}" for name in ("fsdp", "parallelism_config") if (value := getattr(args, name))]
-    asked += [f"{name}={value}" for name in _OTHER_LAYOUTS if (value := os.environ.get(name, "")).lower() in _TRUE]
-    if asked:
-        raise InputError(
-            f"{asked[0]}: checkpoints and losses here are those of plain data parallelism or DeepSpeed; start with a "
-            "launch file of ds_configs/accelerate, without FSDP, Megatron-LM and parallelism_config"
-        )
+    """Raise `InputError` where a launcher started several processes and each would train for itself, or where one
+    process would train on several GPUs."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         raise InputError(
@@ -131,7 +122,7 @@ def check_launcher(args: TrainingArguments) -> None:
     """Raise `InputError` where `accelerate` was told, by its flags or `accelerate config`, what belongs to the preset
     and would be done in silence: accelerate reads it from the environment."""
     for name, what in _NOT_BY_LAUNCHER.items():
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
             raise InputError(f"accelerate was told to use {what}; start with a file of ds_configs/accelerate instead")
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend not in ("no", args.torch_compile_backend):
