@@ -19,6 +19,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
@@ -158,6 +160,21 @@ class MlmTrainer(DurableTrainer):
         return order.position_after(self._first_position, blocks, self.skipped)
 
     # Training
+
+    def train(self, *args, **kwargs):
+        output = super().train(*args, **kwargs)
+        self.check_text()
+        return output
+
+    def _save_checkpoint(self, model, trial):
+        self.check_text()
+        super()._save_checkpoint(model, trial)
+
+    def check_text(self) -> None:
+        """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
+        reader = getattr(self.train_dataset, "reader", None)
+        if isinstance(reader, (TextReader, TokenCache)):
+            reader.check_unchanged()
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
