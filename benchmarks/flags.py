@@ -200,6 +200,7 @@ def forked(function, *args) -> Any:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
             sender.send(function(*args))
+            os._exit(0)  # at once: what the parent registered for its own end is not the child's
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
