@@ -21,7 +21,7 @@ from roberta_recipe.training import checkpoint
 LONG = ["--max_steps", "100000", "--save_strategy", "steps", "--save_steps", "2"]
 
 
-def wait_until(condition, timeout_s=60):
+def wait_until(condition, timeout_s=120):
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -109,13 +109,15 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
     command += [root / "train_mlm.py", "--config", preset, "--dataloader_num_workers", "1", *LONG]
     with open(tmp_path / "log.txt", "wb") as log:
         launcher = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log, cwd=tmp_path)
-    wait_until(lambda: (tmp_path / "log.txt").read_text().count("'loss'") > 3 or launcher.poll() is not None)
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    launcher.kill()
-    launcher.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    for process in alive:
-        process.kill()
+    try:
+        wait_until(lambda: (tmp_path / "log.txt").read_text().count("'loss'") > 3 or launcher.poll() is not None)
+    finally:
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.wait()
+        _, alive = psutil.wait_procs(children, timeout=30)
+        for process in alive:
+            process.kill()
     text = (tmp_path / "log.txt").read_text()
     assert not alive and len(children) >= 2, text
     assert "The launcher has ended: saving step" in text and "error: preempted: step" in text
