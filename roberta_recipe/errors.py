@@ -9,6 +9,10 @@ from typing import Any
 
 from roberta_recipe.credentials import redact
 
+START_AGAIN = "Start the same command again"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
+
 
 class InputError(ValueError):
     """Something that the user can fix before anything runs. The message names the value and the fix."""
@@ -33,7 +37,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-START_AGAIN = "Start the same command again"
+def says_no_room(error: BaseException) -> bool:
+    """Whether a file could not be written for want of room, as far as `error` tells: torch's writers do not say why."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # of Rust: tokenizers raises a plain Exception
+        return int(found[1]) in _NO_ROOM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE)
 
 
 def lost_message(lost: str, error: BaseException) -> str:
@@ -53,16 +63,16 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         # an error raised in a data worker comes with the worker's traceback around it
         message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        message, code = f"{error}: make room, then start the same command again", RunError.exit_code
     except Exception as error:
         from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
 
-        if (lost := lost_process(error)) is None:
+        if says_no_room(error):
+            message = f"{first_line(error)}: make room, then start the same command again"
+        elif lost := lost_process(error):
+            message = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}"
+        else:
             raise
-        message, code = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}", RunError.exit_code
+        code = RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
     print(f"error: {redact(message)}", file=sys.stderr, flush=True)
     raise SystemExit(code)

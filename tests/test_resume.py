@@ -1,7 +1,9 @@
 """Runs that are killed, preempted, out of disk or memory, with real faults: what is kept, and how they resume."""
 
 import json
+import multiprocessing
 import os
+import resource
 import re
 import shutil
 import signal
@@ -12,15 +14,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
 from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import save_file
 
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, says_no_room
 from roberta_recipe.training import checkpoint
+from roberta_recipe.training.durable_trainer import write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
@@ -241,6 +246,32 @@ exit_on_error(train_mlm.main)
     assert not (tmp_path / "run" / ".partial").exists()
     train(preset, *SAVING)
     assert len(history(tmp_path / "run")) == 12
+
+
+@pytest.mark.parametrize("writer", ["tokenizers", "torch", "safetensors", "python"])
+def test_a_file_for_which_there_is_no_room_is_known_whoever_writes_it(tokenizer, tmp_path, writer):
+    tensor, path = torch.zeros(100_000), tmp_path / "file"
+
+    def write():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            if writer == "tokenizers":
+                tokenizer.save_pretrained(tmp_path)
+            elif writer == "torch":
+                torch.save({"tensor": tensor}, path)
+            elif writer == "safetensors":
+                save_file({"tensor": tensor}, path)
+            else:
+                path.write_bytes(bytes(10_000))
+        except Exception as error:
+            write_failure(error)  # raises what it does not know
+            os._exit(0 if writer == "safetensors" or says_no_room(error) else 1)
+        os._exit(2)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(("behind", "what"), [("train", "the model"), ("evaluate", "File too large")])

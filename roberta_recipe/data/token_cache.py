@@ -369,6 +369,12 @@ def _pack_missing(
         ) from None
     finally:
         bar.close()
+    for shard in itertools.chain.from_iterable(_made_with(corpus, file) for file in to_pack):
+        if _facts(folder, corpus, shard, made_from) is None:
+            raise RunError(
+                f"token_cache={folder}: {shard_path(corpus, shard)} is not what was written a moment ago: another "
+                "program changes this folder, or the disk is faulty. Start the same command again: it is packed again"
+            )
     if to_pack:
         elapsed_s = time.monotonic() - started_s
         logger.info(f"Packed {len(to_pack)} files, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}")

@@ -17,7 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import START_AGAIN, InputError, RunError, first_line, lost_message
+from roberta_recipe.errors import START_AGAIN, InputError, RunError, first_line, lost_message, says_no_room
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
@@ -416,7 +416,6 @@ def _log_line(entry: dict[str, Any]) -> str:
 
 def write_failure(error: Exception) -> Exception:
     """`error` where it says that a file could not be written; any other exception is raised again."""
-    torchs_own = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "Writer" in str(error))
-    if not (isinstance(error, (OSError, SafetensorError)) or torchs_own):
+    if not (isinstance(error, (OSError, SafetensorError)) or says_no_room(error)):
         raise error
     return error
