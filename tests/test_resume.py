@@ -3,8 +3,8 @@
 import json
 import multiprocessing
 import os
-import resource
 import re
+import resource
 import shutil
 import signal
 import subprocess
