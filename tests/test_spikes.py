@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from conftest import forked_ranks
 
 import train_mlm
 from roberta_recipe import durable
@@ -100,6 +101,18 @@ def test_a_spike_sends_the_run_back_without_its_blocks(preset, tmp_path, poisone
         (tmp_path / "run" / name).unlink()
     train(preset, *flags)
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
+
+
+def test_two_processes_return_together(preset, tmp_path, poisoned):
+    """The spike is in the blocks of one of them."""
+    poisoned.add(60)
+    flags = [*SAVING, "--per_device_train_batch_size", 4]
+    never = [*flags, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63"]
+    for argv in ([*flags, "--rewind_on_spike", 20], never):
+        ranks = forked_ranks(lambda rank, argv=argv: train(preset, *argv), tmp_path)
+        assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
+    assert weights(tmp_path / "run") == weights(tmp_path / "never")
+    assert spikes.read_skipped(tmp_path / "run") == [range(48, 64)]
 
 
 def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(preset, tmp_path, poisoned, capsys):
