@@ -55,7 +55,7 @@ def lost_message(lost: str, error: BaseException) -> str:
 def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`; the errors above, full disks and lost processes become one line on stderr and an
     exit code. Nothing of what is printed holds a password or a token."""
-    sys.excepthook = _print_redacted
+    sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
     try:
         main()
         return
@@ -64,12 +64,10 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
     except Exception as error:
-        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
-
         if says_no_room(error):
             message = f"{first_line(error)}: make room, then start the same command again"
-        elif lost := lost_process(error):
-            message = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}"
+        elif lost := _lost(error):
+            message = f"{lost} What was saved is whole. {START_AGAIN}"
         else:
             raise
         code = RunError.exit_code
@@ -80,3 +78,19 @@ def exit_on_error(main: Callable[[], Any]) -> None:
 
 def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
+def _print_ignored(ignored: Any) -> None:
+    """What was raised where nothing can catch it, as Python cleans up: a data worker that was killed at the end of
+    training is a line."""
+    if lost := _lost(ignored.exc_value):
+        print(f"warning: {redact(lost)} All that it had to read was read.", file=sys.stderr, flush=True)
+    else:
+        sys.__unraisablehook__(ignored)
+
+
+def _lost(error: BaseException) -> str | None:
+    from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
+    lost = lost_process(error)
+    return lost and lost_message(lost, error)

@@ -222,6 +222,19 @@ def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
     assert "Traceback" not in run.log
 
 
+@pytest.mark.parametrize(("said", "in_a_line"), [("DataLoader worker (pid 7) is killed by signal", True), ("x", False)])
+def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path, said, in_a_line):
+    """`DataLoader` raises it while it is deleted, where nothing can catch it; another error keeps its traceback."""
+
+    class Ended:
+        def __del__(self):
+            raise RuntimeError(said)
+
+    run = Forked(Ended, tmp_path / "log")
+    assert run.end() == 0 and said in run.log
+    assert ("Traceback" not in run.log) is in_a_line and ("warning: a data worker is gone" in run.log) is in_a_line
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
     """A limit of the process stands for the full disk: no file above 200 KB, from the second checkpoint on."""
     script = f"""
