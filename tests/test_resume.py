@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
+from conftest import Forked, forked_ranks, make_documents, run_python, wait_for_step, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 
 import train_mlm
@@ -52,12 +52,6 @@ def start(root, preset, *argv, cwd, processes=1):
             [str(word) for word in command],
             **{"cwd": cwd, "stdout": log, "stderr": log, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}},
         )
-
-
-def wait_for_step(process, log, step):
-    deadline_s = time.monotonic() + 120
-    while log.read_text().count("'loss'") < step and process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.01)
 
 
 def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, root):
