@@ -1,6 +1,7 @@
 """Errors that end a command in one line with an exit code. Any other exception keeps its traceback: it is a bug."""
 
 import errno
+import os
 import re
 import sys
 import traceback
@@ -41,9 +42,11 @@ def says_no_room(error: BaseException) -> bool:
     """Whether a file could not be written for want of room, as far as `error` tells: torch's writers do not say why."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # of Rust: tokenizers raises a plain Exception
-        return int(found[1]) in _NO_ROOM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_CANNOT_WRITE)
+    # tokenizers, in Rust, raises a plain Exception, and torch a RuntimeError that says the number or not even that
+    said = str(error)
+    if any(f"(os error {number})" in said or f"{os.strerror(number)} ({number})" in said for number in _NO_ROOM):
+        return True
+    return isinstance(error, RuntimeError) and any(words in said for words in _TORCH_CANNOT_WRITE)
 
 
 def lost_message(lost: str, error: BaseException) -> str:
@@ -64,10 +67,12 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
     except Exception as error:
+        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
         if says_no_room(error):
             message = f"{first_line(error)}: make room, then start the same command again"
-        elif lost := _lost(error):
-            message = f"{lost} What was saved is whole. {START_AGAIN}"
+        elif lost := lost_process(error):
+            message = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}"
         else:
             raise
         code = RunError.exit_code
@@ -81,16 +86,10 @@ def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any)
 
 
 def _print_ignored(ignored: Any) -> None:
-    """What was raised where nothing can catch it, as Python cleans up: a data worker that was killed at the end of
-    training is a line."""
-    if lost := _lost(ignored.exc_value):
-        print(f"warning: {redact(lost)} All that it had to read was read.", file=sys.stderr, flush=True)
+    """What was raised where nothing can catch it, as Python cleans up: of a `DataLoader` whose worker was killed, a
+    line."""
+    if "_MultiProcessingDataLoaderIter" in getattr(ignored.object, "__qualname__", ""):
+        said = redact(first_line(ignored.exc_value))
+        print(f"warning: a data worker was gone as its loader ended: {said}", file=sys.stderr, flush=True)
     else:
         sys.__unraisablehook__(ignored)
-
-
-def _lost(error: BaseException) -> str | None:
-    from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
-
-    lost = lost_process(error)
-    return lost and lost_message(lost, error)

@@ -114,6 +114,13 @@ def forked_ranks(call, folder, processes=2):
     ]
 
 
+def wait_for_step(process, log, step):
+    """Wait until a run has logged so many steps, or has ended."""
+    deadline_s = time.monotonic() + 120
+    while log.read_text().count("'loss'") < step and process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
 def copied(script, folder):
     """Copy `script` and `roberta_recipe` into an empty folder, as a new project begins; returns the copy's path."""
     shutil.copytree(ROOT / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))

@@ -246,8 +246,8 @@ def test_fine_tuning_keeps_the_same_promises(root, model_dir, tmp_path, monkeypa
     fp16_on_cpu(monkeypatch.setattr, Overflow({2}, losses={5}))
     move, out = durable.move_into_place, tmp_path / "glue"
 
-    def move_and_copy(aside, target):  # a finished run deletes its checkpoints
-        move(aside, target)
+    def move_and_copy(aside, target, **others):  # a finished run deletes its checkpoints
+        move(aside, target, **others)
         shutil.copytree(target, tmp_path / "kept" / target.name, dirs_exist_ok=True)
 
     monkeypatch.setattr(durable, "move_into_place", move_and_copy)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Forked, forked_ranks
+from conftest import Forked, forked_ranks, wait_for_step
 
 import train_mlm
 from roberta_recipe import durable, lock
@@ -110,12 +110,12 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
     with open(tmp_path / "log.txt", "wb") as log:
         launcher = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log, cwd=tmp_path)
     try:
-        wait_until(lambda: (tmp_path / "log.txt").read_text().count("'loss'") > 3 or launcher.poll() is not None)
+        wait_for_step(launcher, tmp_path / "log.txt", 4)
     finally:
         children = psutil.Process(launcher.pid).children(recursive=True)
         launcher.kill()
         launcher.wait()
-        _, alive = psutil.wait_procs(children, timeout=30)
+        _, alive = psutil.wait_procs(children, timeout=60)
         for process in alive:
             process.kill()
     text = (tmp_path / "log.txt").read_text()

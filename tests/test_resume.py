@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
+from conftest import Forked, forked_ranks, make_documents, run_python, wait_for_step, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
@@ -57,12 +57,6 @@ def start(root, preset, *argv, cwd, processes=1):
             [str(word) for word in command],
             **{"cwd": cwd, "stdout": log, "stderr": log, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}},
         )
-
-
-def wait_for_step(process, log, step):
-    deadline_s = time.monotonic() + 120
-    while log.read_text().count("'loss'") < step and process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.01)
 
 
 def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, root):
@@ -222,17 +216,18 @@ def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
     assert "Traceback" not in run.log
 
 
-@pytest.mark.parametrize(("said", "in_a_line"), [("DataLoader worker (pid 7) is killed by signal", True), ("x", False)])
-def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path, said, in_a_line):
-    """`DataLoader` raises it while it is deleted, where nothing can catch it; another error keeps its traceback."""
+def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path):
+    """`DataLoader` raises while it is deleted, where nothing can catch it; another error keeps its traceback."""
 
-    class Ended:
-        def __del__(self):
-            raise RuntimeError(said)
+    def delete(self):
+        raise RuntimeError("said as it was deleted")
 
-    run = Forked(Ended, tmp_path / "log")
-    assert run.end() == 0 and said in run.log
-    assert ("Traceback" not in run.log) is in_a_line and ("warning: a data worker is gone" in run.log) is in_a_line
+    for name, in_a_line in (("_MultiProcessingDataLoaderIter", True), ("Another", False)):
+        delete.__qualname__ = f"{name}.__del__"
+        run = Forked(type(name, (), {"__del__": delete}), tmp_path / name)
+        assert run.end() == 0 and "said as it was deleted" in run.log
+        assert ("Traceback" not in run.log) is in_a_line
+        assert ("warning: a data worker was gone as its loader ended" in run.log) is in_a_line
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
@@ -261,7 +256,7 @@ exit_on_error(train_mlm.main)
     assert len(history(tmp_path / "run")) == 12
 
 
-@pytest.mark.parametrize("writer", ["tokenizers", "torch", "safetensors", "python"])
+@pytest.mark.parametrize("writer", ["tokenizers", "torch", "shared memory", "safetensors", "python"])
 def test_a_file_for_which_there_is_no_room_is_known_whoever_writes_it(tokenizer, tmp_path, writer):
     tensor, path = torch.zeros(100_000), tmp_path / "file"
 
@@ -272,6 +267,8 @@ def test_a_file_for_which_there_is_no_room_is_known_whoever_writes_it(tokenizer,
                 tokenizer.save_pretrained(tmp_path)
             elif writer == "torch":
                 torch.save({"tensor": tensor}, path)
+            elif writer == "shared memory":
+                tensor.share_memory_()
             elif writer == "safetensors":
                 save_file({"tensor": tensor}, path)
             else:
