@@ -68,6 +68,14 @@ def apply(diff: str, folder: Path) -> list[str]:
     return [line[1:].strip() for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
 
 
+def test_every_test_that_the_reliability_page_names_is_there(root):
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    missing = [
+        name for file, name in named if f"\ndef {name}(" not in (root / "tests" / file).read_text(encoding="utf-8")
+    ]
+    assert not missing and len(named) > 30
+
+
 def test_every_command_of_the_page_runs(root, tmp_path):
     folder = clone(root, tmp_path / "clone")
     write_inputs(folder)
