@@ -222,7 +222,7 @@ def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
     if not is_first_process():
         return
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    (Path(output_dir) / PRESET_NAME).write_text(text, encoding="utf-8")
+    durable.write_text(Path(output_dir) / PRESET_NAME, text)
 
 
 def write_record(record: RunRecord, output_dir: str | Path) -> None:

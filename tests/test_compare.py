@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from conftest import make_documents, write_parquet
 
 import train_mlm
@@ -173,3 +174,22 @@ def test_a_digest_does_not_depend_on_how_weights_are_spread_over_files(tmp_path,
     model.roberta.embeddings.LayerNorm.bias.data[0] += 1e-7
     model.save_pretrained(tmp_path / "one")
     assert digests.of_weights(tmp_path / "one") != of_one
+
+
+def test_a_digest_of_a_state_is_of_its_content():
+    def state(**others):
+        tensors = {"exp_avg": torch.arange(4.0), "step": torch.tensor(3.0)}
+        return {"state": {0: {**tensors, **others}}, "scale": 2.0}
+
+    of = digests.of_state
+    assert of(state()) == of(state()) and of(state(kept=object())) == of(state(kept=object()))
+    others = [
+        {"step": torch.tensor(4.0)},
+        {"exp_avg": torch.arange(4)},
+        {"exp_avg": torch.arange(4.0)[None]},
+        {"exp_avg": torch.arange(4.0).bfloat16()},
+        {"another": torch.arange(4.0)},
+        {"step": 3.0},
+    ]
+    found = {of(state(**other)) for other in others} | {of(state()), of({**state(), "scale": 1.0}), of([state()])}
+    assert len(found) == len(others) + 3

@@ -282,7 +282,6 @@ def finetune(
             baseline=job.baseline,
             degenerate=job.degenerate(best),
             **job.found,
-            fingerprint=fingerprint,
             resolved_args=resolved,
             shown_args=shown_names(args, training_args),
             wall_clock_s=round(time.monotonic() - started_s, 1),

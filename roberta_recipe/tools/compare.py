@@ -78,7 +78,7 @@ def read_run(folder: Path) -> Run:
         fingerprint = record.get("fingerprint", fingerprint)
     preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
     scopes = scopes_of_flags()
-    own = {name: value for name, value in preset.items() if scopes.get(name, "fixed") not in ("free", "start")}
+    own = {name: value for name, value in preset.items() if scopes.get(name, "fixed") in ("content", "fixed", "data")}
     settings = own if fingerprint is None else fingerprint
     return Run(folder, settings, fingerprint is not None, preset, layout, steps, finished)
 

@@ -24,7 +24,8 @@ def of_weights(folder: str | Path) -> str:
 
 
 def of_state(state: Any) -> str:
-    """The digest of nested dicts and lists of tensors (by dtype, shape, bytes) and of what JSON can hold."""
+    """The digest of nested dicts and lists of tensors (by dtype, shape, bytes) and of what JSON can hold; objects, as
+    DeepSpeed keeps them beside its tensors, are left out."""
     hasher = hashlib.sha256()
     _feed(hasher, state)
     return hasher.hexdigest()[:_LENGTH]
@@ -45,8 +46,5 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(f"list {len(value)}\n".encode())
         for item in value:
             _feed(hasher, item)
-    elif hasattr(value, "__dict__"):  # DeepSpeed's loss scaler
-        hasher.update(f"{type(value).__name__}\n".encode())
-        _feed(hasher, vars(value))
-    else:
+    elif isinstance(value, (bool, int, float, str, type(None))):
         hasher.update(f"{value!r}\n".encode())

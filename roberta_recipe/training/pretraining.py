@@ -338,9 +338,8 @@ def run_fingerprint(
         "shares": [round(share, 6) for share in reader.corpus.shares],
         "data_seed": data_seed(training_args),
     }
-    config = {**model.config.to_dict(), "transformers_version": None}
-    if args.config_name:  # its content is what counts, not where the file is
-        config["_name_or_path"] = None
+    # what counts is the content of the config and of the weights, not where the files are
+    config = {**model.config.to_dict(), "transformers_version": None, "_name_or_path": None}
     fixed = {
         **flags.fixed_values(args),
         **flags.fixed_values(training_args),
