@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,11 @@ def keep_only(folder: str | Path, kept: str) -> None:
         path.unlink()
 
 
-def fault(folder: str | Path, needed: Collection[str] = (), only: Collection[str] | None = None) -> str | None:
-    """What is wrong with a folder that `move_into_place` made, or with the files `only` of it: None where it is as it
-    was written, and has the files `needed`."""
+def fault(
+    folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] = lambda name: True
+) -> str | None:
+    """What is wrong with a folder that `move_into_place` made, or with the files of it whose names are `only` these:
+    None where it is as it was written, and has the files `needed`."""
     folder = Path(folder)
     try:
         files = {name: (size, digest) for name, (size, digest) in read_json(folder / MANIFEST)["files"].items()}
@@ -160,7 +162,7 @@ def fault(folder: str | Path, needed: Collection[str] = (), only: Collection[str
     if absent := [name for name in needed if name not in files]:
         return f"{absent[0]} is missing"
     for name, (size, digest) in files.items():
-        if only is not None and name not in only:
+        if not only(name):
             continue
         path = folder / name
         try:

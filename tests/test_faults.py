@@ -50,6 +50,6 @@ def test_the_census_counts_a_run_with_another_seed_as_a_silent_difference(root, 
     assert done.returncode == 1 and "| **all** | 6 |" in done.stdout, done.stdout + done.stderr
     assert found["sabotage"] == ["silent difference"], done.stdout
     assert found["kill all"] == ["same run"] * 3, done.stdout
-    assert set(found["bits flipped, between starts"]) <= {"same run", "refused"}, done.stdout
+    assert set(found["bits flipped, between starts"]) <= {"same run", "refused", "missed"}, done.stdout
     (seen,) = [one["detail"] for one in cases if one["kind"] == "sabotage"]
     assert "digest" in seen and "model.safetensors" in seen

@@ -1,7 +1,6 @@
 """Passwords, tokens and names from outside: in no file, no line, no path and no markup where they do not belong."""
 
 import copy
-import json
 import logging
 import re
 import sys
@@ -278,7 +277,7 @@ def test_a_name_in_the_ledger_is_no_path(name, root, tmp_path):
 
     run = tmp_path / "run"
     run.mkdir()
-    (run / "run_record.json").write_text(json.dumps({"shown_args": []}))
+    durable.write_sealed(run / "run_record.json", {"shown_args": []})
     (run / "loss_curve.png").write_bytes(b"")
     folder = tmp_path / "deep" / "er" / "results"
     if name:

@@ -32,6 +32,13 @@ _FILES = {
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
 }
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of a checkpoint's folder belongs to its tokenizer."""
+    return name in _FILES
+
+
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
 
 
@@ -42,7 +49,7 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
     has one), or where it lacks a token that is needed (all of masked-LM training's).
     """
     folder = resolve_path(name_or_path)
-    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=_FILES)):
+    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=is_of_tokenizer)):
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} is damaged: {found}; make it again, or remove {durable.MANIFEST} if "
             "you changed it yourself"
