@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = build_readers(args, training_args, corpus, tokenizer)
-    fingerprint, of_data = run_fingerprint(args, training_args, model, reader)
+    fingerprint, of_data = run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)

@@ -131,7 +131,7 @@ def fingerprint(argv):
     tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
     model = pretraining.build_model(args, tokenizer)
     reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))
-    return pretraining.run_fingerprint(args, training_args, model, reader)[0]
+    return pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)[0]
 
 
 def test_what_names_content_is_fingerprinted_by_its_content(preset, tmp_path, config, model_dir):

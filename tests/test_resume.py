@@ -141,6 +141,18 @@ def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
     assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
 
 
+def test_another_file_of_the_tokenizer_is_another_run(preset, tokenizer_dir, tmp_path):
+    """No id depends on it, but it is saved with the model."""
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    flags = [*SAVING, "--tokenizer_name", folder]
+    train(preset, *flags)
+    (tmp_path / "run" / "run_record.json").unlink()
+    config = durable.read_json(folder / "tokenizer_config.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 63}))
+    with pytest.raises(InputError, match="tokenizer_files was"):
+        train(preset, *flags)
+
+
 def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
     first = train(preset, *SAVING)
     (tmp_path / "run" / "run_record.json").unlink()

@@ -20,7 +20,7 @@ from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.order import batches_of
 from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.data.token_cache import TokenCache
-from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.errors import InputError, RunError, exit_on_error
 
 
 @pytest.fixture
@@ -222,6 +222,22 @@ def test_damage_that_a_data_worker_finds_is_one_line(small, capsys):
         exit_on_error(lambda: list(itertools.islice(loader, 10)))
     lines = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: token_cache={folder}: a/train-")
+
+
+def test_a_shard_that_the_disk_changes_while_it_is_written_is_said(corpus, tokenizer, tmp_path, monkeypatch):
+    sync = durable.sync
+
+    def flipping(path):
+        if str(path).endswith(".tmp") and ".arrow." in str(path):
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        sync(path)
+
+    monkeypatch.setattr(durable, "sync", flipping)
+    with pytest.raises(RunError, match="not what was written a moment ago: the disk is faulty"):
+        token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=1)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 @pytest.mark.parametrize("fault", ["bit", "missing"])

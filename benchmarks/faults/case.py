@@ -72,11 +72,20 @@ class Case:
         self._first()
         at_first = len(self.starts)
         while not self.missed and not self.hung and len(self.starts) < STARTS + at_first - 1:
+            if self._is_another_run():
+                break
             flags = self._to_do()
             if flags is None or (len(self.starts) > at_first and not self._disturbed(self.starts[-1])):
                 break
             again = plan.get("again") if len(self.starts) == 1 else None
             self._run(self._start(flags), again or {}, plan.get("kill") if again else None)
+
+    def _is_another_run(self) -> bool:
+        """Whether the first start refused an input that was changed before anything of the old was kept: what would be
+        started next is another run by right."""
+        damage = self.plan.get("damage", {})
+        changed = damage.get("when") == "during" and damage["what"] == "inputs"
+        return changed and not ended_well(self.starts[0]) and not self.scenario.remembered(self.folder)
 
     def _to_do(self) -> tuple[str, ...] | None:
         """The flags of the next start; None where all that was started has ended well."""

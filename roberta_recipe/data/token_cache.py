@@ -13,6 +13,9 @@ processes and machines; two processes that make the same shard make the same byt
 """
 
 import ctypes
+import errno
+import hashlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -477,19 +480,37 @@ def _write_shard(
     schema = pa.schema({name: _arrow_type(value) for name, value in example.items()} | {_CHECKSUM: pa.uint32()})
     seed, numbers = _checksum_seed(made_from, reader.corpus, shard, schema), itertools.count()
     try:
-        with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with _HashedFile(aside) as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in itertools.chain([first] if first else [], batches):
                 columns = [_arrow_column([block[name] for block in batch]) for name in example]
                 checksums = [_checksum(seed, next(numbers), {name: block[name] for name in example}) for block in batch]
                 writer.write_batch(pa.record_batch([*columns, pa.array(checksums, pa.uint32())], schema=schema))
         durable.sync(aside)
-        facts = {"bytes": aside.stat().st_size, "sha256": durable.sha256(aside)}
+        facts = {"bytes": aside.stat().st_size, "sha256": sink.sha256}
+        if durable.sha256(aside) != sink.sha256:
+            raise OSError(errno.EIO, f"{path.name} is not what was written a moment ago: the disk is faulty")
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     counts = dict(zip(COUNTS, state.table(), strict=True))
     origin = _origin(reader.corpus, shard, made_from)
     durable.write_sealed(path.with_suffix(".json"), {**origin, **facts, "counts": counts})
+
+
+class _HashedFile(io.BufferedWriter):
+    """A file to write, with the SHA-256 of what is written, whatever the disk makes of it."""
+
+    def __init__(self, path: Path):
+        super().__init__(io.FileIO(path, "wb"))
+        self._hasher = hashlib.sha256()
+
+    def write(self, data) -> int:
+        self._hasher.update(data)
+        return super().write(data)
+
+    @property
+    def sha256(self) -> str:
+        return self._hasher.hexdigest()
 
 
 def _checksum_seed(made_from: str, corpus: Corpus, shard: Shard, schema: pa.Schema) -> int:

@@ -6,7 +6,9 @@ Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the
 import itertools
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from sentencex import segment
 from tokenizers import Tokenizer
@@ -88,6 +90,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return durable.fingerprint(
         {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     )
+
+
+def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that is saved of a tokenizer beside a model, also of what no block's ids depend on."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return durable.fingerprint({path.name: durable.sha256(path) for path in Path(folder).iterdir()})
 
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:

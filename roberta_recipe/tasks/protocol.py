@@ -377,9 +377,10 @@ def run_fingerprint(args: FinetuneArguments, training_args: FinetuneTrainingArgu
 def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
     """Fingerprints of what a script read: the tokenizer, the checkpoint, and the data `rows`, as JSON."""
     around = dict(tokenizer("a", "b"))  # the tokens around and between two texts, and their types
-    of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), around, tokenizer.pad_token_id]
+    of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), tokenization.files_fingerprint(tokenizer), around]
+    ids_and_sides = [tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.truncation_side]
     return {
-        "tokenizer": durable.fingerprint([*of_tokenizer, tokenizer.mask_token_id, tokenizer.truncation_side]),
+        "tokenizer": durable.fingerprint([*of_tokenizer, *ids_and_sides]),
         "weights": weights.identity(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }

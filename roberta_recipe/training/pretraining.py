@@ -14,7 +14,7 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, token_cache
+from roberta_recipe.data import masking, order, token_cache, tokenization
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
@@ -329,7 +329,11 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
 
 
 def run_fingerprint(
-    args: MlmArguments, training_args: MlmTrainingArguments, model: modeling.RobertaForMaskedLM, reader: Reader
+    args: MlmArguments,
+    training_args: MlmTrainingArguments,
+    model: modeling.RobertaForMaskedLM,
+    tokenizer: PreTrainedTokenizerBase,
+    reader: Reader,
 ) -> tuple[dict[str, Any], set[str]]:
     """What must not change between two starts of a run, for it to be the same run; and the names in it that the
     positions of the blocks depend on."""
@@ -344,6 +348,7 @@ def run_fingerprint(
         **flags.fixed_values(args),
         **flags.fixed_values(training_args),
         "objectives": list(model.objectives),
+        "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
         "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
