@@ -7,15 +7,13 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import Forked, forked_ranks, make_documents, run_python, wait_for_step, write_parquet
+from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
@@ -50,30 +48,33 @@ def dropout(config, preset, tmp_path):
     return preset
 
 
-def start(root, preset, *argv, cwd, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--standalone"] if processes > 1 else []
-    command = [sys.executable, *launcher, root / "train_mlm.py", "--config", preset, *argv]
-    with open(cwd / "log.txt", "ab") as log:
-        return subprocess.Popen(
-            [str(word) for word in command],
-            **{"cwd": cwd, "stdout": log, "stderr": log, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}},
-        )
+def wait_for_line(run, line, times):
+    """Wait until a forked run has logged so many lines with these words."""
+    deadline_s = time.monotonic() + 100
+    while run.log.count(line) < times and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert run.log.count(line) >= times, run.log
 
 
-def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, root):
+def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path):
     """The short form of benchmarks/kill_and_resume.py: two processes, a data worker each, bit for bit."""
     flags = [*SAVING, "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--output_dir"]
-    assert start(root, dropout, *flags, tmp_path / "alone", cwd=tmp_path, processes=2).wait(timeout=200) == 0
-    (tmp_path / "log.txt").unlink()
-    for steps in (5, 12):
-        process = start(root, dropout, *flags, tmp_path / "killed", cwd=tmp_path, processes=2)
-        wait_for_step(process, tmp_path / "log.txt", steps)
-        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+
+    def start_ranks(name):
+        return forked_ranks(lambda rank: train(dropout, *flags, tmp_path / name), tmp_path)
+
+    ranks = start_ranks("alone")
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
+    for _ in range(2):
+        ranks = start_ranks("killed")
+        wait_for_line(ranks[0], "'loss'", 5)
+        processes = [psutil.Process(rank.pid) for rank in ranks]
+        for victim in [worker for rank in processes for worker in rank.children(recursive=True)] + processes:
             victim.kill()
-        process.wait()
+        assert [rank.end() for rank in ranks] == [-signal.SIGKILL] * 2
         assert not (tmp_path / "killed" / "run_record.json").exists()
-    assert start(root, dropout, *flags, tmp_path / "killed", cwd=tmp_path, processes=2).wait(timeout=200) == 0
-    assert "Resuming" in (tmp_path / "log.txt").read_text()
+    ranks = start_ranks("killed")
+    assert [rank.end() for rank in ranks] == [0, 0] and "Resuming" in ranks[0].log
     assert history(tmp_path / "killed") == history(tmp_path / "alone") and len(history(tmp_path / "alone")) == 12
     assert compare.main([str(tmp_path / "killed"), str(tmp_path / "alone")])  # weights, optimizer, scheduler
 
@@ -162,18 +163,17 @@ def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_path, root, processes):
+def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_path, processes):
     flags = ["--max_steps", "100000", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1"]
-    process = start(root, preset, *flags, cwd=tmp_path, processes=processes)
-    wait_for_step(process, tmp_path / "log.txt", 4)
-    process.send_signal(signal.SIGTERM)
-    code, log = process.wait(timeout=120), (tmp_path / "log.txt").read_text()
-    assert code == 75 if processes == 1 else code != 0, log  # torchrun has its own exit codes
+    ranks = forked_ranks(lambda rank: train(preset, *flags), tmp_path, processes)
+    wait_for_line(ranks[0], "'loss'", 4)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert [rank.end() for rank in ranks] == [75] * processes, ranks[0].log
     (saved,) = checkpoint.newest_first(tmp_path / "run")
     step = durable.read_json(saved / "recipe_state.json")["step"]
     assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
-    if processes == 1:
-        assert f"preempted: step {step} of 100000 is saved" in log and "Traceback" not in log
+    assert f"preempted: step {step} of 100000 is saved" in ranks[0].log and "Traceback" not in ranks[0].log
 
 
 def kill_at(monkeypatch, method, step):
