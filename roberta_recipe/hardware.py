@@ -1,5 +1,6 @@
 """The machine that a run is on: processor, GPUs and their peaks, memory taken."""
 
+import ctypes
 import os
 import platform
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import torch
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Machine(TypedDict):
@@ -56,6 +59,15 @@ def peak_memory_bytes() -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, of a GPU or of the machine."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have Linux send this process the signal `number` when `parent`, which started it, ends, however that ends; at
+    once where it has ended already. Elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # since before the line above, so that no signal comes
+            os.kill(os.getpid(), number)
 
 
 def lost_process(error: BaseException) -> str | None:

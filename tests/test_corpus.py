@@ -333,9 +333,10 @@ def test_a_file_that_is_cut_in_mid_run_is_not_passed_over(big_file):
 def test_a_remote_file_is_known_by_what_its_server_tells():
     with fsspec.open("memory://identity/a.txt", "w") as stream:
         stream.write("One.")
-    (name, size, version) = identity.file_identity("memory://identity/a.txt")
+    (name, size, version) = identity.identify(["memory://identity/a.txt"])["memory://identity/a.txt"].values
     assert (name, size, version) == ("memory://identity/a.txt", 4, None)
-    assert identity.file_identity("hf://datasets/org/data@0123/a.parquet") == ["hf://datasets/org/data@0123/a.parquet"]
+    of_hub = "hf://datasets/org/data@0123/a.parquet"
+    assert identity.identify([of_hub])[of_hub].values == [of_hub]
 
 
 @pytest.mark.parametrize("own_source", [True, False])

@@ -65,11 +65,6 @@ def identify(paths: list[str]) -> dict[str, Identity]:
     return {path: known.get(path) or made[path] for path in paths}
 
 
-def file_identity(path: str) -> list[Any]:
-    """A file's name, size and SHA-256; of a file that cannot be read, its name and the reason."""
-    return identify([path])[path].values
-
-
 def is_unchanged(path: str, before: Identity) -> bool:
     """Whether a file still has the content that it had. Hashes it again only where its size, times or inode differ."""
     return _stamp(path) == before.stamp or identify([path])[path].values == before.values

@@ -12,7 +12,6 @@ processes and machines; two processes that make the same shard make the same byt
 (`durable.write_sealed`).
 """
 
-import ctypes
 import errno
 import hashlib
 import io
@@ -21,7 +20,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -50,6 +48,7 @@ from roberta_recipe.data.packing import Columns
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError, RunError, first_line
+from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import logger
 
 FINGERPRINT = "fingerprint.json"
@@ -58,7 +57,6 @@ _CHECKSUM = "crc32"  # the column of a shard
 _REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
 _ROWS_PER_BATCH = 1024  # blocks: about 1 MB
 _POLL_S = 2.0
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Shard(NamedTuple):
@@ -203,9 +201,6 @@ class TokenCache:
         """What the blocks depend on, but for their order: what the cache was made from."""
         return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
 
-    def check_unchanged(self) -> None:
-        """The text may change, as it is not read; each block is checked when it is read."""
-
     def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
         """What was read, split, held out and skipped in the one pass that was packed, by source."""
         table = {source.name: dict.fromkeys(COUNTS, 0) for source in self.corpus.sources}
@@ -277,11 +272,8 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     folder, path, wanted = Path(folder), Path(folder) / FINGERPRINT, {**_FORMAT, **fingerprint}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = (
-            path.name,
-            *(entry.name for pattern in ("*.tmp", f"{lock.LOCK_NAME}*") for entry in folder.glob(pattern)),
-        )
-        others = [entry for entry in folder.iterdir() if entry.name not in own]
+        names = {entry.name for entry in folder.iterdir()} - {path.name}
+        others = [name for name in names if not (name.endswith(".tmp") or name.startswith(lock.LOCK_NAME))]
         if not path.exists():
             if others:
                 raise InputError(f"token_cache={folder} holds other files; name an empty or a new folder")
@@ -300,12 +292,13 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
 def _read_fingerprint(folder: Path) -> dict[str, Any]:
     """What a cache was made from. Raises `InputError` where that is damaged, or of a former version of the recipe."""
     try:
-        if durable.SEAL not in durable.read_json(folder / FINGERPRINT):
+        values = durable.read_json(folder / FINGERPRINT)
+        if durable.SEAL not in values:
             raise InputError(
                 f"token_cache={folder} was packed by a former version, without checksums; remove it, or name another "
                 "folder, to have the text packed again"
             )
-        return durable.read_sealed(folder / FINGERPRINT)
+        return durable.unsealed(values)
     except InputError:
         raise
     except (OSError, ValueError, TypeError) as error:
@@ -422,7 +415,10 @@ def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Sh
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process cannot use the threads of its parent
     try:
         with ProcessPoolExecutor(
-            num_proc, multiprocessing.get_context("fork"), initializer=_end_with_parent, initargs=(os.getpid(),)
+            num_proc,
+            multiprocessing.get_context("fork"),
+            initializer=end_with_parent,
+            initargs=(os.getpid(), signal.SIGKILL),
         ) as pool:
             futures = [pool.submit(pack_file, folder, reader, made_from, file) for file in to_pack]
             try:
@@ -434,14 +430,6 @@ def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Sh
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if threads is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = threads
-
-
-def _end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when `parent`, which started it, is gone (Linux; elsewhere nothing)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before the kernel knew
-            os._exit(1)
 
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> int:

@@ -20,7 +20,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import TextReader
-from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
@@ -173,7 +172,7 @@ class MlmTrainer(DurableTrainer):
     def check_text(self) -> None:
         """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
         reader = getattr(self.train_dataset, "reader", None)
-        if isinstance(reader, (TextReader, TokenCache)):
+        if isinstance(reader, TextReader):  # each block of a token cache is checked when it is read
             reader.check_unchanged()
 
     def create_optimizer(self, model=None):
@@ -254,8 +253,7 @@ class MlmTrainer(DurableTrainer):
 
     def recipe_state(self):
         where = {"position": self.position, "states": self._states}
-        skipped = [[part.start, part.stop] for part in self.skipped]
-        others = {"skipped_blocks": skipped, "recent_losses": list(self.recent_losses)}
+        others = {"skipped_blocks": self._skipped_blocks(), "recent_losses": list(self.recent_losses)}
         return {**super().recipe_state(), **where, **others, **self.data_digests}
 
     def record(self):
@@ -264,8 +262,11 @@ class MlmTrainer(DurableTrainer):
             **self._data_digests(),
             "global_batch_size": self.fingerprint["global_batch_size"],
             "stopped_by": "max_train_minutes" if self.watch.time_over else "max_steps",
-            "skipped_blocks": [[part.start, part.stop] for part in self.skipped],
+            "skipped_blocks": self._skipped_blocks(),
         }
+
+    def _skipped_blocks(self) -> list[list[int]]:
+        return [[part.start, part.stop] for part in self.skipped]
 
     # Evaluation
 

@@ -1,6 +1,5 @@
 """The processes of one run: they begin with a launcher, decide together, and end together."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,10 +10,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import end_with_parent
 
 # torchrun sets the first for what it starts, `accelerate launch` the second; nobody sets them by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _launcher: int | None = None  # the process that started this one, where it is a launcher
 
 
@@ -28,9 +27,7 @@ def end_with_launcher() -> None:
     if sys.platform != "linux" or not any(name in os.environ for name in _SET_BY_LAUNCHERS):
         return
     _launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if launcher_is_gone():  # since the line before, so that no signal comes
-        os.kill(os.getpid(), signal.SIGTERM)
+    end_with_parent(_launcher, signal.SIGTERM)
 
 
 def launcher_is_gone() -> bool:
