@@ -102,6 +102,7 @@ class RecipeTrainingArguments(TrainingArguments):
     max_grad_norm: float = setting(
         0.0, "Table 9, and fairseq's fine-tuning configuration: no clipping; Trainer has 1.0."
     )
+    logging_first_step: bool = setting(True, "The first log line comes at once.")
     logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 
