@@ -41,7 +41,7 @@ def launch(script, root, *argv):
 @pytest.mark.parametrize("processes", [[], TWO])
 def test_the_exit_code_and_the_lines_are_the_script_s(script, root, processes):
     done = launch(script, root, *processes, script, 75)
-    assert done.returncode == 75
+    assert done.returncode == 75, done.stderr
     assert set(done.stderr.splitlines()) == {"error: said once"}
 
 
