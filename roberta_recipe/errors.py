@@ -78,28 +78,30 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     except (KeyboardInterrupt, _Terminated) as error:
         by = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
         message, code = f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
+    except Stopped as error:
+        message, code = str(error), error.exit_code
     except (InputError, RunError) as error:
         # an error raised in a data worker comes with the worker's traceback around it
-        message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
+        message = "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
     except Exception as error:
         from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
 
         if says_no_room(error):
-            message = f"{first_line(error)}: make room. What was saved is whole. {continue_with()}"
+            message = f"error: {first_line(error)}: make room. What was saved is whole. {continue_with()}"
         elif lost := lost_process(error):
-            message = f"{lost_message(lost, error)} What was saved is whole. {continue_with()}"
+            message = f"error: {lost_message(lost, error)} What was saved is whole. {continue_with()}"
         else:
             raise
         code = RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
-    _print_once(f"error: {redact(message)}", code)
+    _print_once(redact(message), code)
     raise SystemExit(code)
 
 
 def _print_once(line: str, code: int) -> None:
-    """Print an error on stderr: what all processes of a run find is said by the first, and by another only where the
-    launcher does not end it, as the first has failed too."""
+    """Print how a command ended on stderr: what all processes of a run find is said by the first, and by another only
+    where the launcher does not end it, as the first has failed too."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_FOR_FIRST_PROCESS_S)

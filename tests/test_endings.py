@@ -170,7 +170,7 @@ def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
         time.sleep(0.01)
     os.kill(run.pid, number)
     assert run.end() == code
-    assert run.log.splitlines()[1:] == [f"error: ended by {by}; what was saved is whole. {started.continue_with()}"]
+    assert run.log.splitlines()[1:] == [f"ended by {by}; what was saved is whole. {started.continue_with()}"]
 
 
 def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):

@@ -15,10 +15,10 @@ class Progress(TrainerCallback):
 
     def __init__(self):
         self._bar = self._evaluation = None
-        self._begun_s, self._first_step = time.monotonic(), 0
+        self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._begun_s, self._first_step = time.monotonic(), state.global_step
+        self._first_step = state.global_step + 1
         if state.is_world_process_zero:
             self._bar = tqdm(
                 total=state.max_steps,
@@ -31,6 +31,8 @@ class Progress(TrainerCallback):
             )
 
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self._first_step:
+            self._begun_s = time.monotonic()
         if self._bar is not None:
             self._bar.update()
 
@@ -89,7 +91,7 @@ class Progress(TrainerCallback):
 
     def _remaining(self, state) -> list[str]:
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
-        return [f"ETA {duration((time.monotonic() - self._begun_s) / done * left)}"] if done and left else []
+        return [f"ETA {duration((time.monotonic() - self._begun_s) / done * left)}"] if done > 0 and left else []
 
 
 _OF_SPEED = ("runtime", "_per_second")
