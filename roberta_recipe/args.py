@@ -178,7 +178,9 @@ class RecipeParser(HfArgumentParser):
         for action in others:
             action.help = argparse.SUPPRESS
         if others:
-            self.epilog = f"{len(others)} more flags of TrainingArguments are shown by --help all."
+            self.epilog = (
+                f"{len({action.dest for action in others})} more flags of TrainingArguments are shown by --help all."
+            )
         self.print_help()
         self.epilog = None
         for action, text in zip(others, helps, strict=True):
