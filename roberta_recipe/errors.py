@@ -105,7 +105,8 @@ def _print_once(line: str, code: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_FOR_FIRST_PROCESS_S)
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(line + "\n")  # at once, as several processes may write
+    sys.stderr.flush()
 
 
 def _raise_terminated(*_: Any) -> None:
