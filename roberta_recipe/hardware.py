@@ -73,13 +73,14 @@ def end_with_parent(parent: int, number: int) -> None:
 def lost_process(error: BaseException) -> str | None:
     """What has ended that a run needs, where `error` says so: another process of it, or a data worker; else None.
 
-    NCCL's and the store's errors have a type; gloo's and those of `DataLoader` are plain RuntimeErrors.
+    NCCL's and the store's errors have a type; gloo's and those of `DataLoader` are plain RuntimeErrors. The last is
+    raised by the handler of a signal, wherever the process is, so that another error may be raised on its way.
     """
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return "another process of this run is gone, or cannot be reached"
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return "a data worker is gone"
-    return None
+    return lost_process(error.__context__) if error.__context__ else None
 
 
 def model_flops_utilisation(flops_per_second: float) -> float | None:

@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from conftest import Forked, run_python
@@ -16,9 +18,10 @@ import finetune_glue
 import train_mlm
 from roberta_recipe import durable, errors, started
 from roberta_recipe.errors import InputError, Stopped
+from roberta_recipe.hardware import lost_process
 from roberta_recipe.publishing import plots
 from roberta_recipe.tools import compare
-from roberta_recipe.training import checkpoint, durable_trainer, step_watch
+from roberta_recipe.training import checkpoint, durable_trainer, environment, step_watch
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
 RUN = "lr0.001-batch8-seed1"
@@ -206,3 +209,29 @@ def test_resuming_reads_its_own_command_line(preset, tmp_path):
     record = train(preset, *SAVING, "--save_steps", 5)
     assert [step for step, _ in record["loss_at_steps"]["train"]] == list(range(1, 13))
     assert (tmp_path / "run" / "checkpoint-10").is_dir() and not (tmp_path / "run" / "checkpoint-9").exists()
+
+
+def test_a_data_worker_s_end_is_seen_behind_another_error():
+    """Torch's handler of SIGCHLD raises wherever the process is: in `Thread.start`, a KeyError hides it."""
+    try:
+        try:
+            raise RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed.")
+        finally:
+            del {}["thread"]
+    except KeyError as error:
+        assert lost_process(error) == "a data worker is gone"
+    assert lost_process(KeyError("thread")) is None
+
+
+def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path, monkeypatch):
+    """Of an extension of DeepSpeed: every later start would wait for it without end."""
+    stale, fresh, built = (tmp_path / "py" / name / "lock" for name in ("stale", "fresh", "built"))
+    for path in (stale, fresh, built):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    for path in (stale, built):
+        os.utime(path, (0, 0))
+    process = types.SimpleNamespace(info={"name": "ninja", "cwd": str(built.parent)})
+    monkeypatch.setattr(psutil, "process_iter", lambda _: [process])
+    environment.remove_stale_locks(tmp_path)
+    assert not stale.exists() and fresh.exists() and built.exists()

@@ -1,10 +1,14 @@
 """Around a training process: cores, launcher, precision, output folder, the end of a process group."""
 
+import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -13,12 +17,14 @@ from roberta_recipe import lock
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json
+from roberta_recipe.log import logger
 from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
 from roberta_recipe.started import by_launcher, threads_are_the_users
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
 from roberta_recipe.training.processes import end_with_launcher, from_first_process
 from roberta_recipe.training.spikes import SKIPPED_NAME
 
+_BUILD_BEGINS_S = 10.0  # between an extension's lock and its compiler
 _NOT_BY_LAUNCHER = {
     "FSDP": "FSDP, whose checkpoints are not resumed here",
     "MEGATRON_LM": "Megatron-LM, which has losses and batches of its own",
@@ -33,8 +39,21 @@ def set_up_process() -> None:
     Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
     end_with_launcher()
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        remove_stale_locks(Path(get_default_build_root()))
     if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
         torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def remove_stale_locks(root: Path) -> None:
+    """Remove the locks below `root` of extensions that nobody builds: the start that was killed as it built one has
+    left its lock, and without this every start after it would wait for ever."""
+    built = {process.info["cwd"] for process in psutil.process_iter(["name", "cwd"]) if "ninja" in process.info["name"]}
+    for path in root.glob("*/*/lock"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if str(path.parent) not in built and time.time() - path.stat().st_mtime > _BUILD_BEGINS_S:
+                path.unlink()
+                logger.info(f"Removed {path}: the build that it was of was killed")
 
 
 def take_output_dir(args: TrainingArguments, extend: bool) -> None:
