@@ -277,6 +277,10 @@ WARM = [
     ),
     _glue("GLUE, 2 seeds", "--seeds", "1", "2"),
     _glue("GLUE, saving", "--seeds", "1", "--save_strategy", "steps", "--save_steps", "3"),
+    _glue(
+        *("GLUE, epochs", "--seeds", "1", "--save_strategy", "steps", "--save_steps", "2", "--eval_strategy", "epoch"),
+        *("--max_steps", "-1", "--num_train_epochs", "3"),
+    ),
 ]
 LAUNCHED = [
     _pretraining(

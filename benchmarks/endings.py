@@ -1,0 +1,235 @@
+"""Every ending can be continued: how a start ended, the line it printed, what it kept, and what the next start did.
+
+    python -m benchmarks.endings       # a table in Markdown; about ten minutes on two cores; Linux
+
+Small runs of pretraining, fine-tuning, packing and tokenizer training, started as a user starts them (what trains: by
+`roberta_recipe.tools.launch`, and once by `accelerate launch`), are ended in each way, and the same command is started
+again. Its output is compared, bit for bit, with that of a run that was left alone.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import psutil
+from conftest import make_documents, write_parquet
+
+from benchmarks.faults.scenarios import SCENARIOS, Scenario, differences, make_inputs
+from roberta_recipe.training import checkpoint
+
+LAUNCHERS = {"ours": "roberta_recipe.tools.launch", "accelerate": "accelerate.commands.launch"}
+PACK = "roberta_recipe.tools.pack"
+OUTPUTS = {
+    **{"train_mlm.py": "out/run", "finetune_glue.py": "out/glue", PACK: "out/cache"},
+    **{"tokenizer/train_tokenizer.py": "out/tokenizer"},
+}
+LIMIT_S = 300
+PATIENCE_S = 2.5  # between two interrupts
+
+
+@dataclass(frozen=True)
+class Ending:
+    """`act(start)` is called once the start works; `flags` and `file_bytes` (a limit of any file's
+    size, which programs see as a full disk) are those of the first start alone."""
+
+    name: str
+    act: Callable[["Start"], None] | None = None
+    flags: tuple[str, ...] = ()
+    file_bytes: int | None = None
+    launcher: str = "ours"
+
+
+class Start:
+    """One start of a scenario in `folder`, as the leader of a session of its own."""
+
+    def __init__(self, scenario: Scenario, folder: Path, ending: Ending):
+        program = ["-m", scenario.program] if scenario.program.startswith("roberta") else [str(ROOT / scenario.program)]
+        if scenario.program in ("train_mlm.py", "finetune_glue.py"):
+            program = ["-m", LAUNCHERS[ending.launcher], *program]
+        self.log = folder / "log.txt"
+        with open(self.log, "wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *scenario.argv, *ending.flags],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: (
+                    ending.file_bytes and resource.setrlimit(resource.RLIMIT_FSIZE, [ending.file_bytes] * 2)
+                ),
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def children(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def interrupt(self) -> None:
+        """As a terminal does: to all processes of the session."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def interrupt_twice(self) -> None:
+        for child in self.children():  # a step that takes long
+            child.suspend()
+        self.interrupt()
+        time.sleep(PATIENCE_S)
+        for child in self.children():
+            child.resume()
+        self.interrupt()
+
+    def kill(self) -> None:
+        for process in (*self.children(), self.process):
+            process.kill()
+
+    def end(self) -> int:
+        """Wait for all processes; returns the exit code of the first."""
+        children = self.children()
+        code = self.process.wait(LIMIT_S)
+        psutil.wait_procs(children, timeout=60)
+        return code
+
+    def reads(self, name: str) -> bool:
+        """Whether it has a file open whose path holds `name`."""
+        with contextlib.suppress(psutil.Error):
+            return any(name in file.path for file in psutil.Process(self.process.pid).open_files())
+        return False
+
+
+def started(scenario: Scenario, folder: Path, ending: Ending, works: Callable[[Start], bool]) -> tuple[int, str]:
+    """Start, end, and return the exit code and the output."""
+    start, deadline_s = Start(scenario, folder, ending), time.monotonic() + LIMIT_S
+    while ending.act and start.process.poll() is None and not works(start):
+        if time.monotonic() > deadline_s:
+            start.kill()
+            raise SystemExit(f"error: {scenario.name} does not come so far:\n{start.text[-2000:]}")
+        time.sleep(0.01)
+    if ending.act:
+        ending.act(start)
+    return start.end(), start.text
+
+
+def last_line(text: str, folder: Path) -> str:
+    """How it says that it has ended, without what is Python's or a launcher's."""
+    lines = [line for line in re.split(r"[\r\n]+", text) if re.match(r"error: |stopped by |ended ", line)]
+    shown = lines[-1].replace(str(folder) + "/", "").replace(str(ROOT) + "/", "") if lines else "(nothing)"
+    return re.sub(r"Continue with: .*", "Continue with: ...", shown)  # the whole command
+
+
+def kept(folder: Path, scenario: Scenario) -> str:
+    """What lies in the output after the first start."""
+    out = folder / OUTPUTS[scenario.program]
+    if scenario.program == "train_mlm.py":
+        found = [path.name for path in checkpoint.newest_first(out)]
+        return found[0] if found else "nothing"
+    if scenario.program == "finetune_glue.py":
+        saved = ", ".join(path.name for path in out.glob("*/checkpoint-*"))
+        return f"{len(list(out.glob('*/run_record.json')))} of 2 runs finished, {saved or 'no checkpoint'}"
+    if scenario.program.endswith("pack"):
+        return f"{len(list(out.glob('*/*.json')))} of 5 shards"
+    return "the tokenizer" if out.exists() else "nothing"
+
+
+def next_start(code: int, text: str, found: list[str]) -> str:
+    """What the start after it did."""
+    resumed = re.search(r"Resuming +from \S*(checkpoint-\d+)", text)
+    what = f"resumed from {resumed[1]}" if resumed else "ran"
+    same = "the same output, bit for bit" if not found else f"ANOTHER OUTPUT ({', '.join(found)})"
+    return f"{what}; {same}" if code == 0 else f"EXIT CODE {code}: {text[-300:]}"
+
+
+def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]:
+    """(what, its scenario, whether it works yet, its endings)."""
+    interrupt, terminate = Ending("Ctrl-C", Start.interrupt), Ending("SIGTERM", lambda start: start.process.terminate())
+    kill = Ending("kill -9 of all", Start.kill)
+    pretraining, tuning = SCENARIOS["2 workers"], SCENARIOS["GLUE, 2 seeds"]
+    steps = ("--max_steps", "60", "--save_steps", "10", "--eval_steps", "30")
+    pretraining = replace(pretraining, argv=(*pretraining.argv, *steps))
+    epochs = ("--max_steps", "-1", "--num_train_epochs", "12", "--eval_strategy", "epoch")
+    tuning = replace(tuning, argv=(*tuning.argv, *epochs))
+    of_pretraining = [
+        Ending("time limit", flags=("--max_train_minutes", "0.02")),
+        interrupt,
+        replace(interrupt, name="Ctrl-C, accelerate launch", launcher="accelerate"),
+        Ending("Ctrl-C twice, in a long step", Start.interrupt_twice),
+        *(terminate, kill),
+        Ending("kill -9 of the launcher", lambda start: start.process.kill()),
+        Ending("kill -9 of a data worker", lambda start: start.children()[-1].kill()),
+        Ending("full disk", file_bytes=150_000),
+    ]
+    large = [_of_large(SCENARIOS[name]) for name in ("pack, 2 processes", "tokenizer")]
+    return [
+        ("pretraining", pretraining, lambda start: "step 25/" in start.text, of_pretraining),
+        (
+            *("fine-tuning", tuning, lambda start: "step 21/" in start.text),
+            [interrupt, terminate, kill, Ending("full disk", file_bytes=60_000)],
+        ),
+        (
+            *("packing", large[0], lambda start: any(Path(start.log.parent, OUTPUTS[PACK]).glob("*/*.json"))),
+            [interrupt, terminate, kill, Ending("full disk", file_bytes=50_000)],
+        ),
+        (
+            *("tokenizer", large[1], lambda start: start.reads("large/train")),
+            [interrupt, terminate, kill, Ending("full disk", file_bytes=9_000)],
+        ),
+    ]
+
+
+def _of_large(scenario: Scenario) -> Scenario:
+    return replace(scenario, argv=tuple(word.replace("text/train", "large/train") for word in scenario.argv))
+
+
+def write_inputs(folder: Path) -> None:
+    """The census's inputs, and text that takes seconds to read."""
+    make_inputs(folder)
+    (folder / "inputs" / "large").mkdir()
+    for number in range(4):
+        texts = make_documents(15_000, seed=50 + number)
+        write_parquet(folder / "inputs" / "large" / f"train{number}.parquet", texts)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(
+        "| what | how it ended | exit code | its last line | kept | the same command again |\n|---|---|---|---|---|---|"
+    )
+    with tempfile.TemporaryDirectory() as shared:
+        write_inputs(Path(shared))
+        for what, scenario, works, endings in cases():
+            results = []
+            for number, ending in enumerate([Ending("left alone"), *endings]):
+                folder = Path(shared, f"{what}{number}")
+                folder.mkdir()
+                (folder / "inputs").symlink_to(Path(shared, "inputs"))
+                (folder / "out").mkdir()
+                code, text = started(scenario, folder, ending, works)
+                if number:
+                    row = [what, ending.name, str(code), last_line(text, folder), kept(folder, scenario)]
+                    code, text = started(scenario, folder, Ending("again", launcher=ending.launcher), works)
+                if code and not number:
+                    raise SystemExit(f"error: {what} fails without an ending:\n{text[-2000:]}")
+                results.append(scenario.result(folder) if not code else {})
+                if number:
+                    found = differences(results[0], results[-1])
+                    print("| " + " | ".join([*row, next_start(code, text, found)]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
