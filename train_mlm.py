@@ -30,7 +30,7 @@ from roberta_recipe.errors import InputError, Preempted, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes
+from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
@@ -156,10 +156,12 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")
     if args.config_name and not resolve_path(args.tokenizer_name).exists():
-        vocab_size = modeling.load_config(args.config_name).vocab_size
-        logger.info(f"Training a tokenizer of {vocab_size:,} entries on the corpus: {args.tokenizer_name}")
+        config = modeling.load_config(args.config_name)
+        logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
-        save_tokenizer(train_tokenizer(texts, vocab_size), args.tokenizer_name)
+        tokenizer = train_tokenizer(texts, config.vocab_size)
+        with weights.fitted(tokenizer, config):
+            save_tokenizer(tokenizer, args.tokenizer_name)
 
 
 def check_examples(args: MlmArguments, tokenizer) -> None:

@@ -14,7 +14,7 @@ import yaml
 from conftest import PLACES, SUBJECTS, VERBS, run_python
 from official_files import PAIR, write_glue, write_lines, write_wsc
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, DebertaV2Config, RobertaForMaskedLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, RobertaForMaskedLM
 
 import finetune_glue
 from roberta_recipe import durable
@@ -143,6 +143,7 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         )
         best = tmp_path / "glue" / name / "lr0.001-batch8-seed1" / "best"
         assert (best / "model.safetensors").is_file() and not list(best.parent.glob("**/*.bin"))
+        assert AutoTokenizer.from_pretrained(best).model_max_length == 64
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
 
     folder = ["--folder", str(tmp_path / "glue")]

@@ -306,6 +306,7 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
     assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
     assert (tmp_path / "made" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["model_max_length"] == 64
     assert done.stdout.count("<mask>") >= 3 and "the unigram entropy of" in done.stdout
 
 

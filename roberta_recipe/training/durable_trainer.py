@@ -21,7 +21,7 @@ from roberta_recipe.errors import START_AGAIN, InputError, RunError, first_line,
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
-from roberta_recipe.training import digests
+from roberta_recipe.training import digests, weights
 from roberta_recipe.training.checkpoint import (
     PARTIAL,
     STATE_NAME,
@@ -348,12 +348,12 @@ class DurableTrainer(Trainer):
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
-        weights = {}
+        master = {}
         for name, parameter in self.model.named_parameters():  # a tied parameter comes once
             whole = safe_get_full_fp32_param(parameter)
             if self.args.should_save:
-                weights[name] = whole.cpu()
-        return weights
+                master[name] = whole.cpu()
+        return master
 
     def _refuse_bad_weights(self) -> None:
         """Raise `RunError` where a weight is not finite, in all processes."""
@@ -367,7 +367,8 @@ class DurableTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         if self.is_deepspeed_enabled:
             state_dict = self._master_weights()
-        super()._save(output_dir, state_dict)
+        with weights.fitted(self.processing_class, self.model.config):
+            super()._save(output_dir, state_dict)
         if self.is_deepspeed_enabled and self.args.should_save:
             self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
             self.model.config.save_pretrained(output_dir or self.args.output_dir)
