@@ -21,8 +21,8 @@ from transformers import TrainerCallback, pipeline, set_seed
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
+from roberta_recipe.data import block_text, masking, order, tokenization
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         skipped=blocks.skipped,
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
-    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, blocks.skipped)
+    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
     end_if_preempted(trainer, watch, publisher)
@@ -224,9 +224,9 @@ def announce_run(
     validation: list[dict],
     entropy: float,
     resumed_from: str | None,
-    skipped: order.Skipped,
+    trainer: MlmTrainer,
 ) -> None:
-    """What is about to be trained, in a few lines."""
+    """What is about to be trained, in a few lines; with `show_blocks`, the first blocks of it."""
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     held_out = sum(len(block["input_ids"]) for block in validation)
@@ -239,9 +239,13 @@ def announce_run(
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
         f"Output      {training_args.output_dir}\n"
-        + (f"Left out    blocks {order.in_words(skipped)}\n" if skipped else "")
+        + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
+    if args.show_blocks and trainer.is_world_process_zero():
+        positions = order.kept(trainer.train_dataset.start, args.show_blocks, trainer.skipped)
+        blocks = trainer.train_dataset.blocks([positions])
+        print(*block_text.described(blocks, positions, trainer.data_collator, corpus), sep="\n")
 
 
 def end_if_preempted(trainer: MlmTrainer, watch: StepWatch, publisher: hub.Publisher | None) -> None:

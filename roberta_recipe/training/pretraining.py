@@ -59,6 +59,9 @@ class TextArguments:
     )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
     max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
+    show_blocks: int | None = setting(
+        None, "Print the next so many blocks before training: source, text, masks and targets.", "start"
+    )
 
 
 @dataclass
@@ -146,7 +149,7 @@ def check_text(args: MlmArguments) -> None:
         raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
     if not args.corpus and not args.train_file:
         raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
-    limits = ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
+    limits = ("show_blocks", "max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
@@ -205,6 +208,11 @@ def text_reader(
     )
 
 
+def cache_reader(args: MlmArguments, corpus: corpora.Corpus, seed: int) -> token_cache.TokenCache:
+    """What reads blocks from the complete token cache."""
+    return token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
+
+
 def build_readers(
     args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Reader, Reader]:
@@ -221,10 +229,7 @@ def build_readers(
         process=training_args.process_index,
         processes=training_args.world_size,
     )
-    return tuple(
-        token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
-        for seed in seeds
-    )
+    return tuple(cache_reader(args, corpus, seed) for seed in seeds)
 
 
 def build_model(
@@ -328,6 +333,15 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         )
 
 
+def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dict[str, Any]:
+    """What the blocks and their order depend on, beside flags."""
+    return {
+        **reader.fingerprint(),
+        "shares": [round(share, 6) for share in reader.corpus.shares],
+        "data_seed": data_seed(training_args),
+    }
+
+
 def run_fingerprint(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
@@ -337,11 +351,7 @@ def run_fingerprint(
 ) -> tuple[dict[str, Any], set[str]]:
     """What must not change between two starts of a run, for it to be the same run; and the names in it that the
     positions of the blocks depend on."""
-    data = {
-        **reader.fingerprint(),
-        "shares": [round(share, 6) for share in reader.corpus.shares],
-        "data_seed": data_seed(training_args),
-    }
+    data = data_fingerprint(training_args, reader)
     # what counts is the content of the config and of the weights, not where the files are
     config = {**model.config.to_dict(), "transformers_version": None, "_name_or_path": None}
     fixed = {
