@@ -50,6 +50,8 @@ class StepBoundaries(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.end_step()
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True  # the end of the curve, and of a short run all of it
 
 
 class DurableTrainer(Trainer):
