@@ -346,7 +346,7 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, ro
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     two, single = record_of(tmp_path), durable.read_json(tmp_path / "a" / "lr0.001-batch8-seed1" / "run_record.json")
-    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
+    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert done.stdout.count("rte, validation accuracy") == 1
 
@@ -385,7 +385,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
     again = record_of(tmp_path)
     assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
-    assert again["restarts"] == 1 and whole["restarts"] == 0
+    assert again["resumes"] == 1 and whole["resumes"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
         assert again[key] == whole[key], key
     weights = [
@@ -407,7 +407,7 @@ def test_killed_behind_the_last_step(flags, tmp_path):
             finetune_glue.main(flags("rte", *saving))
     finetune_glue.main(flags("rte", *saving))
     record = record_of(tmp_path)
-    assert record["steps"] == 7 and len(losses(record)) == 7 and record["restarts"] == 1
+    assert record["steps"] == 7 and len(losses(record)) == 7 and record["resumes"] == 1
 
 
 def test_a_folder_without_a_finished_task():

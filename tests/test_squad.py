@@ -241,7 +241,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
             finetune_squad.main(flags("2.0", *saving))
     finetune_squad.main(flags("2.0", *saving))
     whole, again = durable.read_json(tmp_path / "whole" / RUN / "run_record.json"), record_of(tmp_path, "2.0")
-    assert again["restarts"] == 1 and whole["restarts"] == 0
+    assert again["resumes"] == 1 and whole["resumes"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen"):
         assert again[key] == whole[key], key
     for file in ("model.safetensors", answerability.FILE):

@@ -38,13 +38,13 @@ class RecipeState(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     layout: dict[str, Any]  # `layout`
-    restarts: int
     logged_step: int  # of the last log line
     losses: list[list[float]]  # since then, of each process: the sum of the losses, and that of each objective
     train_seconds: float  # of all starts
     skipped_steps: int
     skipped_in_a_row: int
     digests: dict[str, str]  # as `RunRecord.state_digests`
+    resumes: NotRequired[int]  # as in `RunRecord`
     position: NotRequired[int]  # of the next block in the order
     skipped_blocks: NotRequired[list[list[int]]]  # as in `PretrainingRecord`
     recent_losses: NotRequired[list[float]]  # of the last steps (`spikes`)

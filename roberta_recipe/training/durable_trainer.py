@@ -94,7 +94,7 @@ class DurableTrainer(Trainer):
                 + " ".join(str(error).split())
             ) from None
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
-        self.restarts: int = resumed.get("restarts", -1) + 1
+        self.resumes: int = resumed.get("resumes", 0) + 1 if resumed else 0
         self._first_step: int = resumed.get("step", 0)
         # losses since the last log line: of this process, by objective; and what the checkpoint had of them
         self._objective_losses = torch.zeros(len(objectives), device=self.args.device)
@@ -121,7 +121,7 @@ class DurableTrainer(Trainer):
             "step": self.state.global_step,
             "fingerprint": self.fingerprint,
             "layout": self._layout,
-            "restarts": self.restarts,
+            "resumes": self.resumes,
             "logged_step": self._logged_step,
             "train_seconds": self.train_seconds,
             "skipped_steps": self.skipped_steps,

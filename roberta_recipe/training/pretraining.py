@@ -43,6 +43,11 @@ class TextArguments:
         None, "Held-out text for `train_file`; without it, 1%% of its documents.", "content"
     )
     text_column: str = setting("text", "Column of `train_file` and `validation_file` that holds the text.", "content")
+    language: str = setting(
+        "en",
+        "Language of `train_file`, for the sentence splitter and the model card; a corpus preset has its own.",
+        "content",
+    )
     token_cache: str | None = setting(
         None, "Folder for the packed corpus: made where it is not complete, then read in place of the text.", "free"
     )
@@ -190,7 +195,7 @@ def data_seed(training_args: MlmTrainingArguments) -> int:
 def read_corpus(args: MlmArguments) -> corpora.Corpus:
     """The sources: `train_file` where given, else the corpus preset."""
     if args.train_file:
-        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
 
 
