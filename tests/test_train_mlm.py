@@ -77,8 +77,9 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
-def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path):
-    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
+def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path, capsys):
+    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU; at its end it
+    says what there is, what was split, and how often the run will read it."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
@@ -86,6 +87,12 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path)
     assert pack.main([*flags, "--machine", "1/2"]) is False
     assert pack.main([*flags, "--machine", "2/2"]) is True
     assert list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run").exists()
+    facts = json.loads((tmp_path / "cache" / "train_file" / "train-00000.json").read_text())["counts"]
+    lines = capsys.readouterr().err.splitlines()
+    (cache,) = [line for line in lines if line.startswith("Cache ")]
+    assert f"train {facts['blocks']} blocks, {facts['tokens']:,} tokens of 200 documents; validation " in cache
+    assert cache.endswith(" tokens of 20 documents") and "Left out    nothing, and no sentence was split" in lines
+    assert f"Passes      in 4 steps of 8 blocks: train_file {32 / facts['blocks']:.2f}" in lines
     with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
         pack.main([*flags, "--machine", "3/2"])
     with pytest.raises(InputError, match="token_cache is not set"):

@@ -15,9 +15,10 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, token_cache, tokenization
-from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.stream import COUNTS, TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import digests, environment, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
@@ -227,6 +228,7 @@ def build_readers(
         if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         return tuple(text_reader(args, corpus, tokenizer, seed) for seed in seeds)
+    was_packed = token_cache.tokens_per_pass(args.token_cache) is not None
     token_cache.ensure(
         args.token_cache,
         text_reader(args, corpus, tokenizer, seeds[0]),
@@ -234,7 +236,35 @@ def build_readers(
         process=training_args.process_index,
         processes=training_args.world_size,
     )
-    return tuple(cache_reader(args, corpus, seed) for seed in seeds)
+    readers = tuple(cache_reader(args, corpus, seed) for seed in seeds)
+    if not was_packed:
+        announce_cache(args, training_args, readers[0])
+    return readers
+
+
+def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cache: token_cache.TokenCache) -> None:
+    """What a complete cache holds, what was split or left out on the way, and how often the run will read it."""
+    of_split = {split: cache.count_table(split).values() for split in ("train", "validation")}
+    total = {split: {name: sum(row[name] for row in rows) for name in COUNTS} for split, rows in of_split.items()}
+    held = "; ".join(
+        f"{split} {row['blocks']:,} blocks, {row['tokens']:,} tokens of {row['documents']:,} documents"
+        for split, row in total.items()
+    )
+    lines = [f"Cache       {args.token_cache}: {held}"]
+    named = {
+        "split_sentences": "sentences split, as they are longer than a block",
+        "empty_documents": "documents without text",
+        "bad_files": "files that broke off",
+        "lost_rows": "rows lost with them",
+    }
+    found = {words: total["train"][name] + total["validation"][name] for name, words in named.items()}
+    told = "; ".join(f"{count:,} {words}" for words, count in found.items() if count)
+    lines.append(f"Left out    {told or 'nothing, and no sentence was split'}")
+    if args.global_batch_size:
+        positions = training_args.max_steps * args.global_batch_size
+        passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
+        lines.append(f"Passes      in {training_args.max_steps:,} steps of {args.global_batch_size:,} blocks: {passes}")
+    logger.info("\n".join(lines))
 
 
 def build_model(
