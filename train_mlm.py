@@ -7,7 +7,8 @@
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
 in the preset, with its source; any flag overrides it. The same presets are read by the tools: `python -m
-roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint).
+roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint); `.explain` prints
+what the model saw at a step.
 """
 
 import functools

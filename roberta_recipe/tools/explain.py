@@ -9,6 +9,7 @@ is written.
 """
 
 import argparse
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,4 +179,5 @@ def logged_digest(folder: Path, step: int) -> int | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe when it has enough
     exit_on_error(main)
