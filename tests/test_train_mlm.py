@@ -91,7 +91,10 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
     lines = capsys.readouterr().err.splitlines()
     (cache,) = [line for line in lines if line.startswith("Cache ")]
     assert f"train {facts['blocks']} blocks, {facts['tokens']:,} tokens of 200 documents; validation " in cache
-    assert cache.endswith(" tokens of 20 documents") and "Left out    nothing, and no sentence was split" in lines
+    assert (
+        cache.endswith(" tokens of 20 documents")
+        and "Not whole   nothing: no sentence was split, no row was lost" in lines
+    )
     assert f"Passes      in 4 steps of 8 blocks: train_file {32 / facts['blocks']:.2f}" in lines
     with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
         pack.main([*flags, "--machine", "3/2"])
@@ -264,10 +267,12 @@ def test_formats_precisions_and_sizes(preset, tmp_path):
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
 
 
-def test_a_run_too_short_for_its_log(preset):
+def test_a_run_too_short_for_its_log(preset, capsys):
     """The last step is logged all the same, so that the curve has a point."""
     record = train(preset, "--logging_steps", 100)
     assert record["tokens_per_second"] > 0 and [step for step, _ in record["loss_at_steps"]["train"]] == [4]
+    paths = re.findall(r"^(?:checkpoint|run record|loss curve)  (/.*)$", capsys.readouterr().out, re.M)
+    assert len(paths) == 3 and all(Path(path).exists() for path in paths)
 
 
 def test_a_folder_with_nothing_but_a_preset_is_used(preset, tmp_path):

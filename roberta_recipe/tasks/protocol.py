@@ -413,7 +413,8 @@ def finish(
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, summary)
         best = Path(picked_setting(summary)["best_run"])
-        answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
+        if (best / BEST_NAME / finetune_trainer.SCORES).is_file():
+            answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
         write_summary(summary, folder)
     return summary
 

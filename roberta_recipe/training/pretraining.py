@@ -153,6 +153,8 @@ def check_text(args: MlmArguments) -> None:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
         raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
+    if args.language != "en" and not args.train_file:
+        raise InputError(f"language={args.language} goes with train_file; a corpus preset names its own (language)")
     if not args.corpus and not args.train_file:
         raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
     limits = ("show_blocks", "max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
@@ -259,7 +261,7 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     }
     found = {words: total["train"][name] + total["validation"][name] for name, words in named.items()}
     told = "; ".join(f"{count:,} {words}" for words, count in found.items() if count)
-    lines.append(f"Left out    {told or 'nothing, and no sentence was split'}")
+    lines.append(f"Not whole   {told or 'nothing: no sentence was split, no row was lost'}")
     if args.global_batch_size:
         positions = training_args.max_steps * args.global_batch_size
         passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
