@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-ACCELERATE = $(BIN)/accelerate launch
 TOOL = $(BIN)/python -m roberta_recipe.tools
+LAUNCH = $(TOOL).launch
+# stops a target that was started without a variable: $(call need,MODEL,runs/roberta_base)
+need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
 
 .PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race \
         compare contamination faults bench gpu report push clean
@@ -11,20 +13,20 @@ TOOL = $(BIN)/python -m roberta_recipe.tools
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
 
-setup: $(VENV)/.installed  ## virtual environment with requirements.txt
+setup: $(VENV)/.installed  ## virtual environment with requirements.txt: minutes, and on machines with a GPU several GB
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -r requirements.txt
+	@echo "Installing requirements.txt: minutes, and several GB where PyPI's torch is the CUDA build"
+	$(BIN)/pip install -r requirements.txt
 	touch $@
 
-demo: setup       ## a small RoBERTa from raw text: tokenizer, pretraining, predictions (in runs/demo, from the start)
-	rm -rf runs/demo tokenizer/docstrings
-	$(ACCELERATE) train_mlm.py
+demo: setup       ## a small RoBERTa from raw text in minutes, or what is left of it; `make clean` begins it anew
+	$(LAUNCH) train_mlm.py
 
-test: setup       ## the whole suite, CPU, offline
+test: setup       ## the whole suite, CPU, offline: about 14 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: setup       ## ruff: checks and format
@@ -44,14 +46,14 @@ estimate: setup   ## what pretraining costs: make estimate ARGS="--hardware 8xH2
 	$(TOOL).estimate $(PRESET) $(ARGS)
 
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
-	$(ACCELERATE) train_mlm.py $(PRESET) $(ARGS)
+	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
 evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
-	$(TOOL).evaluate $(PRESET) --model_name_or_path $(MODEL) $(ARGS)
+	$(call need,MODEL,runs/roberta_base)$(TOOL).evaluate $(PRESET) --model_name_or_path $(MODEL) $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
 CHOSEN = $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(ARGS)
-GLUE = $(ACCELERATE) finetune_glue.py $(if $(SWEEP),--sweep) $(CHOSEN)
+GLUE = $(LAUNCH) finetune_glue.py $(if $(SWEEP),--sweep) $(CHOSEN)
 GLUE_TASKS = mnli qnli qqp rte sst2 mrpc cola stsb
 
 glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK=rte MODEL=runs/roberta_base
@@ -68,13 +70,13 @@ glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from 
 	$(TOOL).glue_table --folder runs/glue --submission $(if $(SWEEP),--sweep)
 
 squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
-	$(ACCELERATE) finetune_squad.py --config presets/squad/v$(or $(VERSION),1.1).yaml $(CHOSEN)
+	$(LAUNCH) finetune_squad.py --config presets/squad/v$(or $(VERSION),1.1).yaml $(CHOSEN)
 
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
-	$(ACCELERATE) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
+	$(LAUNCH) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
-	$(TOOL).push --model $(MODEL) --repo $(REPO) $(ARGS)
+	$(call need,MODEL,runs/roberta_base)$(call need,REPO,me/roberta_base)$(TOOL).push --model $(MODEL) --repo $(REPO) $(ARGS)
 
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
@@ -91,7 +93,7 @@ gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gp
 	$(BIN)/python benchmarks/gpu.py --output_dir $(or $(OUT),runs/gpu) $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
-	$(TOOL).compare $(A) $(B)
+	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare $(A) $(B)
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus

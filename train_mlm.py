@@ -27,12 +27,13 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
-from roberta_recipe.errors import InputError, Preempted, RunError, exit_on_error
+from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
+from roberta_recipe.started import continue_with
 from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes, weights
-from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
     MlmArguments,
@@ -48,6 +49,7 @@ from roberta_recipe.training.pretraining import (
     skipped_blocks,
     validation_blocks,
 )
+from roberta_recipe.training.step_watch import StepWatch
 
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
 
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
-    end_if_preempted(trainer, watch, publisher)
+    end_if_stopped(trainer, publisher)
     if is_sent_back(trainer, watch):
         del trainer, model, blocks  # make room for those of the next start
         return main(argv)
@@ -145,7 +147,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
-    environment.take_output_dir(training_args)
+    environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
@@ -249,17 +251,10 @@ def announce_run(
         print(*block_text.described(blocks, positions, trainer.data_collator, corpus), sep="\n")
 
 
-def end_if_preempted(trainer: MlmTrainer, watch: StepWatch, publisher: hub.Publisher | None) -> None:
-    """Raise `Preempted` where SIGTERM ended training; the step is saved."""
-    if not watch.preempted:
-        return
-    environment.leave_process_group()
+def end_if_stopped(trainer: MlmTrainer, publisher: hub.Publisher | None) -> None:
+    """Raise `Stopped` where a signal ended training; the step is saved."""
     cut_off = "; a push to the Hub was cut off, and the next push makes up for it"
-    raise Preempted(
-        f"preempted: step {trainer.state.global_step} of {trainer.state.max_steps} is saved in "
-        f"{trainer.args.output_dir}; the same command resumes from there"
-        + (cut_off if publisher and publisher.is_pushing() else "")
-    )
+    trainer.end_if_stopped(cut_off if publisher and publisher.is_pushing() else "")
 
 
 def is_sent_back(trainer: MlmTrainer, watch: StepWatch) -> bool:
@@ -288,11 +283,14 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
     print(
         f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
-        f"{record['tokens_per_second']:,} tokens/s, {record['wall_clock_s']:,.0f} s in all\n"
+        f"{record['tokens_per_second']:,} tokens/s, {duration(record['train_seconds'])} of training "
+        f"({record['resumes']} times resumed), {duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"
         f"run record  {Path(output_dir, records.RECORD_NAME)}\n"
         f"loss curve  {Path(output_dir, records.CURVE_NAME)}"
     )
+    if record["stopped_by"] == records.TIME_LIMIT:
+        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is kept. {continue_with()}")
 
 
 def check_loss(loss: float) -> None:

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer,
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.training.arguments import MlmTrainingArguments
-from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 GLOBAL_BATCH_SIZE = 16
@@ -115,7 +115,7 @@ def one_step(folder: Path, stock: bool, micro_batch: int) -> tuple[float, float,
     else:
         of_ours = {"flops_per_token": 1.0, "fingerprint": {"global_batch_size": GLOBAL_BATCH_SIZE}, "resumed": None}
         model = RobertaForMaskedLM(config)
-        trainer = MlmTrainer(model=model, data_collator=collator, watch=StepWatch(), **of_ours, **shared)
+        trainer = MlmTrainer(model=model, data_collator=collator, **of_ours, **shared)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.state.log_history[0]["loss"], float(keep.gradient.norm()), keep.gradient

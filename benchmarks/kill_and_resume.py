@@ -88,7 +88,7 @@ def start(folder: Path, layout: str, output_dir: Path) -> subprocess.Popen:
 def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> int:
     """SIGKILL to the command and its children, `then_s` after the log has `steps` steps; returns the number of steps
     that the log has in the end."""
-    while log.read_text().count("'loss'") < steps and process.poll() is None:
+    while log.read_text().count("  loss ") < steps and process.poll() is None:
         time.sleep(0.01)
     time.sleep(then_s)
     if process.poll() is None:
@@ -97,7 +97,7 @@ def kill_at(process: subprocess.Popen, log: Path, steps: int, then_s: float) -> 
                 victim.kill()
     process.wait()
     time.sleep(0.2)  # until all processes are gone
-    return log.read_text().count("'loss'")
+    return log.read_text().count("  loss ")
 
 
 def outcome(output_dir: Path, steps: int) -> dict:

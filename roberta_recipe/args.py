@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -18,6 +19,16 @@ from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError
 from roberta_recipe.presets import did_you_mean, read_preset
 
+INHERITED_GROUP = "Hugging Face TrainingArguments"
+_OF_DOCS = {
+    "output_dir",
+    "save_steps",
+    "dataloader_num_workers",
+    "use_cpu",
+    "do_predict",
+    "push_to_hub",
+    "hub_model_id",
+}
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
 
 
@@ -121,7 +132,10 @@ def plain(value: Any) -> Any:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults after every flag, the description's lines as they are written, one spelling of each flag."""
+    """The default after a flag that has one, the description's lines as they are written, one spelling of a flag."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
 
     def _format_action_invocation(self, action):
         spellings = action.option_strings
@@ -132,11 +146,43 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
             action.option_strings = spellings
 
 
-class RecipeParser(HfArgumentParser):
-    """`HfArgumentParser` that refuses abbreviations and says what was probably meant."""
+class _Help(argparse.Action):
+    """`--help` shows what a recipe needs, `--help all` everything."""
 
-    def __init__(self, dataclass_types, **kwargs):
-        super().__init__(dataclass_types, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.print_help() if values == "all" else parser.print_needed()
+        parser.exit()
+
+
+class RecipeParser(HfArgumentParser):
+    """`HfArgumentParser` that refuses abbreviations and says what was probably meant. `needed`: names of inherited
+    flags that `--help` shows."""
+
+    def __init__(self, dataclass_types, needed: Iterable[str] = (), **kwargs):
+        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
+        self._needed = set(needed)
+        self.add_argument(
+            *("-h", "--help"),
+            action=_Help,
+            nargs="?",
+            choices=["all"],
+            metavar="all",
+            help="this list; `--help all`: every flag",
+        )
+
+    def print_needed(self) -> None:
+        """Print help without the inherited flags that no recipe needs."""
+        inherited = [group for group in self._action_groups if group.title == INHERITED_GROUP]
+        others = [action for group in inherited for action in group._group_actions if action.dest not in self._needed]
+        helps = [action.help for action in others]
+        for action in others:
+            action.help = argparse.SUPPRESS
+        if others:
+            self.epilog = f"{len(others)} more flags of TrainingArguments are shown by --help all."
+        self.print_help()
+        self.epilog = None
+        for action, text in zip(others, helps, strict=True):
+            action.help = text
 
     def _add_dataclass_arguments(self, dtype):
         """Each field in the group of the class that declares it, so that `--help` has named groups."""
@@ -166,6 +212,12 @@ class RecipeParser(HfArgumentParser):
         raise InputError(message)
 
 
+def _needed(dataclass_types: list[type], default_config: str) -> set[str]:
+    """The flags that a recipe needs: those of its preset, those that records show, those that docs name."""
+    shown = {name for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.shown}
+    return shown | set(read_preset(default_config, dataclass_types)) | _OF_DOCS
+
+
 def parse(
     dataclass_types: list[type],
     argv: list[str],
@@ -180,7 +232,9 @@ def parse(
     as a preset, without flags of a single start (`Flag`). Raises `InputError`.
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
-    parser = RecipeParser(dataclass_types, description=description, usage=usage)
+    parser = RecipeParser(
+        dataclass_types, needed=_needed(dataclass_types, default_config), description=description, usage=usage
+    )
     parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config", default=default_config)

@@ -3,14 +3,17 @@
 import errno
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from roberta_recipe.credentials import redact
+from roberta_recipe.started import continue_with
 
-START_AGAIN = "Start the same command again"
+_FOR_FIRST_PROCESS_S = 3.0  # in which the launcher ends the others, once the first has failed
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
 
@@ -27,10 +30,19 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
-class Preempted(RunError):
-    """The run was told to stop (SIGTERM) and has saved its state: the same command resumes it."""
+class Stopped(RunError):
+    """The run was told to stop; what was saved is whole, and the same command continues."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
+    # EX_TEMPFAIL of sysexits.h: try again; as a shell has it
+    EXIT_CODES: ClassVar[dict[str, int]] = {"SIGTERM": 75, "Ctrl-C": 130}
+
+    def __init__(self, message: str, by: str = "Ctrl-C"):
+        super().__init__(message)
+        self.exit_code = self.EXIT_CODES[by]
+
+
+class _Terminated(BaseException):
+    """SIGTERM, outside of training; like `KeyboardInterrupt` no `Exception`, which would be taken for a fault."""
 
 
 def first_line(error: BaseException) -> str:
@@ -56,29 +68,48 @@ def lost_message(lost: str, error: BaseException) -> str:
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a command's `main`; the errors above, full disks and lost processes become one line on stderr and an
-    exit code. Nothing of what is printed holds a password or a token."""
+    """Run a command's `main`; the errors above, signals, full disks and lost processes become one line on stderr and
+    an exit code. Nothing of what is printed holds a password or a token."""
     sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
+    signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         main()
         return
+    except (KeyboardInterrupt, _Terminated) as error:
+        by = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
+        message, code = f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
+    except Stopped as error:
+        message, code = str(error), error.exit_code
     except (InputError, RunError) as error:
         # an error raised in a data worker comes with the worker's traceback around it
-        message = re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
+        message = "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
         code = error.exit_code
     except Exception as error:
         from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
 
         if says_no_room(error):
-            message = f"{first_line(error)}: make room, then start the same command again"
+            message = f"error: {first_line(error)}: make room. What was saved is whole. {continue_with()}"
         elif lost := lost_process(error):
-            message = f"{lost_message(lost, error)} What was saved is whole. {START_AGAIN}"
+            message = f"error: {lost_message(lost, error)} What was saved is whole. {continue_with()}"
         else:
             raise
         code = RunError.exit_code
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
-    print(f"error: {redact(message)}", file=sys.stderr, flush=True)
+    _print_once(redact(message), code)
     raise SystemExit(code)
+
+
+def _print_once(line: str, code: int) -> None:
+    """Print how a command ended on stderr: what all processes of a run find is said by the first, and by another only
+    where the launcher does not end it, as the first has failed too."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_FOR_FIRST_PROCESS_S)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _raise_terminated(*_: Any) -> None:
+    raise _Terminated
 
 
 def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -11,6 +11,11 @@ import transformers
 from roberta_recipe.credentials import Redact
 
 logger = logging.getLogger("recipe")
+# what libraries say of every run, and there is nothing to do about
+_OF_EVERY_RUN = (
+    "Setting accelerator to CPU.",  # DeepSpeed, which accelerate imports wherever it is installed
+    "Warning: The following arguments do not match the ones in the `trainer_state.json`",  # those of this start count
+)
 
 
 def is_first_process() -> bool:
@@ -25,6 +30,8 @@ def set_up_logging() -> None:
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(known, Redact) for known in handler.filters):
                 handler.addFilter(Redact())
+    for name in ("DeepSpeed", "transformers.trainer_utils"):
+        logging.getLogger(name).addFilter(_is_of_this_run)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     transformers.utils.logging.set_verbosity_warning()
     datasets.utils.logging.set_verbosity_warning()
@@ -32,3 +39,16 @@ def set_up_logging() -> None:
     # DeepSpeed's own calls raise this warning at every use
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+
+
+def duration(seconds: float) -> str:
+    """A span of time in words: "40 s", "12 min", "3.5 h", "2.4 days"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _is_of_this_run(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_EVERY_RUN)

@@ -17,6 +17,7 @@ from roberta_recipe.log import is_first_process
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
+TIME_LIMIT = "max_train_minutes"  # what ended a run before its last step, which the same command continues
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
@@ -63,7 +64,7 @@ class PretrainingRecord(RunRecord):
     metrics_by_source: dict[str, SourceMetrics]  # empty for one source
     unigram_entropy: float  # of the held-out text, nats
     global_batch_size: int
-    stopped_by: str  # "max_steps", "max_train_minutes"
+    stopped_by: str  # "max_steps", or `TIME_LIMIT`
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
     skipped_blocks: list[list[int]]  # [first, end) positions that were left out of the order

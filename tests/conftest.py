@@ -15,8 +15,6 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
-if os.environ.get("OMP_NUM_THREADS") == "1":  # taken for `accelerate launch`'s, runs would start threads on all cores
-    del os.environ["OMP_NUM_THREADS"]
 
 import datasets
 import pyarrow as pa
@@ -117,7 +115,7 @@ def forked_ranks(call, folder, processes=2):
 def wait_for_step(process, log, step):
     """Wait until a run has logged so many steps, or has ended."""
     deadline_s = time.monotonic() + 120
-    while log.read_text().count("'loss'") < step and process.poll() is None and time.monotonic() < deadline_s:
+    while log.read_text().count("  loss ") < step and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 

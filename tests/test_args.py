@@ -1,9 +1,15 @@
 """Preset and command line: one parse, one type check, errors that name the value and the fix."""
 
+import re
+
 import pytest
 import yaml
 
+import finetune_glue
+import finetune_race
+import finetune_squad
 import train_mlm
+from roberta_recipe.args import flags_of
 from roberta_recipe.errors import InputError
 from roberta_recipe.presets import read_preset
 
@@ -19,6 +25,24 @@ def test_order_is_default_then_preset_then_command_line(preset):
     assert args.mlm_probability == 0.15  # dataclass default
     assert args.max_seq_length == 64  # preset
     assert training_args.max_steps == 7  # command line over the preset's 4
+
+
+@pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race])
+def test_help_opens_with_what_a_recipe_needs(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = []
+    for argv in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit) as ended:
+            script.read_arguments(argv)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    needed, everything = (set(re.findall(r"^  (?:-h.*, )?--(\w+)", text, re.M)) for text in shown)
+    (args, training_args), _ = script.read_arguments([])
+    assert everything == {"help", "config", *flags_of(type(args)), *flags_of(type(training_args))}
+    left_out = everything - needed
+    assert needed >= {*flags_of(type(args)), "learning_rate", "warmup_steps", "output_dir", "logging_steps"}
+    assert f"{len(left_out)} more flags of TrainingArguments" in shown[0] and len(left_out) > 80
+    assert shown[0].count("\n") < 150 < 350 < shown[1].count("\n")
 
 
 def test_paper_values_stand_in_for_trainers_defaults(preset):

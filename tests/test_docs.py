@@ -98,8 +98,8 @@ def test_every_command_of_the_page_runs(root, tmp_path):
         )
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         if launched:  # once is enough, as a launcher takes seconds to start
-            block = block.replace("accelerate launch ", "python ")
-        launched |= "accelerate launch " in block
+            block = block.replace("python -m roberta_recipe.tools.launch ", "python ")
+        launched |= "tools.launch " in block
         done = subprocess.run(
             ["bash", "-e", "-c", block],
             cwd=folder,

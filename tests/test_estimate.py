@@ -338,9 +338,9 @@ def test_report_says_what_does_not_fit():
     ("days", "cost", "shown"),
     [
         (12.3456, 4567.8, ("12.35 days", "$4,568")),
-        (0.5, 12.5, ("12.00 hours", "$12.50")),
-        (1 / 24, 1, ("1.00 hours", "$1.00")),
-        (0.002, 0.123, ("2.88 minutes", "12.3 cents")),
+        (0.5, 12.5, ("12.0 h", "$12.50")),
+        (1 / 24, 1, ("60 min", "$1.00")),
+        (0.002, 0.123, ("3 min", "12.3 cents")),
     ],
 )
 def test_hours_and_cents_below_a_day_and_a_dollar(days, cost, shown, monkeypatch):

@@ -292,7 +292,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
     assert len(kept) == 1  # only the best run's weights are kept
     finetune_glue.main(argv)
     again = capfd.readouterr()
-    assert again.err.count("Done") == 2 and "'loss'" not in again.out
+    assert again.err.count("Done") == 2 and "  loss " not in again.err
     # the run leaves a plain checkpoint
     best = next((tmp_path / "glue").rglob("best"))
     for path in (tmp_path / "glue").rglob("best/model.safetensors"):

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 import finetune_glue
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, Preempted, RunError
+from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
 from roberta_recipe.tools import push as push_tool
@@ -194,7 +194,7 @@ def test_a_push_that_preemption_cuts_off_is_said(server, preset, monkeypatch):
 
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    with pytest.raises(Preempted, match=r"preempted: step 3 of 4 is saved .*; a push to the Hub was cut off"):
+    with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; a push to the Hub was cut off"):
         train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     over.set()
 

@@ -120,7 +120,7 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
             process.kill()
     text = (tmp_path / "log.txt").read_text()
     assert not alive and len(children) >= 2, text
-    assert "The launcher has ended: saving step" in text and "error: preempted: step" in text
+    assert "The launcher has ended: saving step" in text and "\nstopped by SIGTERM: step" in text
     newest = checkpoint.newest_first(tmp_path / "run")[0]
     assert durable.fault(newest) is None
     lock.take(tmp_path / "run")

@@ -11,7 +11,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.training.arguments import MlmTrainingArguments
-from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import RobertaForMaskedLM, build_model, flops_per_token, load_config
 
 LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
@@ -76,7 +76,6 @@ def one_step(stock, config, tokenizer, blocks, batch, accumulation, tmp_path):
             flops_per_token=1.0,
             fingerprint={"global_batch_size": len(blocks)},
             resumed=None,
-            watch=StepWatch(),
         )
     trainer.train()
     return trainer.state.log_history[0]["loss"], keep.gradients

@@ -17,7 +17,7 @@ from roberta_recipe.data.masking import MlmCollator, fixed_masks
 from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.errors import InputError
 from roberta_recipe.training.arguments import MlmTrainingArguments
-from roberta_recipe.training.mlm_trainer import MlmTrainer, StepWatch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import build_model
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
@@ -100,7 +100,6 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
         flops_per_token=1.0,
         fingerprint={"global_batch_size": len(blocks)},
         resumed=None,
-        watch=StepWatch(),
     )
     trainer.train()
     return trainer.state.log_history[0], keep.gradients, trainer.evaluate()

@@ -127,7 +127,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
     assert record_of(tmp_path / "race")["steps"] == 6
     finetune_race.main(argv)
     again = capfd.readouterr()
-    assert again.err.count("Done") == 2 and "'loss'" not in again.out
+    assert again.err.count("Done") == 2 and "  loss " not in again.err
     assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, preempted, out of disk or memory, with real faults: what is kept, and how they resume."""
+"""Runs that are killed, stopped, out of disk or memory, with real faults: what is kept, and how they resume."""
 
 import json
 import multiprocessing
@@ -67,7 +67,7 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path)
     assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
     for _ in range(2):
         ranks = start_ranks("killed")
-        wait_for_line(ranks[0], "'loss'", 5)
+        wait_for_line(ranks[0], "  loss ", 5)
         processes = [psutil.Process(rank.pid) for rank in ranks]
         for victim in [worker for rank in processes for worker in rank.children(recursive=True)] + processes:
             victim.kill()
@@ -95,7 +95,7 @@ def test_a_checkpoint_between_two_log_lines(dropout, tmp_path):
     flags = [*SAVING, "--logging_steps", 4, "--output_dir"]
     train(dropout, *flags, tmp_path / "a")
     train(dropout, *flags, tmp_path / "b", "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
-    assert history(tmp_path / "b") == history(tmp_path / "a") and len(history(tmp_path / "a")) == 3
+    assert history(tmp_path / "b") == history(tmp_path / "a") and len(history(tmp_path / "a")) == 4
 
 
 def damage(path, fault):
@@ -166,14 +166,14 @@ def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
 def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_path, processes):
     flags = ["--max_steps", "100000", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1"]
     ranks = forked_ranks(lambda rank: train(preset, *flags), tmp_path, processes)
-    wait_for_line(ranks[0], "'loss'", 4)
+    wait_for_line(ranks[0], "  loss ", 4)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGTERM)
     assert [rank.end() for rank in ranks] == [75] * processes, ranks[0].log
     (saved,) = checkpoint.newest_first(tmp_path / "run")
     step = durable.read_json(saved / "recipe_state.json")["step"]
     assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
-    assert f"preempted: step {step} of 100000 is saved" in ranks[0].log and "Traceback" not in ranks[0].log
+    assert f"stopped by SIGTERM: step {step} of 100,000 is saved in" in ranks[0].log and "Traceback" not in ranks[0].log
 
 
 def kill_at(monkeypatch, method, step):

@@ -7,12 +7,13 @@ import random
 import shutil
 import signal
 import time
+from multiprocessing import resource_sharer
 
 import psutil
 import pyarrow as pa
 import pytest
 import torch
-from conftest import make_documents, write_parquet
+from conftest import Forked, make_documents, write_parquet
 
 from roberta_recipe import durable, lock
 from roberta_recipe.data import token_cache
@@ -289,6 +290,34 @@ def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypat
         token_cache.claim(tmp_path / "cache", {"tokenizer": "one"})
     assert durable.read_sealed(tmp_path / "cache" / token_cache.FINGERPRINT)["tokenizer"] == "another"
     token_cache.claim(tmp_path / "cache", {"tokenizer": "another"})
+
+
+def test_nothing_is_sent_to_a_packing_process(corpus, tokenizer, tmp_path):
+    """What is sent by descriptor is served by a thread, which prints a traceback where a packing process is killed."""
+    before = resource_sharer._resource_sharer._listener
+    assert token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=2)
+    assert resource_sharer._resource_sharer._listener is before
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_packing_that_is_stopped_is_one_line_and_continues(corpus, tokenizer, tmp_path, monkeypatch, number, by):
+    folder, reader = tmp_path / "cache", reader_of(corpus, tokenizer)
+    write_shard = token_cache._write_shard
+
+    def slow(folder, made_from, shard, *args):
+        write_shard(folder, made_from, shard, *args)
+        time.sleep(60 * (shard.source == 1))  # b is never finished
+
+    monkeypatch.setattr(token_cache, "_write_shard", slow)
+    run = Forked(lambda: (os.setpgid(0, 0), token_cache.build(folder, reader, num_proc=2)), tmp_path / "log")
+    while len(list(folder.glob("b/*.arrow"))) < 2:
+        time.sleep(0.01)
+    os.killpg(run.pid, number)  # as a terminal does
+    assert run.end(20) == {"Ctrl-C": 130, "SIGTERM": 75}[by]
+    lines = [line for line in run.log.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith(f"ended by {by}; what was saved is whole. Continue with: ")
+    monkeypatch.setattr(token_cache, "_write_shard", write_shard)
+    assert token_cache.build(folder, reader, num_proc=2)
 
 
 def hold(folder, name, taken):

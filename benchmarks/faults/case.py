@@ -170,7 +170,7 @@ class Case:
             if "appears" in moment:
                 seen = any(self.folder.glob(moment["appears"]))
             else:
-                seen = start.processes[0].text.count(b"'loss'") >= moment["steps"]
+                seen = start.processes[0].text.count(b"  loss ") >= moment["steps"]
             return seen and not moment["then_s"], elapsed_s if seen else None
         return elapsed_s >= seen_s + moment["then_s"], seen_s
 
@@ -197,7 +197,7 @@ class Case:
         return bool(victims)
 
     def _after(self, start: Start) -> str:
-        steps = start.processes[0].text.count(b"'loss'")
+        steps = start.processes[0].text.count(b"  loss ")
         return f"{time.monotonic() - start.begun:.2f} s, {steps} steps"
 
     def _damage(self) -> bool:

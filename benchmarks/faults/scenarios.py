@@ -228,7 +228,7 @@ def _glue(name: str, *flags: str, **others: Any) -> Scenario:
     argv = ("--config", str(ROOT / "presets" / "glue" / "rte.yaml"), *values, *flags)
     read, writes = ("inputs/weights/*", "inputs/glue/RTE/*"), ("out/glue/*/.partial/*", "out/glue/*/*.tmp")
     lasting = ("out/glue/*/best/*", "out/glue/*/run_record.json", "out/glue/*/checkpoint-*/*")
-    return Scenario(name, "finetune_glue.py", argv, read, writes, lasting, "'loss'", **others)
+    return Scenario(name, "finetune_glue.py", argv, read, writes, lasting, "  loss ", **others)
 
 
 def _pack(name: str, processes: int) -> Scenario:

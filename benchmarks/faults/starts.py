@@ -87,7 +87,7 @@ class Process:
         if self.code == 0:
             return "ok"
         lines = [line for line in self.text.decode(errors="replace").splitlines() if line.strip()]
-        if self.code > 0 and any(re.match(r"(\[rank\d+\]: ?)?error: ", line) for line in lines):
+        if self.code > 0 and any(re.match(r"(\[rank\d+\]: ?)?(error: |stopped by |ended )", line) for line in lines):
             return "line"
         return "signal" if self.signalled else "no line"
 

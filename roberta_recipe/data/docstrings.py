@@ -120,7 +120,7 @@ def _collect(files: list[Path], max_bytes: int) -> list[str]:
     # "spawn", since the caller may have threads (datasets, tokenizers) that a fork would copy half of.
     with (
         ProcessPoolExecutor(mp_context=get_context("spawn")) as pool,
-        tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Collecting docstrings", mininterval=1) as bar,
+        tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Collecting docstrings", disable=None) as bar,
     ):
         for texts in pool.map(_docstrings, tasks):
             for text in texts:

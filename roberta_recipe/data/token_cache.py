@@ -57,6 +57,7 @@ _CHECKSUM = "crc32"  # the column of a shard
 _REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
 _ROWS_PER_BATCH = 1024  # blocks: about 1 MB
 _POLL_S = 2.0
+_packer: tuple[Any, ...] = ()  # of a packing process: the first arguments of `pack_file`
 
 
 class Shard(NamedTuple):
@@ -417,19 +418,34 @@ def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Sh
         with ProcessPoolExecutor(
             num_proc,
             multiprocessing.get_context("fork"),
-            initializer=end_with_parent,
-            initargs=(os.getpid(), signal.SIGKILL),
+            initializer=_begin_worker,
+            initargs=(os.getpid(), folder, reader, made_from),  # inherited by the fork: nothing is sent
         ) as pool:
-            futures = [pool.submit(pack_file, folder, reader, made_from, file) for file in to_pack]
+            futures = [pool.submit(_pack_in_worker, file) for file in to_pack]
             try:
                 yield from (future.result() for future in as_completed(futures))
             except BaseException:
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if threads is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = threads
+
+
+def _begin_worker(parent: int, *packer: Any) -> None:
+    """Make this packing process end with its parent, to which it leaves Ctrl-C, and pack for it."""
+    global _packer
+    end_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _packer = packer
+
+
+def _pack_in_worker(file: Shard) -> int:
+    return pack_file(*_packer, file)
 
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> int:

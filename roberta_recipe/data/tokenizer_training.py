@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
         min_frequency=2,
         special_tokens=LEADING_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(texts, trainer)
     model = json.loads(backend.to_str())["model"]

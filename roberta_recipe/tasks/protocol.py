@@ -272,6 +272,7 @@ def finetune(
     )
     if not record:
         trainer.train(resume_from_checkpoint=resumed_from)
+        trainer.end_if_stopped()
     metrics, best = score(trainer, job, record["metrics"][job.metric] if record else trainer.state.best_metric)
     if not record:
         record = run_record(

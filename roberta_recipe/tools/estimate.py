@@ -20,7 +20,7 @@ from roberta_recipe.data import token_cache
 from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
-from roberta_recipe.log import set_up_logging
+from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.training import batch, environment, pretraining
 from roberta_recipe.training.modeling import flops_per_token, load_config
@@ -348,7 +348,7 @@ def table(estimate: Estimate) -> str:
         advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
-    time = _in_unit(estimate.days, {"days": 1, "hours": 1 / 24, "minutes": 1 / 1440, "seconds": 1 / 86_400}, 2)
+    time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
         f"Model       {parameter_count(config):,} parameters, vocabulary {config.vocab_size:,}",

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import TrainingArguments
 
-from roberta_recipe.args import Flag, setting
+from roberta_recipe.args import INHERITED_GROUP, Flag, setting
 from roberta_recipe.errors import InputError
 
 # Every flag of transformers 5.23's `TrainingArguments`, by what it means for a run that is started again (`Flag`).
@@ -93,7 +93,7 @@ TRAINER_FLAGS: dict[str, Flag] = {
 class RecipeTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the values of the paper and of fairseq where Trainer's own would be wrong."""
 
-    _argument_group_name = "Hugging Face TrainingArguments"
+    _argument_group_name = INHERITED_GROUP
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
 
@@ -102,6 +102,7 @@ class RecipeTrainingArguments(TrainingArguments):
     max_grad_norm: float = setting(
         0.0, "Table 9, and fairseq's fine-tuning configuration: no clipping; Trainer has 1.0."
     )
+    logging_first_step: bool = setting(True, "The first log line comes at once.")
     logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 

@@ -43,11 +43,11 @@ class RecipeState(TypedDict):
     train_seconds: float  # of all starts
     skipped_steps: int
     skipped_in_a_row: int
+    recent_losses: list[float]  # of the last steps (`spikes`)
     digests: dict[str, str]  # as `RunRecord.state_digests`
     resumes: NotRequired[int]  # as in `RunRecord`
     position: NotRequired[int]  # of the next block in the order
     skipped_blocks: NotRequired[list[list[int]]]  # as in `PretrainingRecord`
-    recent_losses: NotRequired[list[float]]  # of the last steps (`spikes`)
     states: NotRequired[list[dict[str, Any]] | None]  # `SourceState` of each source, where text is read
     blocks_digest: NotRequired[int]  # as in `PretrainingRecord`, so is `digest`
     digest: NotRequired[int]

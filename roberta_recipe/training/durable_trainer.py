@@ -12,16 +12,25 @@ import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.errors import START_AGAIN, InputError, RunError, first_line, lost_message, says_no_room
+from roberta_recipe.errors import (
+    InputError,
+    RunError,
+    Stopped,
+    first_line,
+    lost_message,
+    says_no_room,
+)
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
-from roberta_recipe.training import digests, weights
+from roberta_recipe.started import continue_with
+from roberta_recipe.training import digests, environment, weights
 from roberta_recipe.training.checkpoint import (
     PARTIAL,
     STATE_NAME,
@@ -30,6 +39,8 @@ from roberta_recipe.training.checkpoint import (
     layout,
     newest_first,
 )
+from roberta_recipe.training.progress import Progress
+from roberta_recipe.training.step_watch import StepWatch
 
 # of a group of weights: which they are, and which kernel steps them
 _NOT_OF_THE_RATE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -43,6 +54,7 @@ class StepBoundaries(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # those of this start, and not the checkpoint's
         self.trainer.begin_log()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -62,7 +74,7 @@ class DurableTrainer(Trainer):
     column of its targets (-100: no target). A step's loss is the sum, over objectives, of the losses of all targets of
     the effective batch / their number (`num_items_in_batch`: one denominator an objective, over all micro-batches and
     processes). A callback's `on_save` is called when a checkpoint is whole; nothing here touches the Hub, whatever
-    `args.push_to_hub` says.
+    `args.push_to_hub` says. `watch` ends training early.
 
     A step whose gradients overflow in fp16 is skipped: weights and learning rate stay, the loss scale is lowered, and
     the step is counted in `skipped_steps`. It is a step of `max_steps` like any other, and its batch is consumed.
@@ -79,6 +91,7 @@ class DurableTrainer(Trainer):
         fingerprint: dict[str, Any],
         objectives: dict[str, str],
         resumed: dict[str, Any] | None,
+        watch: StepWatch | None = None,
         **kwargs,
     ):
         # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
@@ -105,7 +118,14 @@ class DurableTrainer(Trainer):
         self.skipped_steps: int = resumed.get("skipped_steps", 0)  # by fp16, as gradients overflowed
         self._skipped_in_a_row: int = resumed.get("skipped_in_a_row", 0)
         self._losses_at_begin: tuple[torch.Tensor, torch.Tensor] | None = None  # of the step, in fp16
+        # of a step: losses that are not finite; the loss, its share of this process x number of processes
+        self.not_finite, self.step_loss = torch.zeros(2, 1, device=self.args.device)
+        self.watch, self._recent_losses = watch or StepWatch(), resumed.get("recent_losses", [])
+        self.watch.trainer = self
         self.add_callback(StepBoundaries(self))
+        self.add_callback(self.watch)
+        self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        self.add_callback(Progress())
         if resumed:
             announce_layout(resumed["layout"], self._layout)
 
@@ -126,6 +146,7 @@ class DurableTrainer(Trainer):
             "train_seconds": self.train_seconds,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
+            "recent_losses": list(self.watch.recent_losses),
         }
 
     def record(self) -> dict[str, Any]:
@@ -247,21 +268,64 @@ class DurableTrainer(Trainer):
             f"{self._last_good()}"
         )
 
+    def _issue_warnings_after_load(self, load_result):
+        """A checkpoint is whole (`checkpoint.find`): what it has not are tied weights, which are stored once."""
+        self.model.tie_weights()
+
     def _load_scaler(self, checkpoint):
         if self.accelerator.scaler is not None:  # None for a run that began in fp16 and is resumed in bf16 or fp32
             super()._load_scaler(checkpoint)
 
     # Training
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether fp16 skipped the last step, which has a loss scale to lower."""
+        return self.args.fp16 and self.step_was_skipped
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.not_finite += ~torch.isfinite(loss)
+        self.step_loss += loss
+        return loss
+
+    def check_step(self, not_finite: bool) -> None:
+        """After each optimizer step, in all processes alike: raise `RunError` where a loss of it was not finite, or in
+        bf16 and fp32 the gradient, as DeepSpeed would skip the step and train on."""
+        if not self.overflowed and (not_finite or self.step_was_skipped):
+            kind = "loss" if not_finite else "gradient"
+            raise self.diverged(f"the {kind} of step {self.state.global_step} is not finite")
+
+    def diverged(self, what: str) -> RunError:
+        """The error of a run that is lost."""
+        return RunError(
+            f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate} or warm up longer "
+            f"(warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
+        )
+
+    def end_if_stopped(self, note: str = "") -> None:
+        """After `train`: raise `Stopped` where a signal ended it; the step is saved."""
+        if self.watch.stopped_by not in Stopped.EXIT_CODES:
+            return
+        environment.leave_process_group()
+        raise Stopped(
+            f"stopped by {self.watch.stopped_by}: step {self.state.global_step:,} of {self.state.max_steps:,} is saved "
+            f"in {self.args.output_dir}{note}. {continue_with()}",
+            self.watch.stopped_by,
+        )
+
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
+        self.watch.begin(self._recent_losses)
         try:
             return super().train(*args, **kwargs)
+        except KeyboardInterrupt:  # the second
+            raise Stopped(f"ended at once, in step {self.state.global_step + 1:,}. {self._last_good()}") from None
         except Exception as error:
             if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
                 raise self._overflow_error("with the loss scale at its floor, after step") from error
             if lost := lost_process(error):
-                raise RunError(f"{lost_message(lost, error)} {self._last_good()} {START_AGAIN}") from error
+                raise RunError(f"{lost_message(lost, error)} {self._last_good()} {continue_with()}") from error
             if not is_out_of_memory(error):
                 raise
             micro = self.args.per_device_train_batch_size
@@ -270,6 +334,8 @@ class DurableTrainer(Trainer):
                 f"per_device_train_batch_size={micro}{self.memory_advice}; the global batch stays what it is. "
                 f"{self._last_good()}"
             ) from error
+        finally:
+            self.watch.end()
 
     def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
         if self.state.global_step >= self.state.max_steps:  # killed between the last step and the record
@@ -404,8 +470,8 @@ class DurableTrainer(Trainer):
                 shutil.rmtree(Path(self.args.output_dir, PARTIAL), ignore_errors=True)
             raise RunError(
                 f"{what} could not be written to {self.args.output_dir}: "
-                f"{first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make room, "
-                "then start the same command again"
+                f"{first_line(failure) if failure else 'another process says why'}. {self._last_good()} Make "
+                f"room. {continue_with()}"
             ) from failure
 
     def _last_good(self) -> str:

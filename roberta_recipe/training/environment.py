@@ -13,7 +13,8 @@ from roberta_recipe import lock
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json
-from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME
+from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
+from roberta_recipe.started import by_launcher, threads_are_the_users
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
 from roberta_recipe.training.processes import end_with_launcher, from_first_process
 from roberta_recipe.training.spikes import SKIPPED_NAME
@@ -29,51 +30,57 @@ def set_up_process() -> None:
     """End with the launcher (`end_with_launcher`); share the cores among this machine's processes where they train on
     them.
 
-    `accelerate launch` gives a CPU process OMP_NUM_THREADS=1 and leaves the other cores idle; any other value was
-    chosen by the user and is kept.
+    Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
     end_with_launcher()
-    if not torch.cuda.is_available() and os.environ.get("OMP_NUM_THREADS") == "1":
+    if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
         torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def take_output_dir(args: TrainingArguments) -> None:
+def take_output_dir(args: TrainingArguments, extend: bool) -> None:
     """Make the output folder and lock it, on the first process. Raises `InputError`, in all processes, where another
-    run works there, and where it holds anything other than a run that can be resumed, so that nothing is overwritten.
+    run works there, and where it holds anything other than a run that can be continued, so that nothing is overwritten.
+    `extend`: a finished run is one, if `max_steps` is more than it has.
     """
-    from_first_process(args, lambda: _take(args.output_dir))
+    from_first_process(args, lambda: _take(args.output_dir, args.max_steps if extend else 0))
 
 
-def _take(output_dir: str) -> None:
+def _take(output_dir: str, max_steps: int) -> None:
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise InputError(f"output_dir={output_dir} is a file; name a folder")
     if (path / lock.LOCK_NAME).exists():  # who works there, before what is there
         lock.take(path)
-    _check_content(output_dir)
+    _check_content(path, max_steps)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
     lock.take(path)
-    _check_content(output_dir)  # another run may have begun and ended in between
+    _check_content(path, max_steps)  # another run may have begun and ended in between
 
 
-def _check_content(output_dir: str) -> None:
-    path = Path(output_dir)
-    if (path / RECORD_NAME).exists():
+def _check_content(path: Path, max_steps: int) -> None:
+    if (path / RECORD_NAME).exists() and not _can_continue(path, max_steps):
         raise InputError(
-            f"output_dir={output_dir} already holds a finished run; name another folder with --output_dir, or move "
-            "this folder away"
+            f"output_dir={path} already holds a finished run. For another run, name another folder with --output_dir, "
+            "or move this folder away; to train this one longer, raise --max_steps and add --resume_despite_changes "
+            "true (the rate then follows the schedule of the longer run)"
         )
     # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
     left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)
     others = [entry for entry in path.iterdir() if entry.name not in left] if path.is_dir() else []
     if others and not newest_first(path):
         raise InputError(
-            f"output_dir={output_dir} already holds files, and no checkpoint to resume from; name another folder with "
+            f"output_dir={path} already holds files, and no checkpoint to resume from; name another folder with "
             "--output_dir, or move this folder away"
         )
+
+
+def _can_continue(path: Path, max_steps: int) -> bool:
+    """Whether a run that has left its record was ended by `max_train_minutes`, or is to be extended to `max_steps`."""
+    record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
+    return record["stopped_by"] == TIME_LIMIT or record["steps"] < max_steps
 
 
 def check_precision(args: TrainingArguments) -> None:

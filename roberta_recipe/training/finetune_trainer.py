@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Sampler
-from transformers import BatchEncoding
+from transformers import BatchEncoding, TrainerCallback
 
 from roberta_recipe import durable
 from roberta_recipe.data.order import random_order
-from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.errors import InputError
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.checkpoint import PARTIAL
 from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
@@ -72,6 +72,24 @@ def length_of(feature: dict[str, Any]) -> int:
     return feature["length"] if "length" in feature else len(feature["input_ids"])
 
 
+class EpochEnds(TrainerCallback):
+    """Saves an epoch's last step behind the evaluation of the epoch: a run that is killed in between would be resumed
+    without it. A stop in the middle of an epoch is no end of it: nothing is measured there."""
+
+    def __init__(self, trainer: "FinetuneTrainer"):
+        self.trainer, self._save = trainer, False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.ends_epoch:
+            self._save, control.should_save = control.should_save, False
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if not self.trainer.ends_epoch:
+            control.should_save = control.should_evaluate = False
+        control.should_save |= self._save
+        self._save = False
+
+
 class FinetuneTrainer(DurableTrainer):
     """`Trainer` whose gradient is that of the whole batch, and which keeps the best epoch.
 
@@ -92,14 +110,20 @@ class FinetuneTrainer(DurableTrainer):
         **kwargs,
     ):
         super().__init__(objectives={"task": "labels"}, resumed=resumed, **kwargs)
+        self.add_callback(EpochEnds(self))
         self.layer_decay = layer_decay
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
         self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # without padding, with it
-        self._not_finite = torch.zeros((), device=self.args.device)  # losses of this step
 
     # Training
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the last step is the last of its epoch, or of all."""
+        steps = len(self._sampler) // self._sampler.batch
+        return self.state.global_step % steps == 0 or self.state.global_step >= self.state.max_steps
 
     def _get_train_sampler(self, train_dataset=None):
         lengths = [length_of(feature) for feature in self.train_dataset]
@@ -144,22 +168,10 @@ class FinetuneTrainer(DurableTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._not_finite += ~torch.isfinite(loss)
-        return loss
+        return super().training_step(model, inputs, num_items_in_batch)
 
-    def end_step(self):
-        super().end_step()
-        not_finite = self.sum_over_processes(self._not_finite.clone())
-        self._not_finite.zero_()
-        if not_finite and not (self.args.fp16 and self.step_was_skipped):  # fp16 has a loss scale to lower
-            raise self._diverged(f"the loss of step {self.state.global_step} is")
-
-    def _diverged(self, what: str) -> RunError:
-        return RunError(
-            f"seed {self.args.seed}: {what} not finite. Lower learning_rate={self.args.learning_rate} or warm up "
-            f"longer (warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
-        )
+    def diverged(self, what):
+        return super().diverged(f"seed {self.args.seed}: {what}")
 
     def count_consumed(self) -> None:
         tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
@@ -206,7 +218,7 @@ class FinetuneTrainer(DurableTrainer):
         found = self.predict([features[number] for number in order]).predictions
         torch.set_rng_state(random_state)  # `predict`'s data loader drew from the generator
         if not np.isfinite(found).all():  # argmax of NaN is 0, which would pass for an answer
-            raise self._diverged(f"the model's scores after step {self.state.global_step} are")
+            raise self.diverged(f"the model's scores after step {self.state.global_step} are not finite")
         scores = np.empty_like(found)
         scores[order] = found
         return scores

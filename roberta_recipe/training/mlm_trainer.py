@@ -5,85 +5,26 @@ The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals
 
 import functools
 import math
-import os
-import signal
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import TextReader
-from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import model_flops_utilisation
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import optimization, spikes
+from roberta_recipe.training import optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
-from roberta_recipe.training.processes import launcher_is_gone
+from roberta_recipe.training.step_watch import outlive_a_stop
 
 _DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
-
-
-class StepWatch(TrainerCallback):
-    """Ends training early, at the same step in all processes: on SIGTERM, with a checkpoint; after `minutes`; where
-    the loss is not finite, without a checkpoint; at a loss spike of so many `deviations` (`spikes.is_spike`), without
-    a checkpoint and to train again from the last."""
-
-    def __init__(self, minutes: float | None = None, deviations: float | None = None):
-        self.minutes, self.time_over, self.preempted = minutes, False, False
-        self.deviations, self.spike = deviations, None  # the loss of the spike that ended training
-        self.told = torch.zeros(1).share_memory_()  # to stop; data workers look at it too
-        self.trainer: MlmTrainer | None = None
-        self._handler = None
-
-    def _tell(self, *_: Any) -> None:
-        self.told[0] = 1
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.start_s = time.monotonic()
-        self._handler = signal.signal(signal.SIGTERM, self._tell)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        signal.signal(signal.SIGTERM, self._handler)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # the first process's clock decides, or some processes would train on alone
-        over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
-        flags = torch.tensor([float(self.told), float(bool(over))], device=args.device)
-        step = torch.cat([flags, self.trainer.not_finite, self.trainer.step_loss])
-        told, over, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
-        if self._is_spike(loss / args.world_size):
-            self.spike = loss / args.world_size
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
-            return
-        self.trainer.check_loss(bool(not_finite))
-        if over and state.global_step < state.max_steps:
-            self.time_over = control.should_training_stop = True
-            logger.info(f"max_train_minutes={self.minutes:g} reached at step {state.global_step} of {state.max_steps}")
-        if told:
-            self.preempted = control.should_save = control.should_training_stop = True
-            why = "The launcher has ended" if launcher_is_gone() else "SIGTERM"
-            logger.info(f"{why}: saving step {state.global_step} of {state.max_steps}, then ending")
-
-    def _is_spike(self, loss: float) -> bool:
-        """Whether `loss` of the step ends training; another loss is one of those that the next is compared with."""
-        trainer = self.trainer
-        trainer.step_loss.zero_()
-        if trainer.overflowed:
-            return False
-        if self.deviations and spikes.is_spike(loss, trainer.recent_losses, self.deviations):
-            return True
-        trainer.recent_losses.append(loss)
-        return False
 
 
 class MlmTrainer(DurableTrainer):
@@ -93,9 +34,8 @@ class MlmTrainer(DurableTrainer):
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
-    `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `watch` ends training early; `resumed` is the
-    `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
-    `train_dataset` leaves out.
+    `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the `recipe_state.json` of the checkpoint
+    that training is resumed from, and `skipped` the positions that `train_dataset` leaves out.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -107,20 +47,14 @@ class MlmTrainer(DurableTrainer):
         model: Any,
         flops_per_token: float,
         resumed: dict[str, Any] | None,
-        watch: StepWatch,
         skipped: order.Skipped | None = None,
         **kwargs,
     ):
         super().__init__(model=model, objectives=model.objectives, resumed=resumed, **kwargs)
-        self.watch, watch.trainer = watch, self
-        self.add_callback(watch)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self._changed: list[str] = resumed.get("changed", [])  # since the checkpoint, as was asked for
         # of all blocks consumed, in any order: as they were read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
-        self.not_finite = torch.zeros(1, device=self.args.device)  # losses of this step
-        self.step_loss = torch.zeros(1, device=self.args.device)  # its share of this process x number of processes
-        self.recent_losses = deque(resumed.get("recent_losses", []), maxlen=spikes.WINDOW)
         self.skipped = skipped or []
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
@@ -138,7 +72,7 @@ class MlmTrainer(DurableTrainer):
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            worker_init_fn=functools.partial(_outlive_preemption, self.watch.told),
+            worker_init_fn=functools.partial(outlive_a_stop, self.watch.told),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
 
@@ -195,28 +129,10 @@ class MlmTrainer(DurableTrainer):
         self._tokens += inputs.pop("num_tokens")
         self._digests = [before + inputs.pop(name) for name, before in zip(_DATA_DIGESTS, self._digests, strict=True)]
         self._states = inputs.pop("states", None)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.not_finite += ~torch.isfinite(loss)
-        self.step_loss += loss
-        return loss
+        return super().training_step(model, inputs, num_items_in_batch)
 
-    @property
-    def overflowed(self) -> bool:
-        """Whether fp16 skipped the last step, which has a loss scale to lower."""
-        return self.args.fp16 and self.step_was_skipped
-
-    def check_loss(self, not_finite: bool) -> None:
-        """After each optimizer step, in all processes alike: raise `RunError` for a lost run."""
-        self.not_finite.zero_()
-        if self.overflowed:
-            return
-        if not_finite or self.step_was_skipped:  # in bf16 and fp32, DeepSpeed would skip the step and train on
-            raise RunError(
-                f"the {'loss' if not_finite else 'gradient'} of step {self.state.global_step} is not finite (blocks "
-                f"{order.in_words(self.blocks_of_steps(1))}); nothing of it was saved. Lower learning_rate="
-                f"{self.args.learning_rate} or warm up longer (warmup_steps={self.args.warmup_steps:g}), "
-                f"{self.change_advice}. {self._last_good()}"
-            )
+    def diverged(self, what):
+        return super().diverged(f"{what} (blocks {order.in_words(self.blocks_of_steps(1))})")
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
@@ -253,15 +169,14 @@ class MlmTrainer(DurableTrainer):
 
     def recipe_state(self):
         where = {"position": self.position, "states": self._states}
-        others = {"skipped_blocks": self._skipped_blocks(), "recent_losses": list(self.recent_losses)}
-        return {**super().recipe_state(), **where, **others, **self.data_digests}
+        return {**super().recipe_state(), **where, "skipped_blocks": self._skipped_blocks(), **self.data_digests}
 
     def record(self):
         return {
             **super().record(),
             **self._data_digests(),
             "global_batch_size": self.fingerprint["global_batch_size"],
-            "stopped_by": "max_train_minutes" if self.watch.time_over else "max_steps",
+            "stopped_by": self.watch.stopped_by or "max_steps",
             "skipped_blocks": self._skipped_blocks(),
         }
 
@@ -344,16 +259,3 @@ def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
     mlm = losses.pop("mlm")  # the script has seen that something is predicted
     metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
     return metrics | {f"{name}_loss": loss for name, loss in losses.items()}
-
-
-def _outlive_preemption(told: torch.Tensor, worker: int) -> None:
-    """A data worker survives a SIGTERM that its trainer has got too, which ends its step and saves first."""
-
-    def end_unless_told(*_: Any) -> None:
-        for _ in range(20):
-            if told:
-                return
-            time.sleep(0.05)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end_unless_told)

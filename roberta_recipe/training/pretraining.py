@@ -120,7 +120,7 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         None, "Sequences an optimizer step; accumulation is derived from it.", "fixed", shown=True
     )
     max_train_minutes: float | None = setting(
-        None, "Stop training, then evaluate and save, after so many minutes.", "free"
+        None, "Save, evaluate and end after so many minutes; the same command trains as long again.", "free"
     )
     rewind_on_spike: float | None = setting(
         None,
@@ -303,7 +303,13 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
     """Held-out blocks, the same for every seed, in the proportions of the mixture as far as each source's text goes."""
     stream = reader.validation(args.max_eval_samples)
     bar = tqdm(
-        stream, desc="Reading validation", unit=" blocks", total=args.max_eval_samples, mininterval=1, leave=False
+        stream,
+        desc="Reading validation",
+        unit=" blocks",
+        total=args.max_eval_samples,
+        mininterval=1,
+        leave=False,
+        disable=None,
     )
     blocks = list(bar)
     if len(blocks) < training_args.per_device_eval_batch_size:

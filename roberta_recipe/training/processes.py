@@ -1,8 +1,6 @@
 """The processes of one run: they begin with a launcher, decide together, and end together."""
 
-import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +9,7 @@ from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import end_with_parent
-
-# torchrun sets the first for what it starts, `accelerate launch` the second; nobody sets them by hand
-_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
-_launcher: int | None = None  # the process that started this one, where it is a launcher
+from roberta_recipe.started import launcher
 
 
 def end_with_launcher() -> None:
@@ -23,16 +18,8 @@ def end_with_launcher() -> None:
     A launcher that is killed (`kill -9`, out of memory) cannot end what it started, which would train on unseen. A
     process that a shell started outlives it, as `nohup` promises.
     """
-    global _launcher
-    if sys.platform != "linux" or not any(name in os.environ for name in _SET_BY_LAUNCHERS):
-        return
-    _launcher = os.getppid()
-    end_with_parent(_launcher, signal.SIGTERM)
-
-
-def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended; False where none did."""
-    return _launcher is not None and os.getppid() != _launcher
+    if (parent := launcher()) is not None:
+        end_with_parent(parent, signal.SIGTERM)
 
 
 def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:

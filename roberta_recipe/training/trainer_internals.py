@@ -52,6 +52,8 @@ _SHARED = (
         ("self", "checkpoint"),
         "loads a stored loss scale, and fails where `accelerator.scaler` is None",
     ),
+    Internal("training_step", _STEP, "forward, `compute_loss` and backward of one micro-batch"),
+    Internal("_issue_warnings_after_load", ("self", "load_result"), "called with what the loaded weights lack"),
     Internal("_tr_loss", None, "the sum of `training_step`'s losses since the last log line, of this process"),
     Internal(
         "_globalstep_last_logged",
@@ -61,7 +63,6 @@ _SHARED = (
     Internal("loss_is_scaled_for_ga", None, "True: `training_step` does not divide the loss by the accumulation"),
 )
 _PRETRAINING = (
-    Internal("training_step", _STEP, "forward, `compute_loss` and backward of one micro-batch"),
     Internal(
         "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"), "as it is documented"
     ),

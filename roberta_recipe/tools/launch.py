@@ -1,0 +1,64 @@
+"""`accelerate launch` with the script's exit code, and with no lines but the script's.
+
+    python -m roberta_recipe.tools.launch train_mlm.py --config presets/mlm/roberta_base.yaml
+    python -m roberta_recipe.tools.launch --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
+
+The flags are accelerate's, and accelerate starts the processes. By itself it would print which defaults it took, print
+its own traceback behind a script's error, make an exit code of 1 of any other, and leave the script alone at Ctrl-C.
+"""
+
+import logging
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
+
+_OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Launch what the command line `argv` says. Raises `InputError` for what accelerate refuses, `RunError` where a
+    process was killed, and else `SystemExit` with the script's exit code."""
+    logging.disable(logging.ERROR)  # what accelerate and torchrun say of every run; what ends one is an exception
+    args = launch_command_parser().parse_args(argv)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
+    signal.signal(signal.SIGTERM, _pass_on)
+    try:
+        launch_command(args)
+    except subprocess.CalledProcessError as error:
+        _end(error.returncode, "the process")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        _end(failure.exitcode, f"process {rank}")
+    except SignalException as error:
+        raise SystemExit(Stopped.EXIT_CODES[_OF_SIGNAL.get(error.sigval, "SIGTERM")]) from None
+    except Exception as error:
+        raise InputError(f"accelerate cannot launch this: {first_line(error)}") from None
+
+
+def _pass_on(number: int, _: Any) -> None:
+    for child in psutil.Process().children():
+        child.send_signal(number)
+
+
+def _end(code: int, which: str) -> None:
+    """End as the script did, which has said why; it could not where a signal killed it."""
+    if code >= 0:
+        raise SystemExit(code)
+    error = RunError(
+        f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). What was saved "
+        "is whole: start the same command again"
+    )
+    error.exit_code = 128 - code
+    raise error
+
+
+if __name__ == "__main__":
+    exit_on_error(lambda: main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""What a person sees of training: a line for each log entry, and a bar where somebody watches."""
+
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from roberta_recipe.log import duration, logger
+
+
+class Progress(TrainerCallback):
+    """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, the first process
+    alone; a terminal has a bar with the last loss below. All figures are in `log.jsonl`."""
+
+    def __init__(self):
+        self._bar = self._evaluation = None
+        self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._first_step = state.global_step + 1
+        if state.is_world_process_zero:
+            self._bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc="Training",
+                unit=" steps",
+                disable=args.disable_tqdm or None,  # None: where stderr is no terminal
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self._first_step:
+            self._begun_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.update()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not (line := self._line(state, logs)):
+            return
+        if self._bar is not None and "loss" in logs:
+            self._bar.set_postfix_str(f"loss {logs['loss']:.3g}", refresh=False)
+        with tqdm.external_write_mode():  # the line stands above the bar
+            logger.info(line)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        if self._evaluation is None:
+            self._evaluation = tqdm(
+                total=len(eval_dataloader),
+                desc="Measuring",
+                unit=" batches",
+                disable=args.disable_tqdm or None,
+                dynamic_ncols=True,
+                leave=False,
+            )
+        self._evaluation.update()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._close_evaluation()
+
+    def on_predict(self, args, state, control, **kwargs):
+        self._close_evaluation()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _close_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
+
+    def _line(self, state, logs: dict[str, Any]) -> str:
+        """What is shown of a log entry; empty for the entry at the end of training, which the record has."""
+        items = [f"step {state.global_step:,}/{state.max_steps:,}"]
+        if "loss" in logs:
+            items += [f"loss {logs['loss']:.3g}"]
+            items += [f"{name.removesuffix('_loss')} {value:.3g}" for name, value in logs.items() if "_loss" in name]
+            items += [f"lr {logs['learning_rate']:.1e}"]
+            items += [f"{logs['tokens_per_second']:,} tokens/s"] if "tokens_per_second" in logs else []
+            items += [f"{logs['mfu']:.0%} of peak"] if "mfu" in logs else []
+            items += [f"{logs['skipped_steps']} skipped"] if logs.get("skipped_steps") else []
+            return "  ".join([*items, *self._remaining(state)])
+        shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+        values = [f"{name} {value:.4g}" for name, value in shown.items() if not name.endswith(_OF_SPEED)]
+        return "  ".join([*items, "validation", *values]) if values else ""
+
+    def _remaining(self, state) -> list[str]:
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        return [f"ETA {duration((time.monotonic() - self._begun_s) / done * left)}"] if done > 0 and left else []
+
+
+_OF_SPEED = ("runtime", "_per_second")

@@ -1,0 +1,112 @@
+"""What ends training before its last step: a signal, the time limit, a loss that is not finite, a loss spike.
+
+All processes decide alike, at the end of an optimizer step, by the sum of what each of them has seen.
+"""
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from roberta_recipe.log import is_first_process, logger
+from roberta_recipe.record import TIME_LIMIT
+from roberta_recipe.started import launcher_is_gone
+from roberta_recipe.training import spikes
+
+if TYPE_CHECKING:
+    from roberta_recipe.training.durable_trainer import DurableTrainer
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# a terminal's Ctrl-C reaches a process, and again through its launcher
+_SAME_INTERRUPT_S = 2.0
+
+
+class StepWatch(TrainerCallback):
+    """Ends training early, at the same step in all processes: with a checkpoint on SIGTERM, on Ctrl-C and after
+    `minutes`; without one where the loss is not finite, and at a loss spike of so many `deviations`
+    (`spikes.is_spike`), to train again from the last. A second Ctrl-C ends the process at once.
+    """
+
+    def __init__(self, minutes: float | None = None, deviations: float | None = None):
+        self.minutes, self.deviations = minutes, deviations
+        self.stopped_by: str | None = None  # "SIGTERM", "Ctrl-C", `TIME_LIMIT`
+        self.spike: float | None = None  # the loss that ended training
+        self.told = torch.zeros(1).share_memory_()  # to stop: a signal's number; data workers look at it too
+        self.recent_losses: deque[float] = deque(maxlen=spikes.WINDOW)
+        self.trainer: DurableTrainer | None = None
+        self._handlers: dict[int, Any] = {}
+        self._interrupted_s: float | None = None
+
+    def begin(self, recent_losses: Iterable[float]) -> None:
+        """Take over the signals; `recent_losses` are those of the steps before."""
+        self.start_s = time.monotonic()
+        self.recent_losses.extend(recent_losses)
+        self._handlers = {number: signal.signal(number, self._tell) for number in _SIGNALS}
+
+    def end(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _tell(self, number: int, _: Any) -> None:
+        now_s, self.told[0] = time.monotonic(), number
+        if number != signal.SIGINT:
+            return
+        if self._interrupted_s is None:
+            self._interrupted_s = now_s
+            if is_first_process():  # a handler may not wait for a lock of `logging` or of a stream
+                os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
+        elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
+            raise KeyboardInterrupt
+
+    def on_step_end(self, args, state, control, **kwargs):
+        told = [float(self.told) == number for number in _SIGNALS]
+        # the first process's clock decides, or some processes would train on alone
+        over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
+        flags = torch.tensor([*told, bool(over)], dtype=torch.float32, device=args.device)
+        step = torch.cat([flags, self.trainer.not_finite, self.trainer.step_loss])
+        terminated, interrupted, over, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
+        self.trainer.not_finite.zero_()
+        self.trainer.step_loss.zero_()
+        if self._is_spike(loss / args.world_size):
+            self.spike = loss / args.world_size
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+            return
+        self.trainer.check_step(bool(not_finite))
+        if terminated or interrupted or (over and state.global_step < state.max_steps):
+            self.stopped_by = "SIGTERM" if terminated else "Ctrl-C" if interrupted else TIME_LIMIT
+            control.should_save = control.should_training_stop = True
+            why = f"{TIME_LIMIT}={self.minutes:g}" if self.stopped_by == TIME_LIMIT else self.stopped_by
+            why = "The launcher has ended" if terminated and launcher_is_gone() else why
+            logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
+
+    def _is_spike(self, loss: float) -> bool:
+        """Whether `loss` of the step ends training; another loss is one of those that the next is compared with."""
+        if self.trainer.overflowed:
+            return False
+        if self.deviations and spikes.is_spike(loss, self.recent_losses, self.deviations):
+            return True
+        self.recent_losses.append(loss)
+        return False
+
+
+def outlive_a_stop(told: torch.Tensor, worker: int) -> None:
+    """What a data worker does of signals: Ctrl-C is its trainer's, which ends its workers, and so is a SIGTERM that the
+    trainer has got too; both finish and save their step first."""
+
+    def end_unless_told(*_: Any) -> None:
+        for _ in range(20):
+            if told:
+                return
+            time.sleep(0.05)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_unless_told)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

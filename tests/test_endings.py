@@ -1,0 +1,208 @@
+"""Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Forked, run_python
+from official_files import write_glue
+from transformers import TrainerCallback
+
+import finetune_glue
+import train_mlm
+from roberta_recipe import durable, errors, started
+from roberta_recipe.errors import InputError, Stopped
+from roberta_recipe.publishing import plots
+from roberta_recipe.tools import compare
+from roberta_recipe.training import checkpoint, durable_trainer, step_watch
+from roberta_recipe.training.finetune_trainer import FinetuneTrainer
+
+RUN = "lr0.001-batch8-seed1"
+SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+@pytest.fixture
+def glue(root, tmp_path, model_dir, monkeypatch):
+    """A function that fine-tunes with further flags: three epochs of four steps, each measured and saved."""
+    monkeypatch.setattr(plots, "plot_runs", lambda *_: None)
+    write_glue(tmp_path / "glue", rows={"train": 32, "dev": 16, "test": 8})
+    values = {
+        **{"data_dir": tmp_path / "glue", "model_name_or_path": model_dir, "seeds": 1, "max_seq_length": 64},
+        **{"global_batch_size": 8, "per_device_train_batch_size": 8, "num_train_epochs": 3, "warmup_steps": 1},
+        **{"logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True, "disable_tqdm": True},
+        **{"save_strategy": "steps", "save_steps": 2, "max_steps": -1},
+    }
+    argv = ["--config", str(root / "presets/glue/rte.yaml")]
+    argv += [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+    return lambda name, *others: finetune_glue.main([*argv, "--output_dir", str(tmp_path / name), *map(str, others)])
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """A function that has `call()` called at the end of a step, once."""
+
+    def arrange(step, call):
+        class Once(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == step and calls:
+                    calls.pop()()
+
+        original = durable_trainer.StepBoundaries.__init__
+        calls = [call]
+
+        def begin(self, trainer):
+            original(self, trainer)
+            trainer.add_callback(Once())
+
+        monkeypatch.setattr(durable_trainer.StepBoundaries, "__init__", begin)
+
+    return arrange
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path, at_step, number, by):
+    train(preset, *SAVING, "--output_dir", tmp_path / "whole")
+    before = signal.getsignal(number)
+    at_step(5, send(number))
+    with pytest.raises(Stopped, match=rf"stopped by {by}: step 5 of 12 is saved in .*run\. Continue with: ") as stopped:
+        train(preset, *SAVING)
+    assert stopped.value.exit_code == {"Ctrl-C": 130, "SIGTERM": 75}[by] and signal.getsignal(number) == before
+    assert checkpoint.newest_first(tmp_path / "run")[0].name == "checkpoint-5"
+    assert train(preset, *SAVING)["resumes"] == 1
+    assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+
+
+def test_a_second_interrupt_ends_at_once(preset, tmp_path, at_step, monkeypatch):
+    monkeypatch.setattr(step_watch, "_SAME_INTERRUPT_S", 0.0)
+
+    def twice():
+        send(signal.SIGINT)()
+        time.sleep(0.01)
+        send(signal.SIGINT)()
+
+    at_step(5, twice)
+    with pytest.raises(Stopped, match=r"ended at once, in step 6\. The last complete checkpoint is .*checkpoint-3"):
+        train(preset, *SAVING)
+    assert [path.name for path in checkpoint.newest_first(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_the_terminal_s_interrupt_that_comes_twice_is_one(preset, tmp_path, at_step):
+    """To the process, and again through its launcher."""
+    at_step(5, lambda: (send(signal.SIGINT)(), send(signal.SIGINT)()))
+    with pytest.raises(Stopped, match="step 5 of 12 is saved"):
+        train(preset, *SAVING)
+
+
+def test_a_time_limit_ends_a_run_that_the_same_command_continues(preset, tmp_path, capsys):
+    train(preset, *SAVING, "--output_dir", tmp_path / "whole")
+    limit, steps, records = ["--max_train_minutes", 1e-9], [], []
+    while not records or records[-1]["stopped_by"] != "max_steps":
+        records.append(train(preset, *SAVING, *limit))
+        steps.append(records[-1]["steps"])
+        said = capsys.readouterr().out
+        assert ("stopped by max_train_minutes" in said and "Continue with: " in said) == (steps[-1] < 12)
+    assert steps == list(range(1, 13)) and records[-1]["resumes"] == 11
+    assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+    with pytest.raises(InputError, match="already holds a finished run"):
+        train(preset, *SAVING, *limit)
+
+
+def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
+    train(preset, *SAVING)
+    for refused in (["--max_steps", 20], ["--resume_despite_changes", "true"]):
+        with pytest.raises(InputError, match=r"finished run.*raise --max_steps and add --resume_despite_changes true"):
+            train(preset, *SAVING, *refused)
+    record = train(preset, *SAVING, "--max_steps", 20, "--resume_despite_changes", "true")
+    assert record["steps"] == 20 and record["resumes"] == 1
+    log = durable.read_json(tmp_path / "run" / "checkpoint-20" / "trainer_state.json")["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("step", range(1, 13))
+def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_path, at_step, step):
+    """Among them the last of an epoch, which is saved behind its evaluation, and steps in the middle of one, where
+    nothing is measured that the whole run does not measure."""
+    whole = glue("whole")
+    at_step(step, send(signal.SIGINT))
+    with pytest.raises(Stopped, match=rf"stopped by Ctrl-C: step {step} of 12 is saved"):
+        glue("stopped")
+    assert glue("stopped")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
+    assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "stopped" / RUN)])
+
+
+@pytest.mark.parametrize("evaluation", [1, 2, 3])
+def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, tmp_path, monkeypatch, evaluation):
+    """A checkpoint at the last step of an epoch was written before the epoch was measured."""
+    whole = glue("whole")
+    evaluate, calls = FinetuneTrainer.evaluate, []
+
+    def killed(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        if len(calls) == evaluation:
+            raise SystemExit("killed")
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(FinetuneTrainer, "evaluate", killed)
+    with pytest.raises(SystemExit):
+        glue("killed")
+    assert glue("killed")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
+    measured = [4, 8, 12]
+    assert calls == [*measured[:evaluation], *measured[evaluation - 1 :]]
+    assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "killed" / RUN)])
+
+
+@pytest.mark.parametrize(("number", "code", "by"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
+def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
+    run = Forked(lambda: (print("ready", flush=True), time.sleep(60)), tmp_path / "log")
+    while "ready" not in run.log:
+        time.sleep(0.01)
+    os.kill(run.pid, number)
+    assert run.end() == code
+    assert run.log.splitlines()[1:] == [f"ended by {by}; what was saved is whole. {started.continue_with()}"]
+
+
+def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
+    """The first says it; the launcher ends the others while they wait."""
+
+    def fail():
+        raise InputError("learning_rate=-1 must be at least 0")
+
+    first, second = (Forked(fail, tmp_path / rank, RANK=rank) for rank in "01")
+    assert first.end() == 2 and "error: learning_rate=-1" in first.log
+    os.kill(second.pid, signal.SIGTERM)
+    assert second.end() == 2 and second.log == ""
+    monkeypatch.setattr(errors, "_FOR_FIRST_PROCESS_S", 0.1)
+    alone = Forked(fail, tmp_path / "2", RANK="1")
+    assert alone.end() == 2 and alone.log.startswith("error: learning_rate=-1")
+
+
+def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text("from roberta_recipe import started\nprint(started.continue_with())\n")
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_python(script, "--train_file", "my text/*.txt", cwd=tmp_path, env=env)
+    python, flags = done.stdout.removeprefix("Continue with: ").split(" ", 1)
+    assert os.path.basename(python).startswith("python")
+    assert flags == f"'{script}' --train_file 'my text/*.txt'\n"
+
+
+def test_resuming_reads_its_own_command_line(preset, tmp_path):
+    """`Trainer` takes how often to log, evaluate and save from the checkpoint."""
+    assert yaml.safe_load(Path(preset).read_text())["logging_steps"] == 1
+    flags = [*SAVING, "--logging_steps", 6]
+    train(preset, *flags, "--max_train_minutes", 1e-9)
+    record = train(preset, *SAVING, "--save_steps", 5)
+    assert [step for step, _ in record["loss_at_steps"]["train"]] == list(range(1, 13))
+    assert (tmp_path / "run" / "checkpoint-10").is_dir() and not (tmp_path / "run" / "checkpoint-9").exists()

@@ -1,0 +1,83 @@
+"""`tools.launch`: the script's exit code, its lines and no others, and Ctrl-C that reaches it and is waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import run_python
+
+SCRIPT = """
+import os, signal, sys, time
+def end(number, _):
+    for other in (signal.SIGTERM, signal.SIGINT):  # a terminal's comes again through torchrun
+        signal.signal(other, signal.SIG_IGN)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}[number])
+if sys.argv[1] == "wait":
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    print("ready", flush=True)
+    time.sleep(60)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+print("error: said once", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+TWO = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+
+
+@pytest.fixture
+def script(tmp_path, root):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
+def launch(script, root, *argv):
+    return run_python("-m", "roberta_recipe.tools.launch", *argv, cwd=script.parent, env={"PYTHONPATH": str(root)})
+
+
+@pytest.mark.parametrize("processes", [[], TWO])
+def test_the_exit_code_and_the_lines_are_the_script_s(script, root, processes):
+    done = launch(script, root, *processes, script, 75)
+    assert done.returncode == 75, done.stderr
+    assert set(done.stderr.splitlines()) == {"error: said once"}
+
+
+def test_a_process_that_was_killed_is_named(script, root):
+    done = launch(script, root, script, "killed")
+    assert done.returncode == 137
+    assert done.stderr.startswith("error: the process was killed by SIGKILL; the system's log says why (often memory)")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_accelerate_refuses_is_one_line(script, root):
+    done = launch(script, root, "--config_file", "nofile.yaml", script, "0")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: accelerate cannot launch this: ") and "nofile.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "processes", "code"),
+    [(signal.SIGINT, True, 1, 130), (signal.SIGTERM, False, 1, 75), (signal.SIGINT, True, 2, 130)],
+    ids=["Ctrl-C", "SIGTERM to the launcher", "Ctrl-C, two processes"],
+)
+def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, number, to_all, processes, code):
+    command = [sys.executable, "-m", "roberta_recipe.tools.launch", *(TWO if processes == 2 else []), script, "wait"]
+    child = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines = [child.stdout.readline() for _ in range(processes)]
+    time.sleep(0.2)
+    (os.killpg if to_all else os.kill)(child.pid, number)
+    lines += child.communicate(timeout=60)[0].splitlines(keepends=True)
+    assert child.returncode == code and lines == ["ready\n"] * processes + ["saved\n"] * processes
