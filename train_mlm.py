@@ -284,7 +284,7 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     print(
         f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
         f"{record['tokens_per_second']:,} tokens/s, {duration(record['train_seconds'])} of training "
-        f"({record['resumes']} times resumed), {duration(record['wall_clock_s'])} for this start\n"
+        f"(resumed {record['resumes']} times), {duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"
         f"run record  {Path(output_dir, records.RECORD_NAME)}\n"
         f"loss curve  {Path(output_dir, records.CURVE_NAME)}"
