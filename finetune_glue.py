@@ -29,7 +29,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.tasks import glue, glue_metric, protocol, qnli_ranking, wnli, wsc
+from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, wnli, wsc
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -389,6 +389,7 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
         degenerate=lambda scores: degenerate(form, validation[0], scores),
+        answers=lambda scores: answers_of(task, form, validation[0], scores, data),
         scored_examples={split: len(labels) for split, labels in wanted.items()},
         baseline=protocol.constant_answer(
             wanted, task.labels, lambda split, answers: glue_metric.scores(task.metrics, answers, wanted[split])
@@ -439,6 +440,16 @@ def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
     """Whether a run has learnt to give one answer to everything."""
     answers = form.predictions(split, scores, scores)
     return len(np.unique(np.round(answers, 3))) == 1
+
+
+def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data) -> list[answers.Answer]:
+    """The answer to each example of a split; a probability where each example is answered by itself."""
+    labels, predictions = data[split].labels, form.predictions(split, scores, scores)
+    examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
+    if not task.labels:
+        return answers.of_numbers(examples, labels, predictions)
+    probabilities = form.averaged(scores) if scores.ndim == 2 else None
+    return answers.of_classes(examples, task.labels, labels, predictions, probabilities)
 
 
 def write_submission(

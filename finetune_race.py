@@ -26,7 +26,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, percent
-from roberta_recipe.tasks import protocol, race
+from roberta_recipe.tasks import answers, protocol, race
 from roberta_recipe.training import environment
 from roberta_recipe.training.heads import load_with_head
 
@@ -202,6 +202,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: len(np.unique(scores.argmax(-1))) == 1,
+        answers=lambda scores: answers_of(data["validation"], scores),
         scored_examples={"validation": len(right)} | (levels if args.level == "all" else {}),
         baseline=protocol.constant_answer(
             {"validation": right},
@@ -227,6 +228,17 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
     levels = np.array([question.level for question in questions])
     of_levels = {level: float(right[levels == level].mean()) for level in race.LEVELS if (levels == level).any()}
     return {"accuracy": float(right.mean()), **of_levels}
+
+
+def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[answers.Answer]:
+    """The answer to each question; its article is in the file that its id names."""
+    examples = [
+        {"id": question.id, "question": question.question, **dict(zip(race.LETTERS, question.options, strict=True))}
+        for question in questions
+    ]
+    probabilities = torch.from_numpy(scores).double().softmax(-1).numpy()
+    labels = [question.answer for question in questions]
+    return answers.of_classes(examples, race.LETTERS, labels, scores.argmax(-1), probabilities)
 
 
 def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Question]) -> str:

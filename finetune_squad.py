@@ -25,7 +25,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
-from roberta_recipe.tasks import protocol, squad
+from roberta_recipe.tasks import answers, protocol, squad, squad_metric
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.tasks.squad_metric import Squad, score_2
 from roberta_recipe.training import environment, modeling
@@ -237,6 +237,9 @@ def job_of(
         degenerate=lambda scores: degenerate(
             args, predict(args, data["validation"], windows["validation"], scores), data["validation"]
         ),
+        answers=lambda scores: answers_of(
+            args, predict(args, data["validation"], windows["validation"], scores), data["validation"]
+        ),
         scored_examples={"validation": len(data["validation"])},
         baseline=no_answer_to_all(data["validation"]) if args.version_2_with_negative else None,
         found=found,
@@ -314,6 +317,22 @@ def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], question
     """Whether a run says of all questions of 2.0 that they have an answer, or of all that they have none."""
     threshold = measure(args, predicted, questions).get("threshold")
     return threshold is not None and len({spans.answer(threshold) == "" for spans in predicted.values()}) == 1
+
+
+def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> list[answers.Answer]:
+    """The answer to each question with its scores, by F1, then by how sure the model was."""
+    threshold, found = measure(args, predicted, questions).get("threshold"), []
+    for question in questions:
+        spans, right = predicted[question.id], [text for text, _ in question.answers]
+        text = spans.answer(threshold)
+        gold = squad_metric.gold_of_version_2(right) if args.version_2_with_negative else right
+        exact = squad_metric.best_of(squad_metric.exact, text, gold)
+        f1 = squad_metric.best_of(lambda a, b: squad_metric.f1(a, b, args.version_2_with_negative), text, gold)
+        sure = next((entry["probability"] for entry in squad.n_best(spans) if entry["text"] == text), 0.0)
+        columns = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(right))}
+        columns |= {"prediction": text, "probability": sure, "f1": f1, "exact_match": exact}
+        found.append(answers.Answer(columns, (1 - f1, 1 - exact, sure)))
+    return found
 
 
 def no_answer_to_all(questions: list[squad.Question]) -> Baseline:

@@ -7,7 +7,8 @@
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
 in the preset, with its source; any flag overrides it. The same presets are read by the tools: `python -m
-roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint).
+roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint); `.explain` prints
+what the model saw at a step.
 """
 
 import functools
@@ -21,8 +22,8 @@ from transformers import TrainerCallback, pipeline, set_seed
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
+from roberta_recipe.data import block_text, masking, order, tokenization
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
@@ -31,7 +32,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes
+from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         skipped=blocks.skipped,
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
-    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, blocks.skipped)
+    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
     end_if_stopped(trainer, publisher)
@@ -158,10 +159,12 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")
     if args.config_name and not resolve_path(args.tokenizer_name).exists():
-        vocab_size = modeling.load_config(args.config_name).vocab_size
-        logger.info(f"Training a tokenizer of {vocab_size:,} entries on the corpus: {args.tokenizer_name}")
+        config = modeling.load_config(args.config_name)
+        logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
-        save_tokenizer(train_tokenizer(texts, vocab_size), args.tokenizer_name)
+        tokenizer = train_tokenizer(texts, config.vocab_size)
+        with weights.fitted(tokenizer, config):
+            save_tokenizer(tokenizer, args.tokenizer_name)
 
 
 def check_examples(args: MlmArguments, tokenizer) -> None:
@@ -224,9 +227,9 @@ def announce_run(
     validation: list[dict],
     entropy: float,
     resumed_from: str | None,
-    skipped: order.Skipped,
+    trainer: MlmTrainer,
 ) -> None:
-    """What is about to be trained, in a few lines."""
+    """What is about to be trained, in a few lines; with `show_blocks`, the first blocks of it."""
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     held_out = sum(len(block["input_ids"]) for block in validation)
@@ -239,9 +242,13 @@ def announce_run(
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
         f"Output      {training_args.output_dir}\n"
-        + (f"Left out    blocks {order.in_words(skipped)}\n" if skipped else "")
+        + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
+    if args.show_blocks and trainer.is_world_process_zero():
+        positions = order.kept(trainer.train_dataset.start, args.show_blocks, trainer.skipped)
+        blocks = trainer.train_dataset.blocks([positions])
+        print(*block_text.described(blocks, positions, trainer.data_collator, corpus), sep="\n")
 
 
 def end_if_stopped(trainer: MlmTrainer, publisher: hub.Publisher | None) -> None:
@@ -277,7 +284,7 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     print(
         f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
         f"{record['tokens_per_second']:,} tokens/s, {duration(record['train_seconds'])} of training "
-        f"({record['restarts']} restarts), {duration(record['wall_clock_s'])} for this start\n"
+        f"(resumed {record['resumes']} times), {duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"
         f"run record  {Path(output_dir, records.RECORD_NAME)}\n"
         f"loss curve  {Path(output_dir, records.CURVE_NAME)}"

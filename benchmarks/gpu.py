@@ -181,13 +181,13 @@ def step_resume(runs: Runs) -> Outcome:
     weights = [durable.sha256(run / "model.safetensors") for run in (whole, killed)]
     record = durable.read_json(killed / "run_record.json")
     figures = {
-        "restarts": record["restarts"],
+        "resumes": record["resumes"],
         "skipped_steps": record["skipped_steps"],
         "loss_scales_seen": sorted({entry["loss_scale"] for entry in logs[1]}),
         "log_equal": logs[0] == logs[1],
         "weights_equal": weights[0] == weights[1],
     }
-    return figures["log_equal"] and figures["weights_equal"] and figures["restarts"] == 1, figures
+    return figures["log_equal"] and figures["weights_equal"] and figures["resumes"] == 1, figures
 
 
 def zero(runs: Runs, stage: int) -> Outcome:

@@ -30,7 +30,7 @@ class RunRecord(TypedDict):
     tokens_seen: int
     tokens_per_second: int  # median over the log; for a run too short for a log line, the mean
     train_seconds: float  # of all starts
-    restarts: int
+    resumes: int  # checkpoints that were resumed on the way to these weights; a start that left none is on no way
     peak_memory_bytes: int
     parameters: int
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
@@ -179,7 +179,7 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
         "tokens_seen": tokens,
         "tokens_per_second": sorted(rates)[len(rates) // 2] if rates else round(tokens / trainer.train_seconds),
         "train_seconds": round(trainer.train_seconds, 1),
-        "restarts": trainer.restarts,
+        "resumes": trainer.resumes,
         **trainer.record(),
         "peak_memory_bytes": peak_memory_bytes(),
         # under ZeRO 3 a parameter holds a shard of itself, and `ds_numel` is the size of the whole

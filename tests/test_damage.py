@@ -75,7 +75,7 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
         flip(damaged / path, rng)
         record = start(preset, damaged)
         assert digests.of_weights(damaged) == weights, path
-        resumed += record["restarts"]
+        resumed += record["resumes"]
         entries = map(json.loads, (damaged / "log.jsonl").read_text().splitlines())
         assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4, 5, 6], path
         shutil.rmtree(damaged)

@@ -110,7 +110,7 @@ def test_every_command_of_the_page_runs(root, tmp_path):
         )
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         shown.append(done.stdout + done.stderr)
-    assert "8,192 entries in tokenizer/mine" in shown[1] and "days" in shown[2]
+    assert "8,192 entries in tokenizer/mine" in shown[1] and re.search(r"tokens, [\d.]+ epochs of", shown[2])
     record = json.loads((folder / "runs/mine/run_record.json").read_text())
     assert record["steps"] == 4 and set(record["metrics_by_source"]) == {"books", "mail"}
     measured = re.findall(r"validation loss ([\d.]+) nats", shown[4])

@@ -83,7 +83,7 @@ def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path
         train(preset, *SAVING)
     assert stopped.value.exit_code == {"Ctrl-C": 130, "SIGTERM": 75}[by] and signal.getsignal(number) == before
     assert checkpoint.newest_first(tmp_path / "run")[0].name == "checkpoint-5"
-    assert train(preset, *SAVING)["restarts"] == 1
+    assert train(preset, *SAVING)["resumes"] == 1
     assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
 
 
@@ -116,7 +116,7 @@ def test_a_time_limit_ends_a_run_that_the_same_command_continues(preset, tmp_pat
         steps.append(records[-1]["steps"])
         said = capsys.readouterr().out
         assert ("stopped by max_train_minutes" in said and "Continue with: " in said) == (steps[-1] < 12)
-    assert steps == list(range(1, 13)) and records[-1]["restarts"] == 11
+    assert steps == list(range(1, 13)) and records[-1]["resumes"] == 11
     assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
     with pytest.raises(InputError, match="already holds a finished run"):
         train(preset, *SAVING, *limit)
@@ -128,7 +128,7 @@ def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
         with pytest.raises(InputError, match=r"finished run.*raise --max_steps and add --resume_despite_changes true"):
             train(preset, *SAVING, *refused)
     record = train(preset, *SAVING, "--max_steps", 20, "--resume_despite_changes", "true")
-    assert record["steps"] == 20 and record["restarts"] == 1
+    assert record["steps"] == 20 and record["resumes"] == 1
     log = durable.read_json(tmp_path / "run" / "checkpoint-20" / "trainer_state.json")["log_history"]
     assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 21))
 

@@ -1,12 +1,14 @@
 """The estimate's arithmetic against real models, measured bytes, and the records of finished runs."""
 
 import dataclasses
+import gzip
 import json
 import math
 import weakref
 
 import pytest
 import torch
+from conftest import make_documents, write_jsonl, write_parquet, write_text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import RobertaConfig
@@ -330,6 +332,39 @@ def test_report_says_what_does_not_fit():
     assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_that_fits == 1
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
     assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)
+
+
+@pytest.mark.parametrize(
+    ("days", "cost", "shown"),
+    [
+        (12.3456, 4567.8, ("12.35 days", "$4,568")),
+        (0.5, 12.5, ("12.0 h", "$12.50")),
+        (1 / 24, 1, ("60 min", "$1.00")),
+        (0.002, 0.123, ("3 min", "12.3 cents")),
+    ],
+)
+def test_hours_and_cents_below_a_day_and_a_dollar(days, cost, shown, monkeypatch):
+    monkeypatch.setattr(Estimate, "days", days)
+    monkeypatch.setattr(Estimate, "cost", cost)
+    text = estimate.table(make_run(max_steps=1, hardware=Hardware(1, "V100-32GB")))
+    assert f"Time        {shown[0]} at" in text and f"Cost        {shown[1]} at" in text
+    assert "at most 0.004 M tokens" in text
+
+
+def test_epochs_of_local_files(preset, tmp_path):
+    """Their text is estimated within some per cent of what it is, whatever the format."""
+    texts = make_documents(800, seed=6)
+    size = sum(len(text.encode()) for text in texts)
+    files = [write_parquet(tmp_path / "a.parquet", texts, other=["x" * 500] * len(texts))]
+    files += [write_jsonl(tmp_path / "a.jsonl", texts), write_text(tmp_path / "a.txt", texts)]
+    flags = ["--config", preset, "--hardware", "V100-32GB", "--train_file"]
+    for path in files:
+        cost = estimate.main([*flags, path])
+        assert cost.corpus_bytes == pytest.approx(size, rel=0.1), path
+        assert cost.epochs == pytest.approx(cost.tokens / (cost.corpus_bytes / 4.5))
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write("some text")
+    assert estimate.main([*flags, str(tmp_path / "a.txt.gz")]).epochs is None
 
 
 @pytest.mark.parametrize(

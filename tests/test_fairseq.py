@@ -150,6 +150,7 @@ def test_there_and_back_the_logits_are_the_same(checkpoint, ids, tokenizer, toke
     again = ["to_hf", "--checkpoint", str(tmp_path / "back" / "model.pt"), "--output_dir", str(tmp_path / "twice")]
     fairseq.main([*again, *vocabulary, *named])
     twice = AutoTokenizer.from_pretrained(tmp_path / "twice")
+    assert twice.model_max_length == POSITIONS - 2
     text = "The cat sees <mask> in the garden, naïvely 🎉."
     assert twice.get_vocab() == tokenizer.get_vocab() and twice(text).input_ids == tokenizer(text).input_ids
 

@@ -191,7 +191,7 @@ def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
         if int(folder.name.split("-")[1]) > killed_after:
             shutil.rmtree(folder)
     again = train(Overflow(**overflow), *few)
-    assert (again["restarts"], whole["restarts"]) == (1, 0)
+    assert (again["resumes"], whole["resumes"]) == (1, 0)
     assert (
         (again["skipped_steps"], again["digest"]) == (2, whole["digest"]) == (whole["skipped_steps"], again["digest"])
     )
@@ -202,7 +202,7 @@ def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
     assert scales[0] == scales[1] and scales[0]["scale"] == 2**16 * 2**-2 * 2**3
     states = [durable.read_json(folder / "recipe_state.json") for folder in folders]
     for state in states:
-        del state["restarts"], state["train_seconds"]
+        del state["resumes"], state["train_seconds"]
     assert states[0] == states[1]
 
 
@@ -238,7 +238,7 @@ def test_it_is_resumed_in_another_precision_as_the_message_says(train, tmp_path)
     train(Overflow({2}), "--max_steps", "4")
     (tmp_path / "run" / "run_record.json").unlink()
     record = train(Overflow(), "--fp16", "false", "--max_steps", "6", "--resume_despite_changes", "true")
-    assert record["skipped_steps"] == 1 and record["restarts"] == 1
+    assert record["skipped_steps"] == 1 and record["resumes"] == 1
     assert not (tmp_path / "run" / "checkpoint-6" / "scaler.pt").exists()
 
 

@@ -1,6 +1,8 @@
 """GLUE through the command line, on a few generated rows of each task in the official layout."""
 
+import csv
 import json
+import re
 import shutil
 import types
 import zipfile
@@ -14,12 +16,12 @@ import yaml
 from conftest import PLACES, SUBJECTS, VERBS, run_python
 from official_files import PAIR, write_glue, write_lines, write_wsc
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, DebertaV2Config, RobertaForMaskedLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, RobertaForMaskedLM
 
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tasks import glue, protocol, qnli_ranking, wsc
+from roberta_recipe.tasks import answers, glue, protocol, qnli_ranking, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
 from roberta_recipe.training import batch, finetune_trainer, heads
@@ -132,6 +134,46 @@ def losses(record):
     return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
+def read_answers(path):
+    """The rows of the table as a spreadsheet reads it, without quotes."""
+    return list(csv.DictReader(path.read_text().splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def check_answers(name, rows, record):
+    """All validation examples, the worst first; what is right among them is the record's score."""
+    assert len(rows) == record["scored_examples"][min(record["scored_examples"])]
+    if name == "stsb":
+        errors = [float(row["error"]) for row in rows]
+        assert errors == sorted(errors, reverse=True)
+        assert [abs(float(row["prediction"]) - float(row["label"])) for row in rows] == pytest.approx(errors, abs=2e-4)
+        return
+    right = [row["verdict"] == "right" for row in rows]
+    assert right == sorted(right) == sorted(row["label"] == row["prediction"] for row in rows)
+    assert {row["label"] for row in rows} <= set(TASKS[name].labels) and rows[0][TASKS[name].columns[0]]
+    if "accuracy" in record["metrics"]:
+        assert np.mean(right) == pytest.approx(record["metrics"]["accuracy"])
+    if name == "wnli":
+        assert "probability" not in rows[0]
+    elif len(TASKS[name].labels) == 2:
+        of_label = [
+            float(r["probability"]) if ok else 1 - float(r["probability"]) for r, ok in zip(rows, right, strict=True)
+        ]
+        assert of_label == pytest.approx(sorted(of_label), abs=2e-4) and max(of_label) <= 1
+
+
+def test_a_text_stays_in_its_cell(tmp_path):
+    texts = ["a\tb\r\nc", 'said "so', "one\u2028two\x85three"]
+    labels, predictions = [0, 1, 1], np.array([0, 1, 0])
+    chances = np.array([[0.6, 0.4], [0.1, 0.9], [0.7, 0.3]])
+    rows = answers.of_classes([{"sentence": text} for text in texts], ["no", "yes"], labels, predictions, chances)
+    answers.write(tmp_path / "table.tsv", rows)
+    assert read_answers(tmp_path / "table.tsv") == [
+        {"sentence": "one two three", "label": "yes", "prediction": "no", "probability": "0.7000", "verdict": "wrong"},
+        {"sentence": "a b c", "label": "no", "prediction": "no", "probability": "0.6000", "verdict": "right"},
+        {"sentence": 'said "so', "label": "yes", "prediction": "yes", "probability": "0.9000", "verdict": "right"},
+    ]
+
+
 def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
     for name in TASKS:
         summary = finetune_glue.main(flags(name, "--do_predict", *special(name, wsc_dir)))
@@ -143,6 +185,10 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         )
         best = tmp_path / "glue" / name / "lr0.001-batch8-seed1" / "best"
         assert (best / "model.safetensors").is_file() and not list(best.parent.glob("**/*.bin"))
+        assert AutoTokenizer.from_pretrained(best).model_max_length == 64
+        paths = re.findall(r"^(?:best epoch|answers|summary) +(/.*)$", capsys.readouterr().out, re.M)
+        assert len(paths) == 3 and all(Path(path).is_file() for path in paths)
+        check_answers(name, read_answers(Path(paths[1])), record)
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
 
     folder = ["--folder", str(tmp_path / "glue")]
@@ -300,7 +346,7 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, ro
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     two, single = record_of(tmp_path), durable.read_json(tmp_path / "a" / "lr0.001-batch8-seed1" / "run_record.json")
-    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["restarts"] == 1
+    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert done.stdout.count("rte, validation accuracy") == 1
 
@@ -339,7 +385,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
     again = record_of(tmp_path)
     assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
-    assert again["restarts"] == 1 and whole["restarts"] == 0
+    assert again["resumes"] == 1 and whole["resumes"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
         assert again[key] == whole[key], key
     weights = [
@@ -361,7 +407,7 @@ def test_killed_behind_the_last_step(flags, tmp_path):
             finetune_glue.main(flags("rte", *saving))
     finetune_glue.main(flags("rte", *saving))
     record = record_of(tmp_path)
-    assert record["steps"] == 7 and len(losses(record)) == 7 and record["restarts"] == 1
+    assert record["steps"] == 7 and len(losses(record)) == 7 and record["resumes"] == 1
 
 
 def test_a_folder_without_a_finished_task():

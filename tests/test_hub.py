@@ -115,14 +115,16 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         f"It saw {record['tokens_seen']:,} tokens",
         "| global_batch_size | 8 |",
         "| hidden size | 32 |",
-        f"{record['counts']['train']['train_file']['documents']:,} | ",
+        f"| train_file | 100.0% | {record['counts']['train']['train_file']['tokens']:,} | less than 1 | ",
         f"| all held-out text | {sum(counts['blocks'] for counts in record['counts']['validation'].values()):,} | ",
         'AutoModelForMaskedLM.from_pretrained("me/small")',
         "![loss over steps](loss_curve.png)",
     ):
         assert wanted in card.text, wanted
     assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
-    assert "num_train_epochs" not in card.text and "tokens held out" in card.text
+    assert "num_train_epochs" not in card.text and "held-out tokens measured on" in card.text
+    assert head["language"] == "en" and "recipe on train.parquet: " in card.text
+    assert str(tmp_path) not in str(card)  # no path of this machine
 
 
 def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_path, capsys):
@@ -259,7 +261,7 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
             path.unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     record = train(preset, *push, "--per_device_train_batch_size", "4", "--logging_steps", "2")
-    assert record["restarts"] == 1 and server.commits[-1] == ("me/small", "exp", "Trained for 4 steps")
+    assert record["resumes"] == 1 and server.commits[-1] == ("me/small", "exp", "Trained for 4 steps")
     (tmp_path / "run").rename(tmp_path / "moved")
     push_tool.main(["--model", str(tmp_path / "moved"), "--repo", "me/small", "--revision", "exp"])
     with pytest.raises(InputError, match="the name me/small is taken"):

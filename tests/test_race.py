@@ -91,6 +91,9 @@ def test_from_the_command_line(flags, tmp_path, capsys):
     assert metrics["accuracy"] == pytest.approx((metrics["middle"] + metrics["high"]) / 2)
     assert summary["settings"][0]["medians"] == metrics
     assert record["features"]["validation_high"]["questions"] == 12
+    rows = [line.split("\t") for line in (tmp_path / "race" / RUN / "validation_answers.tsv").read_text().splitlines()]
+    assert rows[0] == ["id", "question", *"ABCD", "label", "prediction", "probability", "verdict"] and len(rows) == 25
+    assert np.mean([row[-1] == "right" for row in rows[1:]]) == pytest.approx(metrics["accuracy"])
     # the run leaves a plain checkpoint
     best = tmp_path / "race" / RUN / "best"
     _, info = AutoModelForMultipleChoice.from_pretrained(best, output_loading_info=True)

@@ -137,7 +137,7 @@ def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
             train(preset, *SAVING, "--output_dir", tmp_path / "a", f"--{name}", value)
     flags = ["--max_steps", 15, "--learning_rate", 2e-3, "--resume_despite_changes", "--output_dir", tmp_path / "a"]
     record = train(preset, *SAVING, *flags)
-    assert record["steps"] == 15 and record["restarts"] == 1
+    assert record["steps"] == 15 and record["resumes"] == 1
     rates = durable.read_json(tmp_path / "a" / "checkpoint-15" / "trainer_state.json")["log_history"]
     assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
 
@@ -158,7 +158,7 @@ def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
     first = train(preset, *SAVING)
     (tmp_path / "run" / "run_record.json").unlink()
     again = train(preset, *SAVING)
-    assert again["steps"] == 12 and again["digest"] == first["digest"] and again["restarts"] == 1
+    assert again["steps"] == 12 and again["digest"] == first["digest"] and again["resumes"] == 1
     assert again["metrics"]["eval_loss"] == first["metrics"]["eval_loss"]
 
 

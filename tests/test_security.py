@@ -200,6 +200,7 @@ def plain_cards(tmp_path_factory):
         **run,
         **{"resolved_args": args, "shown_args": ["optim", "learning_rate"], "stopped_by": "max_train_minutes"},
         **{"metrics": {"eval_loss": 1.0, "eval_perplexity": 2.7, "eval_bits": 1.4}, "unigram_entropy": 3.0},
+        **{"fingerprint": {"language": "en", "shares": [1.0]}},
         **{"metrics_by_source": {"SOURCE": measured}, "passes": {"SOURCE": 1.0}},
         **{"counts": {"train": {"SOURCE": counts}, "validation": {"SOURCE": counts}}},
     }

@@ -58,7 +58,7 @@ def test_a_resumed_run_leaves_out_what_it_left_out_before(preset, tmp_path):
     train(preset, *flags, "--output_dir", tmp_path / "alone")
     for name, again in {"same": flags, "without": SAVING, "part": [*SAVING, "--skip_blocks", "71"]}.items():
         shutil.copytree(tmp_path / "alone" / "checkpoint-4", tmp_path / name / "checkpoint-4")
-        assert train(preset, *again, "--output_dir", tmp_path / name)["restarts"] == 1
+        assert train(preset, *again, "--output_dir", tmp_path / name)["resumes"] == 1
         assert weights(tmp_path / name) == weights(tmp_path / "alone"), name
     resumed = tmp_path / "alone" / "checkpoint-4"  # 4 steps of 8 blocks, and the 4 that were left out
     with pytest.raises(InputError, match="blocks 30 are before block 36, where the run is resumed"):

@@ -134,6 +134,13 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
         threshold = record["metrics"]["threshold"]
         assert {name for name, text in predictions.items() if not text} == {n for n in given if given[n] > threshold}
         assert threshold == 0.5 or no_answer == "null_score"
+    rows = [line.split("\t") for line in (folder / "validation_answers.tsv").read_text().splitlines()]
+    rows = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    assert {row["id"]: row["prediction"] for row in rows} == predictions and all(row["probability"] for row in rows)
+    for name in ("f1", "exact_match"):
+        scores = [float(row[name]) for row in rows]
+        assert 100 * sum(scores) / len(scores) == pytest.approx(scored.get(name, scored.get("exact")), abs=0.01)
+    assert [float(row["f1"]) for row in rows] == sorted(float(row["f1"]) for row in rows)
     # the run leaves a plain checkpoint, and the classifier beside it
     best = folder / "best"
     _, info = AutoModelForQuestionAnswering.from_pretrained(best, output_loading_info=True)
@@ -236,7 +243,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
             finetune_squad.main(flags("2.0", *saving))
     finetune_squad.main(flags("2.0", *saving))
     whole, again = durable.read_json(tmp_path / "whole" / RUN / "run_record.json"), record_of(tmp_path, "2.0")
-    assert again["restarts"] == 1 and whole["restarts"] == 0
+    assert again["resumes"] == 1 and whole["resumes"] == 0
     for key in ("loss_at_steps", "metrics", "tokens_seen"):
         assert again[key] == whole[key], key
     for file in ("model.safetensors", answerability.FILE):

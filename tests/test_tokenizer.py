@@ -2,6 +2,7 @@
 
 import errno
 import random
+import re
 import shutil
 
 import pytest
@@ -97,6 +98,8 @@ def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tm
     assert first == second and {"tokenizer.json", "tokenizer_config.json"} <= first.keys()
     assert "400 entries" in shown[0] and "bytes/token" in shown[0] and "tokens/word" in shown[0]
     assert "peak memory" in shown[0] and "trained on" in shown[0]
+    # of a text that is far below sample_mb, the bar ends where the text ends
+    assert re.search(r"Reading sample: 100%\S* (\d+k)/\1 ", done.stderr), done.stderr
 
 
 def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tokenizer_dir, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -77,8 +78,9 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
     assert alone.returncode == 0 and alone.stdout.strip() == "5", alone.stderr
 
 
-def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path):
-    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
+def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path, capsys):
+    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU; at its end it
+    says what there is, what was split, and how often the run will read it."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
@@ -86,6 +88,15 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path)
     assert pack.main([*flags, "--machine", "1/2"]) is False
     assert pack.main([*flags, "--machine", "2/2"]) is True
     assert list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run").exists()
+    facts = json.loads((tmp_path / "cache" / "train_file" / "train-00000.json").read_text())["counts"]
+    lines = capsys.readouterr().err.splitlines()
+    (cache,) = [line for line in lines if line.startswith("Cache ")]
+    assert f"train {facts['blocks']} blocks, {facts['tokens']:,} tokens of 200 documents; validation " in cache
+    assert (
+        cache.endswith(" tokens of 20 documents")
+        and "Not whole   nothing: no sentence was split, no row was lost" in lines
+    )
+    assert f"Passes      in 4 steps of 8 blocks: train_file {32 / facts['blocks']:.2f}" in lines
     with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
         pack.main([*flags, "--machine", "3/2"])
     with pytest.raises(InputError, match="token_cache is not set"):
@@ -257,8 +268,12 @@ def test_formats_precisions_and_sizes(preset, tmp_path):
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
 
 
-def test_a_run_too_short_for_its_log(preset):
-    assert train(preset, "--logging_steps", 100)["tokens_per_second"] > 0
+def test_a_run_too_short_for_its_log(preset, capsys):
+    """The last step is logged all the same, so that the curve has a point."""
+    record = train(preset, "--logging_steps", 100)
+    assert record["tokens_per_second"] > 0 and [step for step, _ in record["loss_at_steps"]["train"]] == [4]
+    paths = re.findall(r"^(?:checkpoint|run record|loss curve)  (/.*)$", capsys.readouterr().out, re.M)
+    assert len(paths) == 3 and all(Path(path).exists() for path in paths)
 
 
 def test_a_folder_with_nothing_but_a_preset_is_used(preset, tmp_path):
@@ -306,6 +321,7 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
     assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
     assert (tmp_path / "made" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["model_max_length"] == 64
     assert done.stdout.count("<mask>") >= 3 and "the unigram entropy of" in done.stdout
 
 

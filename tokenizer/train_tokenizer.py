@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenization, tokenizer_training
-from roberta_recipe.data.documents import sample_documents
+from roberta_recipe.data.documents import sample_documents, text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import peak_memory_bytes
 from roberta_recipe.log import set_up_logging
@@ -82,13 +82,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]) -> Iterator[str]:
-    """The training sample, with a progress bar; bytes by source are added to `sizes`."""
+    """The training sample, with a progress bar up to the end of the text where that comes first; bytes by source are
+    added to `sizes`."""
     max_bytes = int(args.sample_mb * 1e6)
-    with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
+    total = min(max_bytes, text_bytes(corpus) or max_bytes)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
         for name, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
             sizes[name] += len(text.encode())
             bar.update(len(text.encode()))
             yield text
+        bar.total = bar.n  # the size was an estimate
 
 
 def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:

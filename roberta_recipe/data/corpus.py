@@ -68,7 +68,7 @@ class Corpus:
     name: str
     sources: list[Source]
     validation_share: float = 0.01  # of the documents, chosen by a hash of their text
-    language: str = "en"  # for the sentence splitter
+    language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
     on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
     _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
     _identities: dict[str, Identity] = field(default_factory=dict, repr=False)
@@ -125,8 +125,8 @@ def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
 
 
 def check_corpus(corpus: Corpus) -> Corpus:
-    """`corpus`, or an `InputError` for names given twice, shares of two kinds or too small to be meant, or a
-    validation share out of range."""
+    """`corpus`, or an `InputError` for names given twice, shares of two kinds or too small to be meant, a validation
+    share out of range, or a language that is no code."""
     names = [source.name for source in corpus.sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"corpus {corpus.name!r}: two sources are named {twice[0]!r}; names must differ")
@@ -139,6 +139,10 @@ def check_corpus(corpus: Corpus) -> Corpus:
                 f"corpus {corpus.name!r}: source {source.name!r} has a share of {share:.2g} of the mixture, and the "
                 f"least is {_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
             )
+    if not re.fullmatch("[a-z]{2,3}", corpus.language):
+        raise InputError(
+            f"corpus {corpus.name!r}: language is {corpus.language!r}, and must be a code such as en or de"
+        )
     if not 0 < corpus.validation_share < 1:
         raise InputError(
             f"corpus {corpus.name!r}: validation_share is {corpus.validation_share}, and must be between 0 and 1"
@@ -146,10 +150,12 @@ def check_corpus(corpus: Corpus) -> Corpus:
     return corpus
 
 
-def corpus_of_files(train_file: list[str], validation_file: list[str] | None, text_column: str) -> Corpus:
+def corpus_of_files(
+    train_file: list[str], validation_file: list[str] | None, text_column: str, language: str = "en"
+) -> Corpus:
     """The corpus of `--train_file` and `--validation_file`: one source."""
     source = Source(name="train_file", files=train_file, validation_files=validation_file, text_column=text_column)
-    return Corpus(name="train_file", sources=[source])
+    return check_corpus(Corpus(name="train_file", sources=[source], language=language))
 
 
 def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:

@@ -281,6 +281,39 @@ def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -
             return
 
 
+def text_bytes(corpus: Corpus) -> int | None:
+    """About how many bytes of text the training files hold, by their sizes: None where one is remote or compressed. Of
+    Parquet the text column as its footer has it, of JSON lines the share that the text has of the first lines."""
+    sizes = []
+    for source in corpus.sources:
+        if not source.files:  # the Hub's, or made here
+            return None
+        format, files = corpus.files(source, "train")
+        sizes += [_text_bytes(source, format, path) for path in files]
+    return None if None in sizes else sum(sizes)
+
+
+def _text_bytes(source: Source, format: str, path: str) -> int | None:
+    """`text_bytes` of a file."""
+    if "://" in path or Path(path).suffix.lower() in COMPRESSED:
+        return None
+    size = os.path.getsize(path)
+    try:
+        if format == "parquet":
+            footer = pq.read_metadata(path)
+            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+            return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == source.text_column)
+        if format == "json":
+            with open(path, "rb") as stream:
+                lines = list(itertools.islice(stream, _LINES_PER_BATCH))
+            texts = [json.loads(line).get(source.text_column) or "" for line in lines if line.strip()]
+            size = int(size * len("".join(texts).encode()) / max(sum(map(len, lines)), 1))
+    except Exception:  # reading it says why
+        return None
+    return size
+
+
 def check_sources(corpus: Corpus) -> None:
     """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
     files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines; then hash the files, so that one

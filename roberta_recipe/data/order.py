@@ -32,9 +32,15 @@ def block_id(source: int, file: int, index: int) -> int:
     return source << _SOURCE_SHIFT | file << _FILE_SHIFT | index
 
 
+def place_of(block: int) -> tuple[int, int, int]:
+    """What a `block_id` was made of: source, file, index."""
+    below = (1 << _SOURCE_SHIFT) - 1
+    return block >> _SOURCE_SHIFT, (block & below) >> _FILE_SHIFT, block & (1 << _FILE_SHIFT) - 1
+
+
 def source_of(block: int) -> int:
     """The source's number in a `block_id`."""
-    return block >> _SOURCE_SHIFT
+    return place_of(block)[0]
 
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:

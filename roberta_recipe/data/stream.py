@@ -278,12 +278,13 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         if worker is not None and self.threads_in_worker:
             os.environ["TOKENIZERS_PARALLELISM"] = "true"
         shard = (worker.num_workers, worker.id) if worker else (1, 0)
-        batches = batches_of(self.start, self.batch_size, self.processes, self.process, *shard, self.skipped)
-        if self.limit is None:
-            return self.reader.blocks(batches, self.start, self.states)
-        return self._repeated(batches)
+        return self.blocks(batches_of(self.start, self.batch_size, self.processes, self.process, *shard, self.skipped))
 
-    def _repeated(self, batches: Iterator[tuple[range, ...]]) -> Iterator[Block]:
+    def blocks(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
+        """The blocks at the positions of `batches`, ascending and from `start` on."""
+        return self._repeated(batches) if self.limit else self.reader.blocks(batches, self.start, self.states)
+
+    def _repeated(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
         """The first `limit` blocks (at most one pass), again and again."""
         kept, ended = {}, set()
         for block in self.reader.blocks([(range(self.limit),)]):

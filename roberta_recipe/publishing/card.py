@@ -55,8 +55,8 @@ def pretrained(
     """The card of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it;
     `metadata` goes into the head of the card as it is."""
     args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
-    metadata |= _base_model(args)
-    start = f", continued from {markdown.code(args['model_name_or_path'])}" if args.get("model_name_or_path") else ""
+    metadata = {"language": record["fingerprint"].get("language"), **_base_model(args), **metadata}
+    start = f", continued from {markdown.code(_start_name(args))}" if args.get("model_name_or_path") else ""
     share = record["tokens_seen"] / ROBERTA_TOKENS
     results = _of_text(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
@@ -101,9 +101,7 @@ def fine_tuned(
     args, dataset = record["resolved_args"], record["dataset"]
     summary = summary or _alone(record)
     scores = picked_setting(summary)
-    from_what = markdown.code(args["model_name_or_path"]) + (
-        ", from random weights" if args.get("random_weights") else ""
-    )
+    from_what = markdown.code(_start_name(args)) + (", from random weights" if args.get("random_weights") else "")
     seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in scores["seeds"].items())
     hub_id = dataset["hub_id"]
     linked = hub_id and "/" in hub_id and _HUB_ID.fullmatch(hub_id)
@@ -111,7 +109,8 @@ def fine_tuned(
     data += f" ([{hub_id}](https://huggingface.co/datasets/{hub_id}))" if linked else ""
     data += f", {markdown.sentence(dataset['note'])}," if dataset["note"] else ""
     loading_note = markdown.sentence(dataset.get("loading_note") or "")
-    metadata |= _base_model(args)
+    english = {"language": "en"} if hub_id else {}  # GLUE, SQuAD and RACE
+    metadata = {**english, **_base_model(args), **metadata}
     sections = [
         _title(repo),
         f"{from_what} fine-tuned on {data} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
@@ -172,8 +171,17 @@ def device_of(hardware: Machine) -> str:
 def _base_model(args: dict[str, Any]) -> dict[str, str]:
     """For the head of the card, where the run started from a model of the Hub and not from a folder."""
     name = args.get("model_name_or_path") or ""
-    from_hub = _HUB_ID.fullmatch(name) and not Path(name).exists() and not args.get("random_weights")
-    return {"base_model": name} if from_hub else {}
+    return {"base_model": name} if _is_hub_id(name) and not args.get("random_weights") else {}
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def _start_name(args: dict[str, Any]) -> str:
+    """What the checkpoint is called that a run started from: of a folder its name, without the machine's path."""
+    name = args["model_name_or_path"]
+    return name if _is_hub_id(name) else Path(name).name
 
 
 def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str], metadata: dict) -> ModelCard:
@@ -233,22 +241,35 @@ def _training(record: RunRecord) -> str:
 
 
 def _corpus_name(args: dict[str, Any]) -> str:
-    """What the text is called: the corpus preset's name, or the names of the files."""
+    """What the text is called: the corpus preset's name, or the names of the files, without the machine's path."""
     if args.get("train_file"):
-        return ", ".join(args["train_file"])
+        return ", ".join(Path(name).name for name in args["train_file"])
     return Path(args["corpus"]).stem
 
 
 def _corpus_table(record: PretrainingRecord) -> str:
+    """What each source had of the run."""
     train, held_out = record["counts"]["train"], record["counts"]["validation"]
-    rows = []
-    for name, counts in train.items():
-        read = (f"{counts[key]:,}" for key in ("documents", "tokens", "lost_rows"))
-        rows.append((name, *read, record["passes"].get(name, 0), f"{held_out.get(name, {}).get('tokens', 0):,}"))
-    head = ("source", "documents read", "tokens read", "rows lost", "whole passes", "tokens held out and read")
-    ended = markdown.name(record["stopped_by"])
-    note = "" if ended == "max_steps" else f"\n\nTraining was ended by {ended}."
-    return _table(head, rows) + note
+    packed = bool(record["resolved_args"].get("token_cache"))
+    rows = [
+        (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0), packed),
+         f"{held_out.get(name, {}).get('tokens', 0):,}")
+        for (name, counts), share in zip(train.items(), record["fingerprint"]["shares"], strict=True)
+    ]  # fmt: skip
+    tokens = "tokens in its text" if packed else "tokens read, ahead of training by what is shuffled"
+    head = ("source", "share of the blocks", tokens, "passes over its text", "held-out tokens measured on")
+    lost = {name: counts["lost_rows"] for name, counts in train.items() if counts["lost_rows"]}
+    notes = [f"Rows of {markdown.name(name)} that could not be read: {count:,}." for name, count in lost.items()]
+    if record["stopped_by"] != "max_steps":
+        notes.append(f"Training was ended by {markdown.name(record['stopped_by'])}.")
+    return "\n\n".join([_table(head, rows), *notes])
+
+
+def _passes(passes: float, packed: bool) -> str:
+    """How often a source's text was seen; a text that is read as it is needed says whole passes only."""
+    if packed:
+        return f"{passes:.2f}"
+    return f"{passes} to {passes + 1}" if passes else "less than 1"
 
 
 def _text_table(record: PretrainingRecord) -> str:

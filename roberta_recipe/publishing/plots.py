@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -11,6 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
 from roberta_recipe.record import FinetuneRecord, PretrainingRecord, Summary
+
+_FEW_POINTS = 20
 
 
 class LedgerEntry(Summary):
@@ -24,7 +27,9 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
     """Training and validation loss of a run record over steps, with the line of the unigram entropy, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     curves = record["loss_at_steps"]
-    axes.plot(*_columns(curves["train"]), color="tab:blue", alpha=0.6, linewidth=1, label="training")
+    axes.plot(
+        *_columns(curves["train"]), color="tab:blue", alpha=0.6, linewidth=1, label="training", **_dots(curves["train"])
+    )
     axes.plot(
         *_columns(curves["validation"]), color="tab:orange", marker="o", markersize=3, label="validation (fixed masks)"
     )
@@ -46,7 +51,8 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
     for record in records:
         args = record["resolved_args"]
         label = f"seed {args['seed']}, rate {args['learning_rate']:g}, batch {args['global_batch_size']}"
-        left.plot(*_columns(record["loss_at_steps"]["train"]), linewidth=1, alpha=0.8)
+        losses = record["loss_at_steps"]["train"]
+        left.plot(*_columns(losses), linewidth=1, alpha=0.8, **_dots(losses))
         steps, scores = _columns(record["score_at_steps"])
         right.plot(steps, _times_100(scores), marker="o", markersize=3, label=label)
     left.set_ylabel("training loss")
@@ -114,6 +120,11 @@ def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> Non
 
 def _times_100(scores: list[float | None]) -> list[float]:
     return [math.nan if score is None else 100 * score for score in scores]
+
+
+def _dots(points: list[list[float]]) -> dict[str, Any]:
+    """Marks on the points of a curve that has few: a line through one point is nothing."""
+    return {"marker": "o", "markersize": 3} if len(points) <= _FEW_POINTS else {}
 
 
 def _columns(points: list[list[float]]) -> tuple[list[float], list[float]]:

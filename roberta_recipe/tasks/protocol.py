@@ -26,6 +26,7 @@ from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
+    SUMMARY_NAME,
     Baseline,
     DatasetCard,
     FinetuneRecord,
@@ -39,6 +40,7 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
+from roberta_recipe.tasks import answers
 from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, optimization, weights
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
@@ -105,6 +107,7 @@ class Job:
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
     degenerate: Callable[[np.ndarray], bool]  # whether such validation scores give one answer to everything
+    answers: Callable[[np.ndarray], list[answers.Answer]]  # of such validation scores, an answer for each example
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
     baseline: Baseline | None  # see `constant_answer`
     found: dict[str, Any]  # counts, for the records
@@ -396,7 +399,8 @@ def finish(
     job: Job,
     resolved_args: dict[str, Any],
 ) -> Summary:
-    """The summary of all runs, also as `<folder>/summary.json`; weights that `keep` does not want are dropped."""
+    """The summary of all runs, also as `<folder>/summary.json`; weights that `keep` does not want are dropped. The best
+    run's folder gets its answers to the validation examples."""
     summary: Summary = {
         **summarise(runs, records, job.metric),
         "task": job.name,
@@ -409,6 +413,9 @@ def finish(
     }
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, summary)
+        best = Path(picked_setting(summary)["best_run"])
+        if (best / BEST_NAME / finetune_trainer.SCORES).is_file():
+            answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
         write_summary(summary, folder)
     return summary
 
@@ -502,7 +509,7 @@ def load_from_hub(name: str, *config: str, split: str, instead: str) -> datasets
 
 def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     """Each setting with its median, spread and seeds, the best marked, and medians of the metrics `others`; the line
-    `paper` below."""
+    `paper` below, and where the best run's files are."""
     metric, settings = summary["metric"], summary["settings"]
     lines = [f"\n{summary['task']}, validation {metric} x 100"]
     lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
@@ -520,4 +527,8 @@ def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
         if row["degenerate_seeds"]:
             listed = ", ".join(map(str, row["degenerate_seeds"]))
             lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
-    return "\n".join([*lines, paper])
+    best = Path(picked_setting(summary)["best_run"])
+    found = {"best epoch": best / BEST_NAME / finetune_trainer.WEIGHTS, "answers": best / answers.ANSWERS_NAME}
+    found["summary"] = best.parent / SUMMARY_NAME
+    files = [f"{name:<12}{path}" for name, path in found.items() if path.is_file()]
+    return "\n".join([*lines, paper, *files])

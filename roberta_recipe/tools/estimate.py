@@ -2,8 +2,9 @@
 
     python -m roberta_recipe.tools.estimate --config presets/mlm/roberta_base.yaml --hardware 8xH200
 
-Nothing is trained and no text is read. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for
-approximately one day". By the FLOPs counted here that is 7.6% of their peak (`PAPER_UTILISATION`).
+Nothing is trained and no text is read; of local files without a size in the corpus preset, their size says how much it
+is. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day". By the FLOPs
+counted here that is 7.6% of their peak (`PAPER_UTILISATION`).
 """
 
 import math
@@ -16,9 +17,10 @@ from transformers import RobertaConfig
 from roberta_recipe.args import setting
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import token_cache
+from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
-from roberta_recipe.log import set_up_logging
+from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.training import batch, environment, pretraining
 from roberta_recipe.training.modeling import flops_per_token, load_config
@@ -310,7 +312,9 @@ def read_estimate(argv: list[str]) -> Estimate:
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     at_once = micro_batch * hardware.count
     sequences = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
-    sizes = [source.size_gb for source in pretraining.read_corpus(args).sources]
+    corpus = pretraining.read_corpus(args)
+    sizes = [source.size_gb for source in corpus.sources]
+    in_cache = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
     return Estimate(
         config=config,
         hardware=hardware,
@@ -324,8 +328,8 @@ def read_estimate(argv: list[str]) -> Estimate:
         activation_checkpointing=bool(training_args.activation_checkpointing),
         utilisation=chosen.utilisation,
         gpu_hour_price=chosen.gpu_hour_price,
-        tokens_per_pass=token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None,
-        corpus_bytes=1e9 * sum(sizes) if all(sizes) else None,
+        tokens_per_pass=in_cache,
+        corpus_bytes=1e9 * sum(sizes) if all(sizes) else None if in_cache else text_bytes(corpus),
     )
 
 
@@ -336,20 +340,23 @@ def table(estimate: Estimate) -> str:
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "total")
     epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown, as the size of the corpus is"
     if estimate.corpus_bytes and not estimate.tokens_per_pass:
-        epochs += f" of {estimate.corpus_bytes / 1e9:,.1f} GB at {BYTES_PER_TOKEN} bytes a token (an assumption)"
+        size = _in_unit(estimate.corpus_bytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3}, 1)
+        epochs += f" of {size} at {BYTES_PER_TOKEN} bytes a token (an assumption)"
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
     if not largest:
         advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
+    time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
         f"Model       {parameter_count(config):,} parameters, vocabulary {config.vocab_size:,}",
         f"Batch       {estimate.blocks // estimate.max_steps:,} sequences = {estimate.hardware.count} processes x "
         f"{estimate.micro_batch} x {estimate.accumulation} accumulated",
         f"Steps       {estimate.max_steps:,} optimizer steps",
-        f"Data        {estimate.blocks:,} blocks, at most {estimate.tokens / 1e9:,.3f} B tokens, {epochs}",
+        f"Data        {estimate.blocks:,} blocks, at most {_in_unit(estimate.tokens, {'B': 1e9, 'M': 1e6}, 3)} tokens, "
+        f"{epochs}",
         f"Compute     {estimate.flops / estimate.tokens / 1e9:.3f} GFLOP a token by formula, "
         f"{estimate.flops / 1e15:,.1f} PFLOP in all",
         f"Memory      per GPU, {estimate.precision}, {stage}",
@@ -357,13 +364,26 @@ def table(estimate: Estimate) -> str:
         *([f"  {'on the host':<12}{memory.host / GIB:9.2f} GiB a process"] if memory.host else []),
         f"  {verdict}",
         f"  largest micro-batch that fits, of the powers of two that divide the batch: {largest} sequences",
-        f"Time        {estimate.days:,.2f} days at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
+        f"Time        {time} at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
         f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
-        f"Cost        ${estimate.cost:,.0f} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
+        f"Cost        {dollars(estimate.cost)} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
         "\nUtilisation and price are assumptions: --utilisation (a measured run logs its own as mfu; the paper's 1024 "
         f"V100 come to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
     ]
     return "\n".join(lines)
+
+
+def _in_unit(value: float, units: dict[str, float], digits: int) -> str:
+    """`value` in the largest of the units, largest first, of which it is at least one; else in the last."""
+    name = next((name for name, unit in units.items() if value >= unit), list(units)[-1])
+    return f"{value / units[name]:,.{digits}f} {name}"
+
+
+def dollars(amount: float) -> str:
+    """An amount of USD, in whole dollars from a hundred on; below a dollar in cents."""
+    if amount < 1:
+        return f"{100 * amount:.1f} cents"
+    return f"${amount:,.{0 if amount >= 100 else 2}f}"
 
 
 if __name__ == "__main__":

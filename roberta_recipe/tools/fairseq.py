@@ -33,7 +33,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.training.weights import load, read_config
+from roberta_recipe.training.weights import fitted, load, read_config
 
 _BODY = "encoder.sentence_encoder."
 _OUTSIDE = {
@@ -441,7 +441,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
+    with fitted(tokenizer, model.config):
+        tokenizer.save_pretrained(args.output_dir)
     logger.info(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")
 
 

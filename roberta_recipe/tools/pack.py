@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> bool:
     set_up_logging()
     # a preset's bf16 is for the training machine
     argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]
-    (packing, args, _), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
+    (packing, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
     pretraining.check_text(args)
     if not args.token_cache:
         raise InputError("token_cache is not set: name the folder to pack into")
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> bool:
     num_proc = packing.num_proc or cpu_cores()
     complete = token_cache.build(args.token_cache, reader, num_proc=num_proc, machine=machine, machines=machines)
     if complete:
-        logger.info(f"The token cache is complete: {args.token_cache}")
+        cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
+        pretraining.announce_cache(args, training_args, cache)
     else:
         logger.info(
             f"The share of machine {packing.machine} is packed; the cache is complete when all are: {args.token_cache}"

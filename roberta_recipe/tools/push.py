@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--revision", help="branch to push to")
     parser.add_argument("--license", help="of the weights, as the Hub abbreviates it: mit, apache-2.0, ...")
-    parser.add_argument("--language", nargs="+", help="of the text, as two letters: en")
+    parser.add_argument(
+        "--language", nargs="+", help="of the text, as two letters (en), where it is not that of the run"
+    )
     parser.add_argument("--replace", action="store_true", help="delete what the repository holds of something else")
     parser.add_argument("--dry_run", action="store_true", help="print files and card, and push nothing")
     args = parser.parse_args(argv)

@@ -38,7 +38,6 @@ class RecipeState(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     layout: dict[str, Any]  # `layout`
-    restarts: int
     logged_step: int  # of the last log line
     losses: list[list[float]]  # since then, of each process: the sum of the losses, and that of each objective
     train_seconds: float  # of all starts
@@ -46,6 +45,7 @@ class RecipeState(TypedDict):
     skipped_in_a_row: int
     recent_losses: list[float]  # of the last steps (`spikes`)
     digests: dict[str, str]  # as `RunRecord.state_digests`
+    resumes: NotRequired[int]  # as in `RunRecord`
     position: NotRequired[int]  # of the next block in the order
     skipped_blocks: NotRequired[list[list[int]]]  # as in `PretrainingRecord`
     states: NotRequired[list[dict[str, Any]] | None]  # `SourceState` of each source, where text is read
@@ -134,6 +134,23 @@ def announce_layout(before: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
+def read_state(checkpoint: str | Path) -> RecipeState:
+    """The `recipe_state.json` of a checkpoint. Raises `InputError` where it cannot be read or is another version's."""
+    path = os.path.join(checkpoint, STATE_NAME)
+    try:
+        state = durable.read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}): {_HAND_MADE}") from None
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+        raise InputError(
+            f"{checkpoint} was written by another version of this recipe: resume it with that version, or take the "
+            f"weights alone into a new run with --model_name_or_path {checkpoint}"
+        )
+    if fault := _fault_of_state(state):
+        raise InputError(f"{checkpoint} has a {STATE_NAME} that this recipe did not write ({fault}): {_HAND_MADE}")
+    return state
+
+
 def load_state(
     checkpoint: str,
     fingerprint: dict[str, Any],
@@ -147,18 +164,7 @@ def load_state(
     such flag). Then, where a name of the fingerprint that is in `data` (what the positions of blocks depend on) has
     changed, the data begin at their beginning. Under DeepSpeed the layout must be that of the checkpoint.
     """
-    path = os.path.join(checkpoint, STATE_NAME)
-    try:
-        state = durable.read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): {_HAND_MADE}") from None
-    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-        raise InputError(
-            f"{checkpoint} was written by another version of this recipe: resume it with that version, or take the "
-            f"weights alone into a new run with --model_name_or_path {checkpoint}"
-        )
-    if fault := _fault_of_state(state):
-        raise InputError(f"{checkpoint} has a {STATE_NAME} that this recipe did not write ({fault}): {_HAND_MADE}")
+    state = read_state(checkpoint)
     before, shards = state["layout"], ("processes", "zero_stage")
     if any(before[name] != layout_now[name] for name in shards) and {
         before["zero_stage"],

@@ -30,7 +30,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import digests, environment
+from roberta_recipe.training import digests, environment, weights
 from roberta_recipe.training.checkpoint import (
     PARTIAL,
     STATE_NAME,
@@ -62,6 +62,8 @@ class StepBoundaries(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.end_step()
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True  # the end of the curve, and of a short run all of it
 
 
 class DurableTrainer(Trainer):
@@ -105,7 +107,7 @@ class DurableTrainer(Trainer):
                 + " ".join(str(error).split())
             ) from None
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
-        self.restarts: int = resumed.get("restarts", -1) + 1
+        self.resumes: int = resumed.get("resumes", 0) + 1 if resumed else 0
         self._first_step: int = resumed.get("step", 0)
         # losses since the last log line: of this process, by objective; and what the checkpoint had of them
         self._objective_losses = torch.zeros(len(objectives), device=self.args.device)
@@ -139,7 +141,7 @@ class DurableTrainer(Trainer):
             "step": self.state.global_step,
             "fingerprint": self.fingerprint,
             "layout": self._layout,
-            "restarts": self.restarts,
+            "resumes": self.resumes,
             "logged_step": self._logged_step,
             "train_seconds": self.train_seconds,
             "skipped_steps": self.skipped_steps,
@@ -414,12 +416,12 @@ class DurableTrainer(Trainer):
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
-        weights = {}
+        master = {}
         for name, parameter in self.model.named_parameters():  # a tied parameter comes once
             whole = safe_get_full_fp32_param(parameter)
             if self.args.should_save:
-                weights[name] = whole.cpu()
-        return weights
+                master[name] = whole.cpu()
+        return master
 
     def _refuse_bad_weights(self) -> None:
         """Raise `RunError` where a weight is not finite, in all processes."""
@@ -433,7 +435,8 @@ class DurableTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         if self.is_deepspeed_enabled:
             state_dict = self._master_weights()
-        super()._save(output_dir, state_dict)
+        with weights.fitted(self.processing_class, self.model.config):
+            super()._save(output_dir, state_dict)
         if self.is_deepspeed_enabled and self.args.should_save:
             self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
             self.model.config.save_pretrained(output_dir or self.args.output_dir)

@@ -50,13 +50,9 @@ def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> to
 
 
 def check_length(name: str, max_seq_length: int) -> None:
-    """Raise `InputError` where a checkpoint has fewer than `max_seq_length` positions; RoBERTa counts positions from
-    its padding id + 1."""
-    config = weights.read_config(name)
-    positions = getattr(config, "max_position_embeddings", None) or max_seq_length
-    if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
-        positions -= config.pad_token_id + 1
-    if max_seq_length > positions:
+    """Raise `InputError` where a checkpoint has fewer than `max_seq_length` positions."""
+    positions = weights.positions(weights.read_config(name))
+    if positions and max_seq_length > positions:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {positions} positions of {name!r}: --max_seq_length "
             f"{positions}"

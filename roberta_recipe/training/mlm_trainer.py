@@ -24,7 +24,7 @@ from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.step_watch import outlive_a_stop
 
 _DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
-_DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
+DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
 class MlmTrainer(DurableTrainer):
@@ -136,11 +136,11 @@ class MlmTrainer(DurableTrainer):
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
-        counted = [self._tokens, *(digest % _DIGEST_MODULUS for digest in self._digests)]
+        counted = [self._tokens, *(digest % DIGEST_MODULUS for digest in self._digests)]
         tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
         self.state.num_input_tokens_seen += tokens
         for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
-            self.data_digests[name] = (self.data_digests[name] + digest) % _DIGEST_MODULUS
+            self.data_digests[name] = (self.data_digests[name] + digest) % DIGEST_MODULUS
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)
 
     def log(self, logs, start_time=None):

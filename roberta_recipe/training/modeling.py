@@ -105,8 +105,7 @@ def build_model(
             f"vocabularies disagree: {source!r} has pad_token_id={config.pad_token_id}, the tokenizer "
             f"{tokenizer.pad_token_id}"
         )
-    # positions count from pad_token_id + 1, so two rows of the table are never used
-    positions = config.max_position_embeddings - config.pad_token_id - 1
+    positions = weights.positions(config)
     if max_seq_length > positions:
         raise InputError(
             f"max_seq_length={max_seq_length} is longer than the {positions} positions of {source!r}; "

@@ -15,9 +15,10 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, token_cache, tokenization
-from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.stream import COUNTS, TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import digests, environment, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
@@ -43,6 +44,11 @@ class TextArguments:
         None, "Held-out text for `train_file`; without it, 1%% of its documents.", "content"
     )
     text_column: str = setting("text", "Column of `train_file` and `validation_file` that holds the text.", "content")
+    language: str = setting(
+        "en",
+        "Language of `train_file`, for the sentence splitter and the model card; a corpus preset has its own.",
+        "content",
+    )
     token_cache: str | None = setting(
         None, "Folder for the packed corpus: made where it is not complete, then read in place of the text.", "free"
     )
@@ -59,6 +65,9 @@ class TextArguments:
     )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
     max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
+    show_blocks: int | None = setting(
+        None, "Print the next so many blocks before training: source, text, masks and targets.", "start"
+    )
 
 
 @dataclass
@@ -144,9 +153,11 @@ def check_text(args: MlmArguments) -> None:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
         raise InputError("validation_file goes with train_file; a corpus preset names its own (validation_files)")
+    if args.language != "en" and not args.train_file:
+        raise InputError(f"language={args.language} goes with train_file; a corpus preset names its own (language)")
     if not args.corpus and not args.train_file:
         raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
-    limits = ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
+    limits = ("show_blocks", "max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
@@ -187,7 +198,7 @@ def data_seed(training_args: MlmTrainingArguments) -> int:
 def read_corpus(args: MlmArguments) -> corpora.Corpus:
     """The sources: `train_file` where given, else the corpus preset."""
     if args.train_file:
-        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+        return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
 
 
@@ -205,6 +216,11 @@ def text_reader(
     )
 
 
+def cache_reader(args: MlmArguments, corpus: corpora.Corpus, seed: int) -> token_cache.TokenCache:
+    """What reads blocks from the complete token cache."""
+    return token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
+
+
 def build_readers(
     args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Reader, Reader]:
@@ -214,6 +230,7 @@ def build_readers(
         if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         return tuple(text_reader(args, corpus, tokenizer, seed) for seed in seeds)
+    was_packed = token_cache.tokens_per_pass(args.token_cache) is not None
     token_cache.ensure(
         args.token_cache,
         text_reader(args, corpus, tokenizer, seeds[0]),
@@ -221,10 +238,35 @@ def build_readers(
         process=training_args.process_index,
         processes=training_args.world_size,
     )
-    return tuple(
-        token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
-        for seed in seeds
+    readers = tuple(cache_reader(args, corpus, seed) for seed in seeds)
+    if not was_packed:
+        announce_cache(args, training_args, readers[0])
+    return readers
+
+
+def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cache: token_cache.TokenCache) -> None:
+    """What a complete cache holds, what was split or left out on the way, and how often the run will read it."""
+    of_split = {split: cache.count_table(split).values() for split in ("train", "validation")}
+    total = {split: {name: sum(row[name] for row in rows) for name in COUNTS} for split, rows in of_split.items()}
+    held = "; ".join(
+        f"{split} {row['blocks']:,} blocks, {row['tokens']:,} tokens of {row['documents']:,} documents"
+        for split, row in total.items()
     )
+    lines = [f"Cache       {args.token_cache}: {held}"]
+    named = {
+        "split_sentences": "sentences split, as they are longer than a block",
+        "empty_documents": "documents without text",
+        "bad_files": "files that broke off",
+        "lost_rows": "rows lost with them",
+    }
+    found = {words: total["train"][name] + total["validation"][name] for name, words in named.items()}
+    told = "; ".join(f"{count:,} {words}" for words, count in found.items() if count)
+    lines.append(f"Not whole   {told or 'nothing: no sentence was split, no row was lost'}")
+    if args.global_batch_size:
+        positions = training_args.max_steps * args.global_batch_size
+        passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
+        lines.append(f"Passes      in {training_args.max_steps:,} steps of {args.global_batch_size:,} blocks: {passes}")
+    logger.info("\n".join(lines))
 
 
 def build_model(
@@ -334,6 +376,15 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         )
 
 
+def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dict[str, Any]:
+    """What the blocks and their order depend on, beside flags."""
+    return {
+        **reader.fingerprint(),
+        "shares": [round(share, 6) for share in reader.corpus.shares],
+        "data_seed": data_seed(training_args),
+    }
+
+
 def run_fingerprint(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
@@ -343,11 +394,7 @@ def run_fingerprint(
 ) -> tuple[dict[str, Any], set[str]]:
     """What must not change between two starts of a run, for it to be the same run; and the names in it that the
     positions of the blocks depend on."""
-    data = {
-        **reader.fingerprint(),
-        "shares": [round(share, 6) for share in reader.corpus.shares],
-        "data_seed": data_seed(training_args),
-    }
+    data = data_fingerprint(training_args, reader)
     # what counts is the content of the config and of the weights, not where the files are
     config = {**model.config.to_dict(), "transformers_version": None, "_name_or_path": None}
     fixed = {

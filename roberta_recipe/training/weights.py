@@ -3,11 +3,13 @@
 `from_pretrained` draws at random what a file lacks, and warns; here, nothing is drawn that the file should have.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
@@ -38,6 +40,28 @@ def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> P
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
     except Exception as error:  # what a file's content makes transformers raise has no end
         raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """The tokens that a model takes at once, None where no table of positions limits them; RoBERTa counts positions
+    from its padding id + 1, so it never uses the rows of the table before that."""
+    rows = getattr(config, "max_position_embeddings", None)
+    if rows is None or rows < 1:  # XLNet's is -1
+        return None
+    if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
+        rows -= config.pad_token_id + 1
+    return rows
+
+
+@contextlib.contextmanager
+def fitted(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Iterator[None]:
+    """While a tokenizer is saved beside a model: what truncates without a length of its own (`pipeline`) cuts to the
+    model's positions. Afterwards, and in fingerprints, the tokenizer is as it was loaded."""
+    before, tokenizer.model_max_length = tokenizer.model_max_length, positions(config) or tokenizer.model_max_length
+    try:
+        yield
+    finally:
+        tokenizer.model_max_length = before
 
 
 def load(

@@ -1,0 +1,183 @@
+"""What the model of a run sees at a step: source, text, masks and targets of its blocks.
+
+    python -m roberta_recipe.tools.explain --output_dir runs/mine --step 400 --show_blocks 2
+
+The settings are those of the run (`preset.yaml` in its folder); a flag on top says where its text, its tokenizer or its
+token cache are now. Blocks and masks are those of the run, or a line says why they cannot be told. A token cache gives
+any step at once; without it, the text is read from the last checkpoint before the step, or from its beginning. Nothing
+is written.
+"""
+
+import argparse
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roberta_recipe import args as flags
+from roberta_recipe import durable
+from roberta_recipe.args import setting
+from roberta_recipe.data import block_text, order, tokenization
+from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.data.masking import MlmCollator
+from roberta_recipe.data.stream import TrainBlocks
+from roberta_recipe.errors import InputError, RunError, exit_on_error
+from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
+from roberta_recipe.tools.compare import read_log
+from roberta_recipe.training import checkpoint, pretraining
+from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
+from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
+
+SHOWN = 5  # blocks of the step, without show_blocks
+
+
+@dataclass
+class ExplainArguments:
+    """What the tool needs beside the run's preset."""
+
+    _argument_group_name = "explain"
+
+    step: int = setting(1, "Optimizer step of the run, from 1 on.", "start")
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the command line `argv`: print the first blocks of a step; returns their columns as the model sees them.
+    Raises `InputError`, and `RunError` where the run's log says that it saw others."""
+    set_up_logging()
+    folder, (explain, args, training_args) = read_arguments(sys.argv[1:] if argv is None else argv)
+    states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))]
+    known = [*states, *finished_record(folder)]
+    args.global_batch_size = global_batch_size(args, known)
+    corpus, tokenizer = pretraining.read_corpus(args), tokenization.load_tokenizer(args.tokenizer_name)
+    reader = build_reader(args, training_args, corpus, tokenizer)
+    check_settings(folder, known, {**flags.fixed_values(args), **pretraining.data_fingerprint(training_args, reader)})
+    blocks = build_blocks(folder, args, training_args, reader, explain.step, states, known)
+    collator = pretraining.build_collator(args, training_args, tokenizer)
+    return print_step(folder, args, explain.step, blocks, collator)
+
+
+def read_arguments(argv: list[str]) -> tuple[Path, list[Any]]:
+    """The run's folder, and the filled dataclasses: the flags of its preset, with those of `argv` on top."""
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--output_dir", type=Path)
+    folder = named.parse_known_args(argv)[0].output_dir
+    preset = ["--config", str(folder / PRESET_NAME)] if folder else []
+    # a preset's bf16 is for the training machine
+    argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
+    filled, _ = pretraining.read_arguments(argv, __doc__, own=(ExplainArguments,))
+    explain, args, training_args = filled
+    if folder is None:
+        raise InputError("output_dir is not set: name the folder of the run")
+    if not 1 <= explain.step <= training_args.max_steps:
+        raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")
+    pretraining.check_text(args)
+    return folder, filled
+
+
+def finished_record(folder: Path) -> list[dict[str, Any]]:
+    """The record of a finished run; none of a run that is not finished."""
+    path = folder / RECORD_NAME
+    needed = ("fingerprint", "skipped_blocks", "steps")
+    return [read_record(path, needed, "its steps cannot be explained")] if path.is_file() else []
+
+
+def global_batch_size(args: MlmArguments, known: list[dict[str, Any]]) -> int:
+    """Sequences an optimizer step: the run's, where the preset leaves it to the number of processes."""
+    size = known[-1]["fingerprint"].get("global_batch_size") if known else args.global_batch_size
+    if size is None:
+        raise InputError("the preset has no global_batch_size, and the run no checkpoint yet that says it: name it")
+    return size
+
+
+def build_reader(args: MlmArguments, training_args: MlmTrainingArguments, corpus: Corpus, tokenizer) -> Reader:
+    """What the run's blocks come from. Raises `InputError` for a token cache that another tokenizer has packed."""
+    seed = pretraining.data_seed(training_args)
+    if not args.token_cache:
+        return pretraining.text_reader(args, corpus, tokenizer, seed)
+    reader = pretraining.cache_reader(args, corpus, seed)
+    if reader.fingerprint()["tokenizer"] != tokenization.tokenizer_fingerprint(tokenizer):
+        raise InputError(f"tokenizer_name={args.tokenizer_name} has not packed token_cache={args.token_cache}")
+    return reader
+
+
+def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
+    """Raise `InputError` where the settings that blocks and masks depend on are not those of the whole run."""
+    for entry in known:
+        before = {name: entry["fingerprint"].get(name) for name in now}
+        if changed := durable.differences(before, now):
+            raise InputError(
+                f"{folder}: up to step {entry.get('step', entry.get('steps'))} the run was another than that of these "
+                f"settings: {'; '.join(changed.values())}. Name the run's own text, tokenizer or token cache; what a "
+                "run saw that was resumed despite changes cannot be told"
+            )
+
+
+def build_blocks(
+    folder: Path,
+    args: MlmArguments,
+    training_args: MlmTrainingArguments,
+    reader: Reader,
+    step: int,
+    states: list[checkpoint.RecipeState],
+    known: list[dict[str, Any]],
+) -> TrainBlocks:
+    """The run's blocks, from its last checkpoint before `step` on. Raises `InputError` where the steps of the run did
+    not take its blocks from the first on."""
+    size = args.global_batch_size
+    for state in states:
+        skipped = order.union(range(*part) for part in state["skipped_blocks"])
+        if state["position"] != order.position_after(0, state["step"] * size, skipped):
+            raise InputError(
+                f"{folder}: step {state['step']} ended at block {state['position']:,}, so the run was resumed despite "
+                "changes, and what it saw cannot be told"
+            )
+    before = [state for state in states if state["step"] < step]
+    left_out = {"skipped_blocks": [part for entry in known for part in entry["skipped_blocks"]]}
+    return TrainBlocks(
+        reader,
+        batch_size=size,
+        start=before[-1]["position"] if before else 0,
+        states=before[-1]["states"] if before else None,
+        skipped=pretraining.skipped_blocks(args, training_args, left_out),
+        limit=args.max_train_samples,
+    )
+
+
+def print_step(
+    folder: Path, args: MlmArguments, step: int, blocks: TrainBlocks, collator: MlmCollator
+) -> list[dict[str, Any]]:
+    """Print the first blocks of a step, which are returned; where the log has a line for this step alone, compare all
+    with its digest."""
+    size, shown = args.global_batch_size, min(args.show_blocks or SHOWN, args.global_batch_size)
+    first = order.position_after(0, (step - 1) * size, blocks.skipped)
+    wanted = logged_digest(folder, step)
+    positions = order.kept(first, shown if wanted is None else size, blocks.skipped)
+    if not args.token_cache:
+        logger.info(f"Reading text from block {blocks.start:,} on, up to block {first:,}: a token cache has it at once")
+    found = list(blocks.blocks([positions]))
+    if wanted is not None and collator(found)["digest"] % DIGEST_MODULUS != wanted:
+        raise RunError(
+            f"{folder / LOG_NAME} says that step {step} saw other blocks or masks than these settings give: was the "
+            "run resumed despite changes, or by another version of this recipe?"
+        )
+    checked = "its log says nothing of this step alone" if wanted is None else "blocks and masks are those of its log"
+    whole = order.in_words(order.kept(first, size, blocks.skipped))
+    print(f"step {step:,} of {folder}: blocks {whole}, {shown} of {size} shown; {checked}")
+    print(*block_text.described(found[:shown], positions, collator, blocks.reader.corpus), sep="\n")
+    return [collator.seen_by_model(block) for block in found[:shown]]
+
+
+def logged_digest(folder: Path, step: int) -> int | None:
+    """The digest of what a step saw, where the log has it: the difference of two lines, of this step and of the step
+    before it."""
+    digests = {entry["step"]: int(entry["digest"], 16) for entry in read_log(folder / LOG_NAME) if "digest" in entry}
+    if step not in digests or (step > 1 and step - 1 not in digests):
+        return None
+    return (digests[step] - digests.get(step - 1, 0)) % DIGEST_MODULUS
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe when it has enough
+    exit_on_error(main)

@@ -1,0 +1,167 @@
+"""What the model sees at a step, told from a run's folder: compared with the batches that the run itself trained on."""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+from conftest import forked_ranks, make_documents, write_parquet
+
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.tools import explain
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+
+SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "10"]
+
+
+@pytest.fixture
+def hooked(monkeypatch, tmp_path):
+    """Every micro-batch that a model gets in training, by step: a function from an output_dir to {step: rows}, each row
+    (input_ids, labels) without padding; also of other processes. Of a step that was trained twice, the last."""
+    step = MlmTrainer.training_step
+    folder = tmp_path / "hooked"
+
+    def recording(self, model, inputs, num_items_in_batch=None):
+        rows = zip(inputs["input_ids"], inputs["labels"], inputs.get("attention_mask", [None] * 99), strict=False)
+        for ids, labels, mask in rows:
+            length = len(ids) if mask is None else int(mask.sum())
+            run = folder / self.args.output_dir.replace("/", "_") / f"{self.args.process_index}"
+            run.mkdir(parents=True, exist_ok=True)
+            line = [self.state.global_step + 1, self.position, ids[:length].tolist(), labels[:length].tolist()]
+            with open(run / "seen.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return step(self, model, inputs, num_items_in_batch)
+
+    monkeypatch.setattr(MlmTrainer, "training_step", recording)
+
+    def seen(output_dir):
+        steps = {}
+        for path in (folder / str(output_dir).replace("/", "_")).glob("*/seen.jsonl"):
+            for number, _, ids, labels in map(json.loads, path.read_text().splitlines()):
+                steps.setdefault(number, []).append((ids, labels))
+        return steps
+
+    return seen
+
+
+def told(output_dir, step, *argv):
+    """What the tool says of a step: rows as of `hooked`."""
+    found = explain.main(["--output_dir", str(output_dir), "--step", str(step), "--show_blocks", "99", *argv])
+    return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in found]
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+SOURCES = {
+    "text": [],
+    "cache": ["--token_cache", "CACHE", "--mask_count", "exact", "--input_format", "contiguous"],
+    "repeated": ["--max_train_samples", 30],
+    "skipped": ["--skip_blocks", "9-14", "20", "47-48", "--dataloader_num_workers", 2],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_step_is_what_the_run_saw(preset, tmp_path, hooked, capsys, source):
+    """The text's run is resumed on the way; the micro-batches are smaller than the batch. Told from the last checkpoint
+    before the step, and without any."""
+    out, draw = tmp_path / "run", random.Random(source)
+    flags = [str(tmp_path / "cache") if flag == "CACHE" else flag for flag in SOURCES[source]]
+    flags = [*SAVING, "--per_device_train_batch_size", 2, *flags]
+    train(preset, *flags)
+    if source == "text":
+        for step in (8, 10):
+            shutil.rmtree(out / f"checkpoint-{step}")
+        (out / "run_record.json").unlink()
+        shutil.rmtree(tmp_path / "hooked")
+        train(preset, *flags)
+    seen = hooked(out)
+    assert len(seen) == (6 if source == "text" else 10)
+    for step in draw.sample(sorted(seen), 4):
+        capsys.readouterr()
+        assert sorted(told(out, step)) == sorted(seen[step]) and len(seen[step]) == 8
+        assert "blocks and masks are those of its log" in capsys.readouterr().out
+    for path in out.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    step = draw.choice(sorted(seen))
+    assert sorted(told(out, step)) == sorted(seen[step])
+
+
+def test_two_processes_saw_the_batch_that_is_told(preset, tmp_path, hooked):
+    flags = ["--per_device_train_batch_size", 2, "--logging_steps", 3, *SAVING]
+    ranks = forked_ranks(lambda rank: train(preset, *flags), tmp_path)
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
+    seen = hooked(tmp_path / "run")
+    for step in (1, 5, 10):
+        assert sorted(told(tmp_path / "run", step)) == sorted(seen[step]) and len(seen[step]) == 8
+
+
+def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooked, tokenizer, capsys):
+    """Marks taken out of the printed text give the tokens before and after masking; also before training."""
+    train(preset, "--show_blocks", 2)
+    before_training = capsys.readouterr().out
+    assert before_training.count("block ") > 2
+    told(tmp_path / "run", 1, "--show_blocks", "2")
+    printed = capsys.readouterr().out
+    blocks = re.split(r"^block ([\d,]+)   ", printed, flags=re.M)
+    assert blocks[1::2] == ["0", "1"] and all(block in before_training for block in blocks[2::2])
+    for text in blocks[2::2]:
+        where, counts, *lines = text.splitlines()
+        assert re.fullmatch(rf"train_file, block \d+ of {re.escape(str(tmp_path / 'train.parquet'))}, pass 1", where)
+        shown = re.sub(r"\[(.+?) → (.+?)\]", r"\2", "".join(line[4:] for line in lines))
+        rows = [row for row in hooked(tmp_path / "run")[1] if bare(tokenizer.decode(row[0])) == bare(shown)]
+        assert len(rows) == 1
+        ids, labels = map(np.array, rows[0])
+        whole = re.sub(r"\[(.+?) → (.+?)\]", r"\1", "".join(line[4:] for line in lines))
+        assert bare(tokenizer.decode(np.where(labels != IGNORED, labels, ids))) == bare(whole)
+        predicted = (labels != IGNORED).sum()
+        assert text.count(" → ") == predicted and counts.startswith(f"{len(ids)} tokens, {predicted} predicted: ")
+        sentences = [line for line in lines if line.endswith("</s>")]
+        assert len(sentences) == (np.where(labels != IGNORED, labels, ids) == tokenizer.eos_token_id).sum()
+
+
+def bare(text):
+    """Without white space, which a token at the beginning of a line loses."""
+    return re.sub(r"\s", "", text)
+
+
+def test_a_text_with_control_characters_commands_no_terminal(preset, tmp_path, capsys):
+    texts = [f"{text} \x1b[31mred\x07 end\u202e." for text in make_documents(100, seed=4)]
+    train(preset, "--train_file", write_parquet(tmp_path / "odd.parquet", texts), "--show_blocks", 3)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "\\x1b" in shown
+
+
+def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):
+    train(preset, *SAVING)
+    out = str(tmp_path / "run")
+    run = ["--output_dir", out, "--step"]
+    for argv, said in (
+        (["--step", "1"], "output_dir is not set"),
+        ([*run, "0"], "step=0 must be from 1 to max_steps=10"),
+        ([*run, "11"], "step=11 must be from 1 to max_steps=10"),
+        ([*run, "3", "--show_blocks", "0"], "show_blocks=0 must be above 0"),
+        (["--output_dir", str(tmp_path / "none"), "--step", "1"], "no such file: .*none/preset.yaml"),
+        ([*run, "3", "--mlm_probability", "0.3"], "up to step 4 .* mlm_probability was 0.15, is 0.3"),
+        ([*run, "3", "--seed", "7"], "data_seed was 42, is 7"),
+        ([*run, "3", "--train_file", write_parquet(tmp_path / "o.parquet", make_documents(90, 7))], "source train_fil"),
+    ):
+        with pytest.raises(InputError, match=said):
+            explain.main(argv)
+    log = tmp_path / "run" / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[2]["digest"] = "000000000001"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match="step 3 saw other blocks or masks"):
+        explain.main([*run, "3"])
+    # resumed despite changes: the data began again at their beginning
+    state = tmp_path / "run" / "checkpoint-8" / "recipe_state.json"
+    durable.write_json(state, durable.read_json(state) | {"position": 16})
+    with pytest.raises(InputError, match="step 8 ended at block 16, so the run was resumed despite changes"):
+        explain.main([*run, "9"])

@@ -1,0 +1,67 @@
+"""A tokenizer that is saved beside a model fits it: text of any length is cut to the positions that the model has."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, pipeline
+
+import train_mlm
+from roberta_recipe.data import tokenization
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.presets import load_yaml
+from roberta_recipe.training import weights
+from roberta_recipe.training.modeling import RobertaForMaskedLM, load_config
+
+PRESETS = sorted((ROOT / "presets" / "mlm").glob("*.yaml"))
+LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200
+
+
+def long_text_is_completed(folder):
+    """Truncation without a length of its own, as `pipeline` and a user's first lines have it."""
+    assert len(pipeline("fill-mask", model=folder, device="cpu")(LONG, tokenizer_kwargs={"truncation": True})) == 5
+    encoded = AutoTokenizer.from_pretrained(folder)(LONG, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return AutoModel.from_pretrained(folder)(**encoded).last_hidden_state.shape[1]
+
+
+def test_there_are_presets():
+    assert len(PRESETS) == 5
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_presets_model_takes_what_its_tokenizer_gives(preset, tokenizer, tmp_path):
+    """The preset's positions, one small layer."""
+    values = load_yaml(preset)
+    config = load_config(values["config_name"])
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    config.update({**sizes, "vocab_size": len(tokenizer)})
+    assert weights.positions(config) == config.max_position_embeddings - 2 >= values["max_seq_length"]
+    before = tokenization.files_fingerprint(tokenizer)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    with weights.fitted(tokenizer, config):
+        tokenizer.save_pretrained(tmp_path)
+    assert long_text_is_completed(str(tmp_path)) == config.max_position_embeddings - 2
+    assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
+
+
+def test_checkpoint_and_model_of_a_run_have_it_and_the_run_resumes(preset, tmp_path, tokenizer_dir):
+    """The tokenizer that was trained stays as it is, and so does the fingerprint."""
+    saving = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2"]
+    before = {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()}
+    whole = train_mlm.main(saving)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        assert long_text_is_completed(str(folder)) == 64
+    for name in ("run_record.json", "manifest.json"):
+        (tmp_path / "run" / name).unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    again = train_mlm.main(saving)
+    assert again["state_digests"] == whole["state_digests"] and again["fingerprint"] == whole["fingerprint"]
+    assert {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()} == before
+
+
+def test_models_without_a_table_of_positions(config):
+    assert weights.positions(config) == 64
+    config.model_type, config.max_position_embeddings = "xlnet", -1
+    assert weights.positions(config) is None
