@@ -39,7 +39,16 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
-from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, optimization, weights
+from roberta_recipe.training import (
+    batch,
+    checkpoint,
+    environment,
+    finetune_trainer,
+    heads,
+    libraries,
+    optimization,
+    weights,
+)
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -164,6 +173,7 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     optimization.check(training_args)
+    libraries.check(training_args)
     if training_args.deepspeed_plugin:
         raise InputError(
             "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"

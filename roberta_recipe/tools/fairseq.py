@@ -13,6 +13,7 @@ and no rows of the embedding without a token, so they are left out. In fairseq, 
 """
 
 import argparse
+import functools
 import json
 import pickle
 import re
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from roberta_recipe import durable
+from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import read_input_json, read_text
@@ -478,8 +480,8 @@ def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    parser = RecipeParser((), description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command", parser_class=functools.partial(RecipeParser, ()))
     to_hf = commands.add_parser("to_hf", help="fairseq's model.pt as a Hugging Face folder")
     to_hf.add_argument("--checkpoint", required=True, help="model.pt")
     to_hf.add_argument("--dict", help="dict.txt beside model.pt")

@@ -19,7 +19,7 @@ from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import digests, environment, modeling, optimization, spikes
+from roberta_recipe.training import digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -177,6 +177,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_precision(training_args)
     environment.check_deepspeed(training_args)
     optimization.check(training_args)
+    libraries.check(training_args)
 
 
 def data_seed(training_args: MlmTrainingArguments) -> int:
