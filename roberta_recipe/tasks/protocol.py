@@ -260,6 +260,8 @@ def finetune(
         return record
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    if not record:
+        optimization.check_warmup(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     trainer = FinetuneTrainer(
@@ -304,6 +306,13 @@ def finetune(
     del trainer
     finetune_trainer.free_memory()
     return record
+
+
+def steps_of(training_args: FinetuneTrainingArguments, examples: int, batch_size: int) -> int:
+    """Optimizer steps of a run over so many training examples."""
+    if training_args.max_steps > 0:
+        return training_args.max_steps
+    return math.ceil(training_args.num_train_epochs * math.ceil(examples / batch_size))
 
 
 def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:

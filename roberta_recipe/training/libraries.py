@@ -47,6 +47,7 @@ def _make_all(cls: type[TrainingArguments], values: dict[str, Any]) -> None:
         if args.deepspeed_plugin:
             return
         trainer = Trainer(_OneWeight(), args, train_dataset=[{"x": 0.0}], eval_dataset=[{"x": 0.0}])
+        trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # torch.compile looks at its mode here
         trainer.create_optimizer_and_scheduler(num_training_steps=max(args.max_steps, 1))
 
 

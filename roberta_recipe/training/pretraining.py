@@ -18,6 +18,7 @@ from roberta_recipe.data import masking, order, token_cache, tokenization
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
@@ -302,15 +303,29 @@ def full_batch(
 
 
 def mask_validation(
-    args: MlmArguments, blocks: list[dict[str, Any]], collator: masking.MlmCollator
+    args: MlmArguments, corpus: corpora.Corpus, blocks: list[dict[str, Any]], collator: masking.MlmCollator
 ) -> list[dict[str, Any]]:
-    """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted."""
+    """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
+    which nothing is."""
     examples = masking.fixed_masks(blocks, collator)
-    if not any((example["labels"] != masking.IGNORED).any() for example in examples):
+    if not masking.predicts(examples):
         raise InputError(
             f"mlm_probability={args.mlm_probability} predicts none of the positions of {len(blocks)} validation "
             "blocks; raise it, or validate on more"
         )
+    for number, source in enumerate(corpus.sources):
+        own = [
+            example
+            for example, block in zip(examples, blocks, strict=True)
+            if order.source_of(block["block_id"]) == number
+        ]
+        if not masking.predicts(own) and (
+            own or len(blocks) == args.max_eval_samples
+        ):  # without documents: said before
+            logger.warning(
+                f"source {source.name!r}: nothing is predicted in its {len(own)} validation blocks, so it is not "
+                f"measured; hold out more of it, or raise max_eval_samples={args.max_eval_samples}"
+            )
     return examples
 
 
