@@ -35,7 +35,6 @@ import yaml
 from conftest import Forked, make_documents, write_jsonl, write_parquet, write_text
 from official_files import write_race, write_squad
 
-from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 
 LIMIT_S = 100  # of a start, beside other work
@@ -115,7 +114,7 @@ def main_of(name: str) -> Callable[[list[str]], Any]:
 
 
 def prepare(folder: Path) -> None:
-    """The inputs of all commands: what `flags.prepare` makes, and each kind of file."""
+    """The inputs of the commands that train: what `flags.prepare` makes, and each kind of file."""
     flags.prepare(folder)
     documents, names = make_documents(60, seed=3), ("train", "valid")
     (folder / "text").mkdir()
@@ -144,8 +143,8 @@ def as_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-def finished(folder: Path) -> None:
-    """What the tools read: a finished run, a finished task of GLUE, a model of fairseq, answers, a ledger."""
+def prepare_finished(folder: Path) -> None:
+    """What the other tools read: a finished run, a finished task of GLUE, a model of fairseq, answers, a ledger."""
     lines = commands()
     (folder / "results").mkdir()
     (folder / "README.md").write_text("\n".join(loaded("results", "report").MARKS), encoding="utf-8")
@@ -291,9 +290,6 @@ def other_shape(path: Path, rng: random.Random) -> tuple[str, str] | None:
         done, tree = other_value(json.loads(text), rng)
     except (ValueError, IndexError):
         return None
-    if isinstance(tree, dict) and durable.SEAL in tree and rng.random() < 0.8:  # as another version would write it
-        del tree[durable.SEAL]
-        tree[durable.SEAL] = durable.fingerprint(tree)
     return done, json.dumps(tree)
 
 
@@ -340,6 +336,7 @@ def main() -> None:
         shared = Path(name) / "inputs"
         shared.mkdir()
         prepare(shared)
+        prepare_finished(shared)
         lines = {name: command for name, command in commands().items() if name in (args.commands or commands())}
         cases = [*(of_flags(lines, args.flags, rng, args.draws) if args.draws else ())]
         cases += of_files(lines, rng, args.damages)

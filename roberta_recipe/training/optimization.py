@@ -54,8 +54,8 @@ def check_warmup(args: TrainingArguments, steps: int) -> None:
     if args.get_warmup_steps(steps) > steps:
         raise InputError(
             f"warmup_steps={args.warmup_steps:g} is more than the {steps:,} steps of the run, whose rate would never "
-            f"come to learning_rate={args.learning_rate:g}: --warmup_steps {steps} or less; a number below 1 is a share "
-            "of the steps, which fits any length (--warmup_steps 0.06: Tables 9 and 10)"
+            f"come to learning_rate={args.learning_rate:g}: --warmup_steps {steps} or less; a number below 1 is a "
+            "share of the steps, which fits any length (--warmup_steps 0.06: Tables 9 and 10)"
         )
 
 

@@ -313,15 +313,11 @@ def mask_validation(
             f"mlm_probability={args.mlm_probability} predicts none of the positions of {len(blocks)} validation "
             "blocks; raise it, or validate on more"
         )
+    of_source = [order.source_of(block["block_id"]) for block in blocks]
     for number, source in enumerate(corpus.sources):
-        own = [
-            example
-            for example, block in zip(examples, blocks, strict=True)
-            if order.source_of(block["block_id"]) == number
-        ]
-        if not masking.predicts(own) and (
-            own or len(blocks) == args.max_eval_samples
-        ):  # without documents: said before
+        own = [example for example, its in zip(examples, of_source, strict=True) if its == number]
+        cut = len(blocks) == args.max_eval_samples
+        if (own or cut) and not masking.predicts(own):  # a source without held-out text was said before
             logger.warning(
                 f"source {source.name!r}: nothing is predicted in its {len(own)} validation blocks, so it is not "
                 f"measured; hold out more of it, or raise max_eval_samples={args.max_eval_samples}"
