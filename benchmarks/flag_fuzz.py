@@ -136,7 +136,6 @@ def prepare(folder: Path) -> None:
     for task, preset in (("glue", "glue/rte"), ("squad", "squad/v1.1"), ("race", "race/paper")):
         text = (ROOT / f"presets/{preset}.yaml").read_text(encoding="utf-8")
         (folder / f"{task}.yaml").write_text(re.sub(r"(?m)^(output_dir|model_name_or_path): .*\n", "", text))
-    finished(folder)
 
 
 def as_yaml(path: Path, values: dict[str, Any]) -> None:

@@ -33,7 +33,10 @@ spec.loader.exec_module(fuzz)
         ("--adam_epsilon -1", "adam_epsilon=-1.0 must be a number from 0 on"),
         ("--dataloader_num_workers -1", "dataloader_num_workers=-1 must be a number from 0 on"),
         ("--dataloader_num_workers 100000", "dataloader_num_workers=100000: each is a process"),
-        ("--dataloader_num_workers 1 --dataloader_prefetch_factor 0", r"dataloader_prefetch_factor=0: \w+: prefetch_f"),
+        (
+            "--dataloader_num_workers 1 --dataloader_prefetch_factor 0",
+            "dataloader_prefetch_factor=0 must be at least 1",
+        ),
         ("--lr_scheduler_type warmup_stable_decay", "num_decay_steps"),
         ("--optim adamw_bnb_8bit", "optim=adamw_bnb_8bit"),
         ("--accelerator_config nofile.json", "accelerator_config=nofile.json"),
@@ -44,13 +47,13 @@ spec.loader.exec_module(fuzz)
         ("--seed 4294967296", r"seed=4294967296 must be below 2\^32"),
         (
             "--max_steps 10 --warmup_steps 122",
-            "warmup_steps=122 is more than the 10 steps .* --warmup_steps 10 or less",
+            "warmup_steps=122 is more than the 10 steps .* --warmup_steps 10 ",
         ),
     ],
 )
 def test_a_value_that_a_library_does_not_take_is_named_with_the_librarys_words(preset, words, said):
     with pytest.raises(InputError, match=said):
-        (args, training_args), _ = train_mlm.read_arguments(["--config", preset, *words.split()])
+        (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *words.split()])
         pretraining.check_training(training_args)
 
 
@@ -85,7 +88,7 @@ def test_all_that_a_shorter_length_asks_for_is_in_one_message():
         (args, _), _ = finetune_squad.read_arguments(argv)
         assert args.doc_stride < length - args.max_query_length - finetune_squad.SPECIAL_TOKENS
     filled, _ = finetune_race.read_arguments(["--max_seq_length", "128", "--use_cpu"])
-    with pytest.raises(InputError, match="leaves room for the article; .*: --max_option_length 32$"):
+    with pytest.raises(InputError, match=r"leaves room for the article; .*: --max_option_length 32$"):
         finetune_race.check_arguments(*filled)
 
 
@@ -93,7 +96,9 @@ def test_a_source_that_holds_out_nothing_is_said_before_packing(tmp_path, caplog
     for name, count in (("few", 2), ("many", 600)):
         write_jsonl(tmp_path / f"{name}.jsonl", make_documents(count, seed=1))
     corpus = corpora.corpus_of_files([str(tmp_path / "few.jsonl")], None, "text")
-    with pytest.raises(InputError, match="nothing to validate on: no document is held out of train_file; name valid"):
+    with pytest.raises(
+        InputError, match="no document is held out of train_file, so there is nothing to validate on; name valid"
+    ):
         check_sources(corpus)
     sources = [corpora.Source(name, files=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in ("few", "many")]
     check_sources(corpora.Corpus("mixture", sources))
@@ -106,7 +111,7 @@ def test_files_of_fairseq_of_another_shape_are_a_line(tmp_path):
         for name in ("dict.txt", "vocab.bpe"):
             (tmp_path / name).write_text("#version: 0.2\na b c\n")
         files = [f"--{flag}={tmp_path / name}" for flag, name in zip(("dict", "encoder", "bpe"), FILES, strict=True)]
-        with pytest.raises(InputError, match="encoder.json"):
+        with pytest.raises(InputError, match=r"encoder\.json"):
             fairseq.main(["to_hf", "--checkpoint", "none", *files, "--output_dir", str(tmp_path / "out")])
 
 

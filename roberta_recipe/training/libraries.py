@@ -28,6 +28,8 @@ def check(args: TrainingArguments) -> None:
             f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
             f"{cpu_cores()} cores; one or two feed a device"
         )
+    if args.dataloader_prefetch_factor == 0:  # which torch looks at when the workers have started
+        raise InputError("dataloader_prefetch_factor=0 must be at least 1; leave it out for torch's 2")
     cls = type(args)
     values = {name: getattr(args, name) for name in flags_of(cls)}
     defaults = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}

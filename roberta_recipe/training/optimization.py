@@ -67,8 +67,10 @@ def _check_optimizer(args: TrainingArguments) -> None:
         )
     if args.optim == "adafactor" and args.deepspeed_plugin:
         raise InputError("optim=adafactor: ZeRO flattens the matrices that Adafactor takes rows and columns of")
+    if not args.optim_args:
+        return
     try:
-        given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+        given = dict(pair.split("=") for pair in args.optim_args.replace(" ", "").split(",") if pair)
         with_all = _groups(args, given)
     except (TypeError, ValueError) as error:
         raise InputError(
