@@ -34,10 +34,10 @@ lint: setup       ## ruff: checks and format
 	$(BIN)/ruff format --check .
 
 tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpus/roberta_160gb.yaml
-	$(BIN)/python tokenizer/train_tokenizer.py --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) --output_dir $(or $(OUT),tokenizer/roberta)
+	$(BIN)/python tokenizer/train_tokenizer.py --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" --output_dir "$(or $(OUT),tokenizer/roberta)"
 
 # CONFIG (preset of a pretraining run), ARGS (any flags)
-PRESET = --config $(or $(CONFIG),presets/mlm/roberta_base.yaml)
+PRESET = --config "$(or $(CONFIG),presets/mlm/roberta_base.yaml)"
 
 pack: setup       ## the corpus tokenized and packed once: make pack ARGS="--token_cache DIR --num_proc 16"
 	$(TOOL).pack $(PRESET) $(ARGS)
@@ -49,15 +49,15 @@ pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.
 	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
 evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
-	$(call need,MODEL,runs/roberta_base)$(TOOL).evaluate $(PRESET) --model_name_or_path $(MODEL) $(ARGS)
+	$(call need,MODEL,runs/roberta_base)$(TOOL).evaluate $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
-CHOSEN = $(if $(MODEL),--model_name_or_path $(MODEL)) $(if $(DATA),--data_dir $(DATA)) $(ARGS)
+CHOSEN = $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--data_dir "$(DATA)") $(ARGS)
 GLUE = $(LAUNCH) finetune_glue.py $(if $(SWEEP),--sweep) $(CHOSEN)
 GLUE_TASKS = mnli qnli qqp rte sst2 mrpc cola stsb
 
 glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK=rte MODEL=runs/roberta_base
-	$(GLUE) --config presets/glue/$(or $(TASK),rte).yaml
+	$(GLUE) --config "presets/glue/$(or $(TASK),rte).yaml"
 
 glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli), then the row of Table 5
 	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
@@ -70,13 +70,13 @@ glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from 
 	$(TOOL).glue_table --folder runs/glue --submission $(if $(SWEEP),--sweep)
 
 squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
-	$(LAUNCH) finetune_squad.py --config presets/squad/v$(or $(VERSION),1.1).yaml $(CHOSEN)
+	$(LAUNCH) finetune_squad.py --config "presets/squad/v$(or $(VERSION),1.1).yaml" $(CHOSEN)
 
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
-	$(LAUNCH) finetune_race.py --config presets/race/$(or $(RECIPE),paper).yaml $(CHOSEN)
+	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
-	$(call need,MODEL,runs/roberta_base)$(call need,REPO,me/roberta_base)$(TOOL).push --model $(MODEL) --repo $(REPO) $(ARGS)
+	$(call need,MODEL,runs/roberta_base)$(call need,REPO,me/roberta_base)$(TOOL).push --model "$(MODEL)" --repo "$(REPO)" $(ARGS)
 
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
@@ -86,18 +86,18 @@ bench: setup      ## speed of the data pipeline and a training step beside stock
 	$(BIN)/python benchmarks/mlm_step.py
 
 faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
-	mkdir -p $(dir $(or $(OUT),runs/faults.json))
-	$(BIN)/python -m benchmarks.faults --output $(or $(OUT),runs/faults.json) $(ARGS)
+	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
+	$(BIN)/python -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
 gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu
-	$(BIN)/python benchmarks/gpu.py --output_dir $(or $(OUT),runs/gpu) $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
-	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare $(A) $(B)
+	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare "$(A)" "$(B)"
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus
-	$(TOOL).contamination --corpus $(or $(CORPUS),presets/corpus/roberta_160gb.yaml) $(ARGS)
+	$(TOOL).contamination --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" $(ARGS)
 
 clean:            ## caches and the demonstration's output
 	rm -rf runs/demo tokenizer/docstrings .pytest_cache .hypothesis .ruff_cache

@@ -112,7 +112,8 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
     if args.max_option_length < 1 or for_article < 1:
         raise InputError(
             f"max_option_length={args.max_option_length} must be from 1 to {args.max_seq_length - 5}, so that "
-            f"max_seq_length={args.max_seq_length} leaves room for the article"
+            f"max_seq_length={args.max_seq_length} leaves room for the article; the paper's share of the length: "
+            f"--max_option_length {args.max_seq_length // 4}"
         )
     protocol.check_arguments(args, training_args)
     if args.data_dir:

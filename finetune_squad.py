@@ -35,6 +35,7 @@ from roberta_recipe.training.heads import load_with_head
 FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # of the official archive, below data_dir
 SHOWN = {"1.1": ("exact_match", "f1"), "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_f1", "best_f1")}
 DEFAULT = "presets/squad/v1.1.yaml"
+SPECIAL_TOKENS = 4  # around a pair, of RoBERTa
 HALF = 0.5  # the classifier's threshold: above it, having no answer is the more probable
 
 
@@ -136,11 +137,12 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     for name in ("max_query_length", "n_best_size", "max_answer_length"):
         if getattr(args, name) < 1:
             raise InputError(f"{name}={getattr(args, name)} must be at least 1")
-    for_context = args.max_seq_length - args.max_query_length - 4  # RoBERTa's special tokens around a pair
+    for_context = args.max_seq_length - args.max_query_length - SPECIAL_TOKENS
     if not 0 <= args.doc_stride < for_context:
         raise InputError(
-            f"doc_stride={args.doc_stride} must be from 0 to below the {for_context} tokens that max_seq_length="
-            f"{args.max_seq_length} leaves a context beside max_query_length={args.max_query_length} and special tokens"
+            f"max_seq_length={args.max_seq_length} leaves {max(for_context, 0)} tokens to a context beside "
+            f"max_query_length={args.max_query_length} and special tokens, and doc_stride={args.doc_stride} must be "
+            f"less; what fits: {fitting_lengths(args)}"
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
@@ -149,6 +151,15 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     protocol.check_arguments(args, training_args)
     if all(files := [file_of(args, split) for split in FILES]):
         protocol.check_validation_files(*([path] for path in files))
+
+
+def fitting_lengths(args: SquadArguments) -> str:
+    """Flags for `doc_stride`, and where it must change `max_query_length`, that fit `max_seq_length`: at most the
+    shares that BERT's and run_qa.py's values have of 512."""
+    length = args.max_seq_length
+    stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
+    keeps_query = length - args.max_query_length - SPECIAL_TOKENS > stride
+    return f"--doc_stride {stride}" + ("" if keeps_query else f" --max_query_length {query}")
 
 
 def file_of(args: SquadArguments, split: str) -> Path | None:

@@ -116,7 +116,13 @@ def prepare(folder: Path) -> None:
         write_parquet(folder / f"{name}.parquet", texts)
     tokenizer = tokenizer_training.train_tokenizer(documents, vocab_size=400)
     tokenizer.save_pretrained(folder / "tokenizer")
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "layer_norm_eps": 1e-5,
+    }
     (folder / "preset.yaml").write_text("seed: 42\nmlm_probability: 0.15\n", encoding="utf-8")
     RobertaConfig(
         **{"vocab_size": len(tokenizer), "max_position_embeddings": 66, "type_vocab_size": 1, **shape}

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import ROOT
+from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.publishing import markdown, plots
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
@@ -490,6 +490,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the ledger")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page with the two marks")
     args = parser.parse_args(argv)
+    readme = read_text(args.readme)
     for source in args.add:
         print(f"added       {add(args.results, source, args.name, args.note)}")
     ledger = read(args.results)
@@ -502,7 +503,6 @@ def main(argv: list[str] | None = None) -> None:
     page_path, text_path = args.results / "index.html", args.results / "README.md"
     page_path.write_text(page(shown, args.results), encoding="utf-8")
     text_path.write_text(f"{TITLE}\n\n{as_markdown(shown, 2)}\n", encoding="utf-8")
-    readme = args.readme.read_text(encoding="utf-8")
     args.readme.write_text(with_section(readme, as_markdown(shown[:2], 3)), encoding="utf-8")
     done = len([line for line in table(ledger) if line[2] != NOT_RUN])
     print(f"written     {page_path}, {text_path}, {args.readme}: {done} lines of {len(table(ledger))} run")

@@ -7,8 +7,9 @@ in tables (Tables 9 and 10 of the appendix); a preset is one column of such a ta
 import argparse
 import copy
 import dataclasses
+import math
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from transformers import HfArgumentParser
 
 from roberta_recipe.credentials import holds_secret, redact
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.presets import did_you_mean, read_preset
 
 INHERITED_GROUP = "Hugging Face TrainingArguments"
@@ -29,6 +30,7 @@ _OF_DOCS = {
     "push_to_hub",
     "hub_model_id",
 }
+_NUMBERS_END = 2**32  # of whole numbers: seeds of NumPy, sizes and counts of torch are below it
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
 
 
@@ -115,6 +117,42 @@ def _check_no_secret(flags: dict[str, Flag], values: dict[str, Any]) -> None:
                 "and published: write it as ${NAME}, a variable of the environment, in a corpus preset (--corpus), or "
                 "give it to fsspec (its configuration files, or the variables of the file system)"
             )
+
+
+def _check_numbers(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise `InputError` for a number that no flag means: not finite, negative (but for a default, which means that
+    nothing was chosen), or a whole number that the libraries cannot hold."""
+    for name, value in values.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float) or number == defaults.get(name):
+                continue
+            if not math.isfinite(number) or number < 0:
+                raise InputError(f"{name}={number} must be a number from 0 on")
+            if isinstance(number, int) and number >= _NUMBERS_END:
+                raise InputError(f"{name}={number} must be below 2^32")
+
+
+def hand_over(take: Callable[[dict[str, Any]], Any], values: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """`take(values)`, which hands flags to a library: what the library raises becomes an `InputError` with its words,
+    and with each flag that it would not have been raised without (under its default), or else with all that were set.
+    """
+    try:
+        return take(values)
+    except InputError:
+        raise
+    except Exception as error:  # each library has exceptions of its own
+        chosen = [name for name in values if plain(values[name]) != plain(defaults[name])]
+        guilty = [name for name in chosen if _is_taken(take, {**values, name: defaults[name]})] or chosen
+        said = ", ".join(f"{name}={_written(values[name])}" for name in guilty)
+        raise InputError(f"{said}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _is_taken(take: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> bool:
+    try:
+        take(values)
+    except Exception:
+        return False
+    return True
 
 
 def _written(value: Any) -> str:
@@ -208,6 +246,7 @@ class RecipeParser(HfArgumentParser):
             name = unknown[0].split("=")[0]  # without its value, which may be a secret
             hint = did_you_mean(name, flags)
             self.error(f"unknown argument {name!r}{hint} (--help lists all)")
+        _check_numbers(vars(namespace), {action.dest: action.default for action in self._actions})
         return namespace
 
     def error(self, message):
@@ -242,6 +281,7 @@ def parse(
     config.add_argument("--config", default=default_config)
     untouched, named = vars(parser.parse_args([])), vars(parser.parse_args(argv))
     values = read_preset(config.parse_known_args(argv)[0].config, dataclass_types)
+    _check_numbers(values, untouched)
     given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
     alternatives += tuple(pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ()))
     for pair in alternatives:
@@ -265,8 +305,6 @@ def parse(
             value = namespace[name]
             if flag.resume != "start" and not (value is None and untouched[name] is None):
                 resolved[name] = plain(value)
-        try:
-            filled.append(cls(**{name: namespace[name] for name in flags}))
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        chosen = {name: namespace[name] for name in flags}
+        filled.append(hand_over(lambda values, cls=cls: cls(**values), chosen, untouched))
     return filled, resolved

@@ -119,8 +119,11 @@ def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any)
 
 def _print_ignored(ignored: Any) -> None:
     """What was raised where nothing can catch it, as Python cleans up: of a `DataLoader` whose worker was killed, a
-    line."""
-    if "_MultiProcessingDataLoaderIter" in getattr(ignored.object, "__qualname__", ""):
+    line; of an object that could not be made (and so lacks what its end needs), nothing, as that was said."""
+    name = getattr(ignored.object, "__qualname__", "")
+    if name.endswith(".__del__") and isinstance(ignored.exc_value, AttributeError):
+        return
+    if "_MultiProcessingDataLoaderIter" in name:
         said = redact(first_line(ignored.exc_value))
         print(f"warning: a data worker was gone as its loader ended: {said}", file=sys.stderr, flush=True)
     else:

@@ -1,11 +1,13 @@
 """Files and folders that a user names: found, and read whole or refused with a line that says why."""
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, RunError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent  # of the repository, or of the folder that a script was copied to
 
@@ -49,6 +51,18 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from None
+
+
+@contextlib.contextmanager
+def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
+    """Around code that takes the content of an input file apart: what it raises on content of another shape becomes an
+    `InputError` that says that the file is not `wanted`. Not for a whole command, where it would hide our own bugs."""
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        raise InputError(f"{path} is not {wanted} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def is_text(value: Any) -> bool:

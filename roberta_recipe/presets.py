@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import read_text, resolve_path
+from roberta_recipe.input_files import is_text, read_text, resolve_path
 
 
 class _PresetLoader(yaml.SafeLoader):
@@ -91,6 +91,8 @@ def check_type(value: Any, hint: Any) -> Any:
         raise TypeError(describe_type(hint))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, str) and not is_text(value):
+        raise TypeError("text that UTF-8 can hold")
     if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise TypeError(describe_type(hint))

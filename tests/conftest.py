@@ -66,7 +66,8 @@ class Forked:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+            sys.stdout = os.fdopen(1, "w", buffering=1)
+            sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python's own
             os.environ.update(env)
             AcceleratorState._reset_state(reset_partial_state=True)
             exit_on_error(call)

@@ -472,7 +472,7 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
 
 
 BAD = {
-    "stride": (["--doc_stride", 60], "doc_stride=60 must be from 0 to below the 40 tokens"),
+    "stride": (["--doc_stride", 60], "leaves 40 tokens .* doc_stride=60 must be less; what fits: --doc_stride 16$"),
     "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),
     "two sources": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
     "the tool's flag": (["--null_odds", "x.json"], "unknown argument '--null_odds'"),

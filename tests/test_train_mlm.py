@@ -242,7 +242,7 @@ def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path,
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"validation_share": 0.3, "sources": sources}))
     record = train(preset, "--corpus", tmp_path / "mixture.yaml", "--max_steps", 1)
     assert list(record["metrics_by_source"]) == ["whole"]
-    assert "short: nothing is predicted in its 1 validation blocks" in capsys.readouterr().err
+    assert "source 'short': nothing is predicted in its 1 validation blocks" in capsys.readouterr().err
 
 
 def test_training_learns(preset, tmp_path):

@@ -329,7 +329,25 @@ def check_sources(corpus: Corpus) -> None:
                 _check_parquet(source, path)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
+    _check_held_out(corpus)
     check_validation_files(corpus)
+
+
+def _check_held_out(corpus: Corpus) -> None:
+    """Raise `InputError` where no source holds out a document, and warn of each that does not: of local files, read up
+    to their first document of validation (the whole of a source that has none)."""
+    without = []
+    for source in corpus.sources:
+        files = corpus.files(source, "validation")[1]
+        if not any("://" in path for path in files):
+            without += [source.name] * (next(documents(corpus, source, "validation", seed=0), None) is None)
+    advice = "name validation files, or raise validation_share in a corpus preset"
+    if len(without) == len(corpus.sources):
+        raise InputError(
+            f"no document is held out of {', '.join(without)}, so there is nothing to validate on; {advice}"
+        )
+    for name in without:
+        logger.warning(f"source {name!r} holds out no document, so it is not measured; {advice}")
 
 
 def _check_parquet(source: Source, path: str) -> None:

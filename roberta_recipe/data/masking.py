@@ -120,6 +120,11 @@ def fixed_masks(blocks: list[dict[str, Any]], collator: MlmCollator) -> list[dic
     return [fixed.seen_by_model(block) for block in blocks]
 
 
+def predicts(examples: list[dict[str, Any]]) -> bool:
+    """Whether a position of masked examples is predicted."""
+    return any((example["labels"] != IGNORED).any() for example in examples)
+
+
 def unigram_entropy(blocks: list[dict[str, Any]], collator: MlmCollator) -> float:
     """Entropy in nats of the distribution of the tokens that may be predicted in `blocks`.
 

@@ -416,7 +416,7 @@ def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Sh
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process cannot use the threads of its parent
     try:
         with ProcessPoolExecutor(
-            num_proc,
+            min(num_proc, len(to_pack)),  # it forks all of them at once
             multiprocessing.get_context("fork"),
             initializer=_begin_worker,
             initargs=(os.getpid(), folder, reader, made_from),  # inherited by the fork: nothing is sent

@@ -41,7 +41,16 @@ from roberta_recipe.record import (
     write_summary,
 )
 from roberta_recipe.tasks import answers
-from roberta_recipe.training import batch, checkpoint, environment, finetune_trainer, heads, optimization, weights
+from roberta_recipe.training import (
+    batch,
+    checkpoint,
+    environment,
+    finetune_trainer,
+    heads,
+    libraries,
+    optimization,
+    weights,
+)
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -167,6 +176,7 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     optimization.check(training_args)
+    libraries.check(training_args)
     if training_args.deepspeed_plugin:
         raise InputError(
             "fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml or eight_gpus"
@@ -253,6 +263,8 @@ def finetune(
         return record
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    if not record:
+        optimization.check_warmup(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     trainer = FinetuneTrainer(
@@ -298,6 +310,13 @@ def finetune(
     del trainer
     finetune_trainer.free_memory()
     return record
+
+
+def steps_of(training_args: FinetuneTrainingArguments, examples: int, batch_size: int) -> int:
+    """Optimizer steps of a run over so many training examples."""
+    if training_args.max_steps > 0:
+        return training_args.max_steps
+    return math.ceil(training_args.num_train_epochs * math.ceil(examples / batch_size))
 
 
 def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:

@@ -13,6 +13,7 @@ and no rows of the embedding without a token, so they are left out. In fairseq, 
 """
 
 import argparse
+import functools
 import json
 import pickle
 import re
@@ -29,9 +30,10 @@ from transformers import (
 )
 
 from roberta_recipe import durable
+from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import read_input_json, read_text
+from roberta_recipe.input_files import read_input_json, read_text, taken_apart
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.training.weights import fitted, load, read_config
 
@@ -435,9 +437,11 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     else:
         if absent := [path for path in files if not Path(path).is_file()]:
             raise InputError(f"{absent[0]} is missing")
-        tokenizer = read_vocabulary(*map(Path, files))
-    weights, settings = read_checkpoint(Path(args.checkpoint))
-    model = to_hugging_face(weights, settings, args.head, args.num_attention_heads)
+        with taken_apart(", ".join(files), "fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
+            tokenizer = read_vocabulary(*map(Path, files))
+    with taken_apart(args.checkpoint, "a RoBERTa of fairseq"):
+        weights, settings = read_checkpoint(Path(args.checkpoint))
+        model = to_hugging_face(weights, settings, args.head, args.num_attention_heads)
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
@@ -479,8 +483,8 @@ def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    parser = RecipeParser((), description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command", parser_class=functools.partial(RecipeParser, ()))
     to_hf = commands.add_parser("to_hf", help="fairseq's model.pt as a Hugging Face folder")
     to_hf.add_argument("--checkpoint", required=True, help="model.pt")
     to_hf.add_argument("--dict", help="dict.txt beside model.pt")
@@ -497,6 +501,8 @@ def main(argv: list[str] | None = None) -> None:
     for command in (to_hf, back):
         command.add_argument("--output_dir", required=True)
     args = parser.parse_args(argv)
+    if not args.output_dir or Path(args.output_dir).is_file():
+        raise InputError(f"output_dir={args.output_dir!r}: name a folder")
     set_up_logging()
     args.convert(args)
 

@@ -199,8 +199,7 @@ class MlmTrainer(DurableTrainer):
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
             indices = [index for index, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
             masked = [self.eval_dataset[index] for index in indices]
-            if not any((example["labels"] != masking.IGNORED).any() for example in masked):
-                logger.warning(f"{source.name}: nothing is predicted in its {len(indices)} validation blocks")
+            if not masking.predicts(masked):  # which was said before training
                 continue
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)

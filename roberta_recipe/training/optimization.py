@@ -21,6 +21,8 @@ def check(args: TrainingArguments) -> None:
     `optim_args` and `lr_scheduler_kwargs` that nothing takes."""
     _check_optimizer(args)
     steps = args.max_steps if args.max_steps > 0 else 1000  # the data decide how many epochs have
+    if args.max_steps > 0:
+        check_warmup(args, steps)
     kwargs, constant = args.lr_scheduler_kwargs or {}, SchedulerType.CONSTANT
     what = f"lr_scheduler_type={args.lr_scheduler_type.value}"
     if kwargs and args.lr_scheduler_type in (constant, SchedulerType.CONSTANT_WITH_WARMUP):
@@ -47,6 +49,16 @@ def check(args: TrainingArguments) -> None:
             )
 
 
+def check_warmup(args: TrainingArguments, steps: int) -> None:
+    """Raise `InputError` where the run ends within its warm-up."""
+    if args.get_warmup_steps(steps) > steps:
+        raise InputError(
+            f"warmup_steps={args.warmup_steps:g} is more than the {steps:,} steps of the run, whose rate would never "
+            f"come to learning_rate={args.learning_rate:g}: --warmup_steps {steps} or less; a number below 1 is a "
+            "share of the steps, which fits any length (--warmup_steps 0.06: Tables 9 and 10)"
+        )
+
+
 def _check_optimizer(args: TrainingArguments) -> None:
     if args.optim not in OPTIMIZERS:
         raise InputError(
@@ -55,8 +67,10 @@ def _check_optimizer(args: TrainingArguments) -> None:
         )
     if args.optim == "adafactor" and args.deepspeed_plugin:
         raise InputError("optim=adafactor: ZeRO flattens the matrices that Adafactor takes rows and columns of")
+    if not args.optim_args:
+        return
     try:
-        given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+        given = dict(pair.split("=") for pair in args.optim_args.replace(" ", "").split(",") if pair)
         with_all = _groups(args, given)
     except (TypeError, ValueError) as error:
         raise InputError(

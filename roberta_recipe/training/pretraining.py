@@ -20,7 +20,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import digests, environment, modeling, optimization, spikes
+from roberta_recipe.training import digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -188,6 +188,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_precision(training_args)
     environment.check_deepspeed(training_args)
     optimization.check(training_args)
+    libraries.check(training_args)
 
 
 def data_seed(training_args: MlmTrainingArguments) -> int:
@@ -349,15 +350,25 @@ def full_batch(
 
 
 def mask_validation(
-    args: MlmArguments, blocks: list[dict[str, Any]], collator: masking.MlmCollator
+    args: MlmArguments, corpus: corpora.Corpus, blocks: list[dict[str, Any]], collator: masking.MlmCollator
 ) -> list[dict[str, Any]]:
-    """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted."""
+    """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
+    which nothing is."""
     examples = masking.fixed_masks(blocks, collator)
-    if not any((example["labels"] != masking.IGNORED).any() for example in examples):
+    if not masking.predicts(examples):
         raise InputError(
             f"mlm_probability={args.mlm_probability} predicts none of the positions of {len(blocks)} validation "
             "blocks; raise it, or validate on more"
         )
+    of_source = [order.source_of(block["block_id"]) for block in blocks]
+    for number, source in enumerate(corpus.sources):
+        own = [example for example, its in zip(examples, of_source, strict=True) if its == number]
+        cut = len(blocks) == args.max_eval_samples
+        if (own or cut) and not masking.predicts(own):  # a source without held-out text was said before
+            logger.warning(
+                f"source {source.name!r}: nothing is predicted in its {len(own)} validation blocks, so it is not "
+                f"measured; hold out more of it, or raise max_eval_samples={args.max_eval_samples}"
+            )
     return examples
 
 

@@ -37,9 +37,13 @@ def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config, with `settings` in it. Raises `InputError` where there is none that can be read."""
     try:
-        return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
+        config = AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
     except Exception as error:  # what a file's content makes transformers raise has no end
         raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
+    for field, value in config.to_dict().items():
+        if field.startswith("num_") and isinstance(value, int) and value < 0:  # torch raises for those of other sizes
+            raise InputError(f"no model config at {argument}={name!r}: it has {field}={value}")
+    return config
 
 
 def positions(config: PreTrainedConfig) -> int | None:
