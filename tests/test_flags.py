@@ -148,6 +148,7 @@ def test_what_names_content_is_fingerprinted_by_its_content(preset, tmp_path, co
         "train_file": ["--train_file", other],
         "validation_file": ["--validation_file", other],
         "corpus": ["--corpus", str(tmp_path / "corpus.yaml")],
+        "language": ["--language", "de"],
         "config_name": ["--config_name", str(tmp_path / "small.json")],
         "pad_vocab_to_multiple_of": ["--pad_vocab_to_multiple_of", "64"],
         "model_name_or_path": ["--model_name_or_path", model_dir],

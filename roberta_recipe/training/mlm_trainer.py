@@ -17,7 +17,6 @@ from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.hardware import model_flops_utilisation
-from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
