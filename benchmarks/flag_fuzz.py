@@ -37,7 +37,7 @@ from official_files import write_race, write_squad
 
 from roberta_recipe.args import RecipeParser
 
-LIMIT_S = 100  # of a start, beside other work
+LIMIT_S = 300  # of a start, beside other work
 MEMORY = 6 << 30  # bytes that a start may take beyond what the commands have loaded
 FILES = ["nofile.json", "/proc/nowhere", "text", "config.json", "preset.yaml", "text/train.parquet", "é.txt", "\udce9"]
 TEXTS = ["", " ", "é", "no", "much", "a\nb", "{}", "[]", '{"a": 1}', "[1, null]", "null", "1,2", "a=b", "a=b=c", "../x"]
