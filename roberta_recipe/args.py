@@ -5,11 +5,12 @@ in tables (Tables 9 and 10 of the appendix); a preset is one column of such a ta
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -193,12 +194,12 @@ class _Help(argparse.Action):
 
 
 class RecipeParser(HfArgumentParser):
-    """`HfArgumentParser` that refuses abbreviations and says what was probably meant. `needed`: names of inherited
+    """`HfArgumentParser` that refuses abbreviations and says what was probably meant. `needed()`: names of inherited
     flags that `--help` shows."""
 
-    def __init__(self, dataclass_types, needed: Iterable[str] = (), **kwargs):
+    def __init__(self, dataclass_types, needed: Callable[[], Container[str]] = tuple, **kwargs):
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
-        self._needed = set(needed)
+        self._needed, self._declared = needed, {}
         self.add_argument(
             *("-h", "--help"),
             action=_Help,
@@ -210,8 +211,9 @@ class RecipeParser(HfArgumentParser):
 
     def print_needed(self) -> None:
         """Print help without the inherited flags that no recipe needs."""
+        needed = self._needed()
         inherited = [group for group in self._action_groups if group.title == INHERITED_GROUP]
-        others = [action for group in inherited for action in group._group_actions if action.dest not in self._needed]
+        others = [action for group in inherited for action in group._group_actions if action.dest not in needed]
         helps = [action.help for action in others]
         for action in others:
             action.help = argparse.SUPPRESS
@@ -240,13 +242,15 @@ class RecipeParser(HfArgumentParser):
             self._parse_dataclass_field(groups[title], bare)
 
     def parse_args(self, args=None, namespace=None):
+        # before the values of a preset take their place
+        self._declared = self._declared or {action.dest: action.default for action in self._actions}
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings if "-" not in option[2:]]
             name = unknown[0].split("=")[0]  # without its value, which may be a secret
             hint = did_you_mean(name, flags)
             self.error(f"unknown argument {name!r}{hint} (--help lists all)")
-        _check_numbers(vars(namespace), {action.dest: action.default for action in self._actions})
+        _check_numbers(vars(namespace), self._declared)
         return namespace
 
     def error(self, message):
@@ -256,7 +260,9 @@ class RecipeParser(HfArgumentParser):
 def _needed(dataclass_types: list[type], default_config: str) -> set[str]:
     """The flags that a recipe needs: those of its preset, those that records show, those that docs name."""
     shown = {name for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.shown}
-    return shown | set(read_preset(default_config, dataclass_types)) | _OF_DOCS
+    with contextlib.suppress(InputError):  # a script that was copied without its preset
+        shown |= set(read_preset(default_config, dataclass_types))
+    return shown | _OF_DOCS
 
 
 def parse(
@@ -274,7 +280,10 @@ def parse(
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
     parser = RecipeParser(
-        dataclass_types, needed=_needed(dataclass_types, default_config), description=description, usage=usage
+        dataclass_types,
+        needed=lambda: _needed(dataclass_types, default_config),
+        description=description,
+        usage=usage,
     )
     parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

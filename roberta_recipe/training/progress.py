@@ -14,7 +14,7 @@ class Progress(TrainerCallback):
     alone; a terminal has a bar with the last loss below. All figures are in `log.jsonl`."""
 
     def __init__(self):
-        self._bar = self._evaluation = None
+        self._bar = self._evaluation = None  # while training; while measuring
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -37,9 +37,9 @@ class Progress(TrainerCallback):
             self._bar.update()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not (line := self._line(state, logs)):
+        if self._bar is None or not (line := self._line(state, logs)):  # the script says what it measures at the end
             return
-        if self._bar is not None and "loss" in logs:
+        if "loss" in logs:
             self._bar.set_postfix_str(f"loss {logs['loss']:.3g}", refresh=False)
         with tqdm.external_write_mode():  # the line stands above the bar
             logger.info(line)
