@@ -204,7 +204,7 @@ def test_a_process_that_is_killed_is_named_in_a_line_by_the_others(
     assert ranks[victim].end() == -signal.SIGKILL
     other = ranks[1 - victim]
     assert other.end() == 1, other.log
-    said = rf"error: another process of this run is gone.* \(.*by peer.*\): .* {kept}.* Start the same command again"
+    said = rf"error: another process of this run is gone.* \(.*by peer.*\): .* {kept}.* Continue with: "
     assert any(re.fullmatch(said, line) for line in other.log.splitlines()), other.log
     assert "Traceback" not in other.log
 
@@ -317,7 +317,7 @@ exit_on_error(train_mlm.main)
     done = run_python(tmp_path / "quota.py", "--config", preset, *SAVING, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and what in last and "start the same command again" in last
+    assert last.startswith("error: ") and what in last and "Continue with: " in last
     assert train(preset, *SAVING)["steps"] == 12
 
 
