@@ -57,7 +57,7 @@ def wait_for_line(run, line, times):
 
 
 def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path):
-    """The short form of benchmarks/kill_and_resume.py: two processes, a data worker each, bit for bit."""
+    """Two processes, a data worker each, bit for bit; at random moments: benchmarks/faults."""
     flags = [*SAVING, "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--output_dir"]
 
     def start_ranks(name):
