@@ -64,7 +64,7 @@ def loaded(folder: str, name: str) -> Any:
 
 def commands() -> dict[str, Command]:
     """Every script and tool, by name. Paths are relative: a start has a copy of the inputs as its folder."""
-    tools = {path.stem for path in (ROOT / "roberta_recipe" / "tools").glob("[a-z]*.py")}
+    tools = {path.stem for path in (ROOT / "roberta_recipe" / "tools").glob("[a-z]*.py")} - {"launch"}  # accelerate's
     mlm = f"--config preset.yaml --use_cpu --disable_tqdm true --output_dir out --max_steps {flags.STEPS // 3}"
     text = " --train_file text/train.parquet --validation_file text/valid.parquet"
     tuned = "--model_name_or_path model --output_dir out --max_seq_length 64 --max_steps 2 --warmup_steps 1 --seeds 1 "
@@ -82,6 +82,7 @@ def commands() -> dict[str, Command]:
         "evaluate": (f"{mlm}{text} --model_name_or_path model", "model"),
         "estimate": (mlm + text, "preset.yaml", "config.json"),
         "compare": ("run run", "run"),
+        "explain": ("--output_dir run --step 1", "run"),
         "contamination": ("--corpus corpus.yaml --glue_dir glue", "corpus.yaml"),
         "fairseq to_hf": ("to_hf --checkpoint fairseq/model.pt --tokenizer_name tokenizer --output_dir out", "fairseq"),
         "fairseq to_fairseq": ("to_fairseq --model_name_or_path model --output_dir out", "model"),

@@ -118,13 +118,15 @@ def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any)
 
 
 def _print_ignored(ignored: Any) -> None:
-    """What was raised where nothing can catch it, as Python cleans up: of a `DataLoader` whose worker was killed, a
-    line; of an object that could not be made (and so lacks what its end needs), nothing, as that was said."""
+    """What was raised where nothing can catch it, as Python cleans up: of a data worker that was killed, a line; of an
+    object that could not be made (and so lacks what its end needs), nothing, as that was said."""
+    from roberta_recipe.hardware import lost_process
+
     name = getattr(ignored.object, "__qualname__", "")
     if name.endswith(".__del__") and isinstance(ignored.exc_value, AttributeError):
         return
-    if "_MultiProcessingDataLoaderIter" in name:
+    if "_MultiProcessingDataLoaderIter" in name or lost_process(ignored.exc_value):
         said = redact(first_line(ignored.exc_value))
-        print(f"warning: a data worker was gone as its loader ended: {said}", file=sys.stderr, flush=True)
+        print(f"warning: a data worker is gone: {said}", file=sys.stderr, flush=True)
     else:
         sys.__unraisablehook__(ignored)

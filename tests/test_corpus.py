@@ -135,7 +135,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\n")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfOne.\n"))
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "One."}\n')
-    check(tmp_path / "a.jsonl", tmp_path)
+    check(tmp_path / "a.jsonl", tmp_path, validation_files=str(tmp_path / "a.txt"))
     for name in ("a.txt", "a.txt.gz"):
         assert texts_of(files=str(tmp_path / name), share=1e-9) == ["One.\n"]
     (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
@@ -559,7 +559,8 @@ def test_rows_without_a_value_in_the_text_column_are_refused(tmp_path, content, 
 def test_a_thousand_rows_without_a_value_are_allowed_among_others(tmp_path):
     content = lines((999, {"text": None}), (1, {"text": "One."}), (999, {"text": None}), (2000, {"text": ""}))
     (tmp_path / "a.jsonl").write_text(content)
-    check(tmp_path / "a.jsonl", tmp_path)
+    (tmp_path / "held_out.jsonl").write_text(lines((1, {"text": "Two."})))
+    check(tmp_path / "a.jsonl", tmp_path, validation_files=str(tmp_path / "held_out.jsonl"))
     assert texts_of(files=str(tmp_path / "a.jsonl"), share=1e-9) == ["One."]
     source = Source("s", files=str(tmp_path / "a.jsonl"))
     for start in (1, 999, 1000, 1998, 3999):  # a run that resumes there knows nothing of the rows before

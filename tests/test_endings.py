@@ -223,6 +223,15 @@ def test_a_data_worker_s_end_is_seen_behind_another_error():
     assert lost_process(KeyError("thread")) is None
 
 
+def test_a_data_worker_s_end_that_nothing_can_catch_is_a_line(capfd, monkeypatch):
+    """Torch's handler may raise within a callback of Python's, which prints a traceback and goes on."""
+    error = RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed.")
+    errors._print_ignored(
+        types.SimpleNamespace(object=test_the_lock_of_a_build_that_was_killed_is_removed, exc_value=error)
+    )
+    assert capfd.readouterr().err == f"warning: a data worker is gone: {error}\n"
+
+
 def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path, monkeypatch):
     """Of an extension of DeepSpeed: every later start would wait for it without end."""
     stale, fresh, built = (tmp_path / "py" / name / "lock" for name in ("stale", "fresh", "built"))

@@ -433,7 +433,7 @@ def finish(
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, summary)
         best = Path(picked_setting(summary)["best_run"])
-        if (best / BEST_NAME / finetune_trainer.SCORES).is_file():
+        if durable.fault(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
             answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
         write_summary(summary, folder)
     return summary

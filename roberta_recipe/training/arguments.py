@@ -108,6 +108,8 @@ class RecipeTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.logging_strategy == "no":
+            self.logging_first_step = False
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             raise InputError(
                 f"lr_scheduler_type={self.lr_scheduler_type.value} follows evaluations; the rate here is a function of "
