@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path):
         run = Forked(type(name, (), {"__del__": delete}), tmp_path / name)
         assert run.end() == 0 and "said as it was deleted" in run.log
         assert ("Traceback" not in run.log) is in_a_line
-        assert ("warning: a data worker was gone as its loader ended" in run.log) is in_a_line
+        assert ("warning: a data worker is gone" in run.log) is in_a_line
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
