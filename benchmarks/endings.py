@@ -1,6 +1,7 @@
 """Every ending can be continued: how a start ended, the line it printed, what it kept, and what the next start did.
 
-    python -m benchmarks.endings       # a table in Markdown; about ten minutes on two cores; Linux
+    python -m benchmarks.endings       # a table in Markdown; about fifteen minutes on two cores; Linux
+    python -m benchmarks.endings --of packing tokenizer
 
 Small runs of pretraining, fine-tuning, packing and tokenizer training, started as a user starts them (what trains: by
 `roberta_recipe.tools.launch`, and once by `accelerate launch`), are ended in each way, and the same command is started
@@ -37,7 +38,6 @@ OUTPUTS = {
     **{"tokenizer/train_tokenizer.py": "out/tokenizer"},
 }
 LIMIT_S = 300
-PATIENCE_S = 2.5  # between two interrupts
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,12 @@ class Start:
         """As a terminal does: to all processes of the session."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def interrupt_twice(self) -> None:
-        for child in self.children():  # a step that takes long
-            child.suspend()
-        self.interrupt()
-        time.sleep(PATIENCE_S)
-        for child in self.children():
-            child.resume()
-        self.interrupt()
-
     def kill(self) -> None:
         for process in (*self.children(), self.process):
             process.kill()
 
-    def end(self) -> int:
-        """Wait for all processes; returns the exit code of the first."""
-        children = self.children()
+    def end(self, children: list[psutil.Process]) -> int:
+        """Wait for the first process, whose exit code is returned, and for `children` that may outlive it."""
         code = self.process.wait(LIMIT_S)
         psutil.wait_procs(children, timeout=60)
         return code
@@ -121,9 +111,10 @@ def started(scenario: Scenario, folder: Path, ending: Ending, works: Callable[[S
             start.kill()
             raise SystemExit(f"error: {scenario.name} does not come so far:\n{start.text[-2000:]}")
         time.sleep(0.01)
+    children = start.children()
     if ending.act:
         ending.act(start)
-    return start.end(), start.text
+    return start.end(children), start.text
 
 
 def last_line(text: str, folder: Path) -> str:
@@ -168,7 +159,6 @@ def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]
         Ending("time limit", flags=("--max_train_minutes", "0.02")),
         interrupt,
         replace(interrupt, name="Ctrl-C, accelerate launch", launcher="accelerate"),
-        Ending("Ctrl-C twice, in a long step", Start.interrupt_twice),
         *(terminate, kill),
         Ending("kill -9 of the launcher", lambda start: start.process.kill()),
         Ending("kill -9 of a data worker", lambda start: start.children()[-1].kill()),
@@ -206,13 +196,15 @@ def write_inputs(folder: Path) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", nargs="+", default=[], help="of: " + ", ".join(what for what, *_ in cases()))
+    args = parser.parse_args()
     print(
         "| what | how it ended | exit code | its last line | kept | the same command again |\n|---|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as shared:
         write_inputs(Path(shared))
-        for what, scenario, works, endings in cases():
+        for what, scenario, works, endings in (case for case in cases() if not args.of or case[0] in args.of):
             results = []
             for number, ending in enumerate([Ending("left alone"), *endings]):
                 folder = Path(shared, f"{what}{number}")
