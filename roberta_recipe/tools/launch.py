@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     process was killed, and else `SystemExit` with the script's exit code."""
     logging.disable(logging.ERROR)  # what accelerate and torchrun say of every run; what ends one is an exception
     args = launch_command_parser().parse_args(argv)
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
     signal.signal(signal.SIGTERM, _pass_on)
     try:
         launch_command(args)

@@ -46,7 +46,9 @@ class StepWatch(TrainerCallback):
         """Take over the signals; `recent_losses` are those of the steps before."""
         self.start_s = time.monotonic()
         self.recent_losses.extend(recent_losses)
-        self._handlers = {number: signal.signal(number, self._tell) for number in _SIGNALS}
+        # a job that a script's shell has put into the background ignores Ctrl-C, which is for others
+        numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._tell) for number in numbers}
 
     def end(self) -> None:
         """Give the signals back."""
