@@ -40,7 +40,7 @@ class Progress(TrainerCallback):
         if self._bar is None or not (line := self._line(state, logs)):  # the script says what it measures at the end
             return
         if "loss" in logs:
-            self._bar.set_postfix_str(f"loss {logs['loss']:.3g}", refresh=False)
+            self._bar.set_postfix_str(f"loss {logs['loss']:#.3g}", refresh=False)
         with tqdm.external_write_mode():  # the line stands above the bar
             logger.info(line)
 
@@ -78,8 +78,8 @@ class Progress(TrainerCallback):
         """What is shown of a log entry; empty for the entry at the end of training, which the record has."""
         items = [f"step {state.global_step:,}/{state.max_steps:,}"]
         if "loss" in logs:
-            items += [f"loss {logs['loss']:.3g}"]
-            items += [f"{name.removesuffix('_loss')} {value:.3g}" for name, value in logs.items() if "_loss" in name]
+            items += [f"loss {logs['loss']:#.3g}"]
+            items += [f"{name.removesuffix('_loss')} {value:#.3g}" for name, value in logs.items() if "_loss" in name]
             items += [f"lr {logs['learning_rate']:.1e}"]
             items += [f"{logs['tokens_per_second']:,} tokens/s"] if "tokens_per_second" in logs else []
             items += [f"{logs['mfu']:.0%} of peak"] if "mfu" in logs else []
