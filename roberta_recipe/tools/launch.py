@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
+from roberta_recipe.started import continue_with
 
 _OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -55,7 +56,7 @@ def _end(code: int, which: str) -> None:
         raise SystemExit(code)
     error = RunError(
         f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). What was saved "
-        "is whole: start the same command again"
+        f"is whole. {continue_with()}"
     )
     error.exit_code = 128 - code
     raise error

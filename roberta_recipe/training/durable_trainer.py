@@ -320,7 +320,9 @@ class DurableTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         except KeyboardInterrupt:  # the second
-            raise Stopped(f"ended at once, in step {self.state.global_step + 1:,}. {self._last_good()}") from None
+            raise Stopped(
+                f"ended at once, in step {self.state.global_step + 1:,}. {self._last_good()} {continue_with()}"
+            ) from None
         except Exception as error:
             if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
                 raise self._overflow_error("with the loss scale at its floor, after step") from error
