@@ -5,13 +5,17 @@ The paper trains for 500K steps (Table 9); a run of that length meets full disks
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MANIFEST = "manifest.json"
 SEAL = "checksum"  # key of a JSON file that carries a checksum of its other values
@@ -37,6 +41,26 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def aside_of(path: Path) -> Path:
+    """Where this process writes what it then renames to `path`: another process's is another file."""
+    return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+
+
+def is_aside(name: str) -> bool:
+    """Whether a file of this name is one of `aside_of`, of any machine and process."""
+    return re.search(r"-\d+\.tmp$", name) is not None
+
+
+def remove_left(folder: Path, of: str = "*") -> None:
+    """Remove what processes of this machine were writing aside when they were killed; `of`: glob of what it was to be.
+    Called as a process begins: one of its own number is of another that had it before."""
+    for path in folder.glob(f"{of}.{glob.escape(os.uname().nodename)}-*.tmp"):
+        pid = path.name.removesuffix(".tmp").rpartition("-")[2]
+        if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def write_json(path: str | Path, values: Any) -> None:
     """`values` as a JSON file, whole or not at all; an older file of that name stays until it is replaced."""
     write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
@@ -45,7 +69,7 @@ def write_json(path: str | Path, values: Any) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """`text` as a file, whole or not at all; an older file of that name stays until it is replaced."""
     path = Path(path)
-    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    aside = aside_of(path)
     try:
         aside.write_text(text, encoding="utf-8")
         sync(aside)
@@ -68,7 +92,7 @@ def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
 def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
     """`write_sealed` where there is no such file yet: of two processes that do it at the same time, one has written."""
     path = Path(path)
-    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.new.tmp")
+    aside = aside_of(path.with_name(f"{path.name}.new"))
     try:
         write_sealed(aside, values)
         with contextlib.suppress(FileExistsError):

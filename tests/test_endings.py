@@ -255,3 +255,39 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "process_iter", lambda _: [process])
     environment.remove_stale_locks(tmp_path)
     assert not stale.exists() and fresh.exists() and built.exists()
+
+
+@pytest.mark.parametrize("name", ["preset.yaml", "log.jsonl", "run_record.json"])
+def test_a_run_that_was_killed_as_it_wrote_a_file_begins_again(preset, tmp_path, monkeypatch, name):
+    """Found by the census at the first: what was written aside stays, and is no file of another run."""
+
+    def killed(path, target):
+        if Path(target).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.rename(path, target)
+
+    run = tmp_path / "run"
+    argv = ("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2", "--output_dir", run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        process = Forked(lambda: train(preset, *argv), tmp_path / "log")
+        assert process.end() == -signal.SIGKILL, process.log
+    (left,) = run.glob("*.tmp")
+    assert left.name.startswith(name) and not (run / name).exists()
+    train(preset, *argv)
+    assert not list(run.rglob("*.tmp")) and durable.read_json(run / "run_record.json")["steps"] == 2
+
+
+def test_what_a_killed_process_of_this_machine_left_is_removed(tmp_path):
+    """A living process's file stays, and that of another machine, where nobody here can tell."""
+    this = os.uname().nodename
+    gone = Forked(lambda: None, tmp_path.parent / "log")
+    gone.end()
+    others = [f"a.{this}-{os.getppid()}.tmp", f"a.other-{gone.pid}.tmp", "a.txt", f"a.{this}-x.tmp"]
+    for name in (*others, f"a.{this}-{gone.pid}.tmp", f"b.{this}-{gone.pid}.tmp", f".a.{this}-{os.getpid()}.tmp"):
+        (tmp_path / name).touch()
+    durable.remove_left(tmp_path, "a")
+    assert (tmp_path / f"b.{this}-{gone.pid}.tmp").exists()
+    durable.remove_left(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+    assert [durable.is_aside(name) for name in others] == [True, True, False, False]

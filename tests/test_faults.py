@@ -42,14 +42,15 @@ def test_damage_is_what_it_is_called(tmp_path):
 
 def test_the_census_counts_a_run_with_another_seed_as_a_silent_difference(root, tmp_path):
     """Real runs that are killed, or damaged, and started again; and a run whose seed is changed on purpose."""
-    flags = ["--only", "sabotage", "kill all", "bits flipped, between", "--scenario", "text", "pack, 1 process"]
-    flags += ["--seed", "344", "--cases", "6", "--output", tmp_path / "report.json"]
+    flags = ["--only", "sabotage", "kill all", "file operation", "bits flipped, between"]
+    flags += ["--scenario", "text", "pack, 1 process", "--seed", "208", "--cases", "7"]
+    flags += ["--output", tmp_path / "report.json"]
     done = run_python("-m", "benchmarks.faults", *flags, cwd=root)
     cases = json.loads((tmp_path / "report.json").read_text())["cases"].values()
     found = {kind: [one["outcome"] for one in cases if one["kind"] == kind] for kind in (one["kind"] for one in cases)}
-    assert done.returncode == 1 and "| **all** | 6 |" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "| **all** | 7 |" in done.stdout, done.stdout + done.stderr
     assert found["sabotage"] == ["silent difference"], done.stdout
-    assert found["kill all"] == ["same run"] * 3, done.stdout
+    assert found["kill all"] == found["kill at a file operation"] == ["same run"] * 2, done.stdout
     assert set(found["bits flipped, between starts"]) <= {"same run", "refused", "missed"}, done.stdout
     (seen,) = [one["detail"] for one in cases if one["kind"] == "sabotage"]
     assert "digest" in seen and "model.safetensors" in seen

@@ -104,19 +104,32 @@ class Case:
         if "file_share" in plan:
             file_bytes = int(plan["file_share"] * self.reference["largest"])
             self.log.append(f"no file above {file_bytes:,} bytes")
-        start = self._start(tuple(plan.get("all_flags", ())), file_bytes)
+        operations = int(self._share(plan["operation"]) * self.reference["operations"]) if "operation" in plan else None
+        start = self._start(tuple(plan.get("all_flags", ())), file_bytes, operations)
         if "second" in plan:
             self._two_starts(start)
             return
         during, between = (plan.get("damage", {}).get("when") == when for when in ("during", "between"))
         reached = self._run(start, plan.get("moment", {}), plan.get("kill"), self._damage if during else None)
-        self.missed = "moment" in plan and not reached
+        if operations is not None:
+            reached = self._killed_itself(start, operations)
+        self.missed = ("moment" in plan or operations is not None) and not reached
         if not self.missed and (between or plan.get("flags")):
             self._between(between)
         elif self.missed:
             self.earlier *= 0.6
         if "disk_share" in plan:
             mount_disk(self.folder / "out", 1 << 30, again=True)
+
+    def _killed_itself(self, start: Start, operations: int) -> bool:
+        """Whether a start has come to the file operation at which it is killed."""
+        reached = any(process.code == -signal.SIGKILL for process in start.processes)
+        for process in start.processes if reached else ():
+            process.signalled = True
+        journal = start.journal.read_text().splitlines()
+        at = journal[operations].rstrip() if reached else f"{len(journal)} operations"
+        self.log.append(f"{start.name}: SIGKILL to all at file operation {operations}, {at}")
+        return reached
 
     def _between(self, damage: bool) -> None:
         """Damage what the first start has left, or leave it to the second start's flags. Missed where the work was
@@ -126,8 +139,8 @@ class Case:
         elif not self.scenario.remembered(self.folder) or (damage and not self._damage()):
             self.missed, self.later = True, 0.6 * self.later
 
-    def _start(self, flags: tuple[str, ...], file_bytes: int | None = None) -> Start:
-        start = Start(self.scenario, self.folder, f"start{len(self.starts) + 1}", flags, file_bytes)
+    def _start(self, flags: tuple[str, ...], file_bytes: int | None = None, operations: int | None = None) -> Start:
+        start = Start(self.scenario, self.folder, f"start{len(self.starts) + 1}", flags, file_bytes, operations)
         self.starts.append(start)
         if flags:
             self.log.append(f"{start.name} with {' '.join(flags)}")
@@ -164,8 +177,8 @@ class Case:
             if moment.get("announced") and not self._announced(start):
                 return False, None
             begin_s = self.reference["announced_s"] if moment.get("announced") else 0
-            share = self.earlier * (1 - self.later * (1 - moment["share"]))
-            return elapsed_s >= begin_s + share * (self.reference["duration_s"] - begin_s), None
+            share_s = self._share(moment["share"]) * (self.reference["duration_s"] - begin_s)
+            return elapsed_s >= begin_s + share_s, None
         if seen_s is None:
             if "appears" in moment:
                 seen = any(self.folder.glob(moment["appears"]))
@@ -173,6 +186,10 @@ class Case:
                 seen = start.processes[0].text.count(b"  loss ") >= moment["steps"]
             return seen and not moment["then_s"], elapsed_s if seen else None
         return elapsed_s >= seen_s + moment["then_s"], seen_s
+
+    def _share(self, share: float) -> float:
+        """When a fault comes, as a share of the run, after the attempts at which it came too early or too late."""
+        return self.earlier * (1 - self.later * (1 - share))
 
     def _announced(self, start: Start) -> bool:
         return announced(self.scenario, start)
@@ -253,7 +270,7 @@ class Case:
         if "no line" in endings:
             codes = [process.code for start in self.starts for process in start.processes]
             return "traceback", f"ended without a line, exit codes {codes}"
-        if self._to_do() is None or "already holds" in self.starts[-1].text:
+        if self._to_do() is None or "already holds a" in self.starts[-1].text:  # a finished run, a tokenizer
             return self._compare()
         return "refused", ""
 
@@ -349,6 +366,8 @@ def undisturbed(scenario: Scenario, other_seed: bool, folder: Path, shared: Path
     sizes = [path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()]
     result: Result = scenario.result(folder)
     times = {"duration_s": start.ended_s, "announced_s": announced_s or 0.0}
+    if not start.launched:
+        times["operations"] = len(start.journal.read_text().splitlines())
     return {"result": result, **times, "largest": max(sizes), "bytes": sum(sizes)}
 
 

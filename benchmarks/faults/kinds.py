@@ -21,6 +21,7 @@ from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrai
 
 Plan = dict[str, Any]  # as JSON holds it
 
+KILL_ALL = {"who": "all", "signal": "SIGKILL", "which": 0}
 OTHER_SEED = ("--seed", "43")
 # flags that make another run by right, or ask for what this machine lacks
 NOT_DRAWN = {
@@ -81,6 +82,20 @@ def killed(who: str, moment: Callable = any_moment, number: str = "SIGKILL") -> 
     return draw
 
 
+def killed_at_operation(rng: random.Random, scenario: Scenario) -> Plan:
+    """`operation`: the share of the file operations of an undisturbed run that are made before all are killed."""
+    plan = {"operation": rng.random(), "kill": dict(KILL_ALL)}
+    return plan | ({"again": any_moment(rng, scenario)} if rng.random() < 0.2 else {})
+
+
+def first_start_killed(rng: random.Random, scenario: Scenario) -> Plan:
+    """At any moment; in forked processes half of the time at a file operation."""
+    if not scenario.launcher and rng.random() < 0.5:
+        return {"operation": rng.random(), "kill": dict(KILL_ALL)}
+    signals = ["SIGKILL", "SIGKILL", "SIGTERM"]
+    return {"moment": any_moment(rng, scenario), "kill": {**KILL_ALL, "signal": rng.choice(signals)}}
+
+
 def damaged(how: tuple[str, ...], when: str, what: str) -> Callable:
     """`when`: "before" the first start (of what another command has made), "between" two starts, or "during" the first;
     `what`: "inputs", "output" or both by chance. During a run, inputs are damaged when they are announced, and of the
@@ -94,8 +109,7 @@ def damaged(how: tuple[str, ...], when: str, what: str) -> Callable:
         damage["places"] = [[rng.random(), rng.randrange(8)] for _ in range(rng.choice([1, 1, 1, 2, 3]))]
         plan = {"damage": damage}
         if when == "between":
-            plan["moment"] = any_moment(rng, scenario)
-            plan["kill"] = {"who": "all", "signal": rng.choice(["SIGKILL", "SIGKILL", "SIGTERM"]), "which": 0}
+            plan |= first_start_killed(rng, scenario)
         elif when == "during":
             plan["moment"] = {"share": rng.random(), "announced": target == "inputs"}
         return plan
@@ -125,9 +139,8 @@ def second_start(*flags: str) -> Callable:
 def flag_changed(rng: random.Random, scenario: Scenario) -> Plan:
     """Any flag, from the second start on."""
     name, words = another_flag(rng, scenario, scopes=("start", "free", "content", "fixed", "data"))
-    moment = any_moment(rng, scenario)
-    kill = {"who": "all", "signal": "SIGKILL", "which": 0}
-    return {"moment": moment, "kill": kill, "flags": words, "compare": "digest" if name in LAYOUT else "weights"}
+    compare = "digest" if name in LAYOUT else "weights"
+    return {**first_start_killed(rng, scenario), "flags": words, "compare": compare}
 
 
 def free_flag(rng: random.Random, scenario: Scenario) -> Plan:
@@ -194,6 +207,7 @@ KINDS = {
     "kill a worker": Kind(killed("helper"), 6, lambda scenario: scenario.helpers, launched=True),
     "kill the launcher": Kind(killed("launcher"), 8, lambda scenario: bool(scenario.launcher), launched=True),
     "kill while writing": Kind(killed("all", writing), 8, launched=True),
+    "kill at a file operation": Kind(killed_at_operation, 12),
     "kill while evaluating": Kind(killed("all", evaluating), 4, lambda scenario: scenario.pretrains),
     "SIGTERM": Kind(killed("all", any_moment, "SIGTERM"), 6, launched=True),
     "bits flipped, between starts": Kind(damaged(("bits",), "between", "any"), 14, _resumes, launched=True),

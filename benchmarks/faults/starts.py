@@ -29,6 +29,9 @@ ENVIRONMENT = {
     **{"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
 }
 POLL_S = 0.003
+_LINE = 100  # bytes of a line of the journal of file operations
+_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL for the ranks that outlive a failed rank
 # a launcher's report of a process that failed, or that it was told to stop
 _OF_LAUNCHER = ("ChildFailedError", "CalledProcessError", "SignalException")
@@ -139,9 +142,18 @@ def free_port() -> int:
 
 class Start:
     """One start of a scenario's command in `folder`, with `flags` behind its own; `file_bytes` limits the size of any
-    file that it writes."""
+    file that it writes, `operations` is how many file operations it makes in `out` before all its processes are killed
+    (forked processes only)."""
 
-    def __init__(self, scenario, folder: Path, name: str, flags: tuple[str, ...] = (), file_bytes: int | None = None):
+    def __init__(
+        self,
+        scenario,
+        folder: Path,
+        name: str,
+        flags: tuple[str, ...] = (),
+        file_bytes: int | None = None,
+        operations: int | None = None,
+    ):
         self.argv, self.flags, self.folder, self.name = [*scenario.argv, *flags], flags, folder, name
         self.begun, self.ended_s, self._failed_s = time.monotonic(), None, None
         self.launched = bool(scenario.launcher)
@@ -157,8 +169,13 @@ class Start:
         self.processes: list[Process] = []
         for rank, environment in enumerate(environments):
             group = self.processes[0].pid if self.processes else 0
-            run = _program(scenario, self.argv, folder, {**ENVIRONMENT, **environment}, file_bytes)
+            run = _program(scenario, self, {**ENVIRONMENT, **environment}, file_bytes, operations)
             self.processes.append(Process(run, group, folder / f"{name}-{rank}.log"))
+
+    @property
+    def journal(self) -> Path:
+        """The file with a line for each of its file operations in `out`."""
+        return self.folder / f"{self.name}.journal"
 
     def running(self) -> bool:
         """Whether a process of it runs; ends the ranks that a failed rank leaves."""
@@ -218,11 +235,12 @@ class Start:
         return [process.ending() for process in self.processes]
 
 
-def _program(scenario, argv: list[str], folder: Path, environment: dict[str, str], file_bytes: int | None):
+def _program(scenario, start: "Start", environment: dict[str, str], file_bytes: int | None, operations: int | None):
     """What a forked process does: the script's `main`, or the launcher in its place."""
+    argv = start.argv
 
     def run() -> None:
-        os.chdir(folder)
+        os.chdir(start.folder)
         os.environ.update(environment)
         if file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
@@ -231,10 +249,32 @@ def _program(scenario, argv: list[str], folder: Path, environment: dict[str, str
                 os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
             command = [sys.executable, *scenario.launcher, *argv]
             os.execv(command[0], command)
+        _watch_files(start.folder / "out", start.journal, operations)
         sys.argv = [scenario.program, *argv]
         exit_on_error(lambda: scenario.main()(argv))
 
     return run
+
+
+def _watch_files(folder: Path, journal: Path, operations: int | None) -> None:
+    """Note in `journal` each file operation below `folder` that this process and its forks are about to make, as
+    Python's audit events tell them (native code that writes is not seen); kill the process group at the one whose
+    number is `operations`."""
+    stream = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    below = f"{folder}/"
+
+    def hook(event: str, details: tuple) -> None:
+        if (event != "open" and event not in _CHANGES) or not isinstance(details[0], str | os.PathLike):
+            return
+        if event == "open" and not (isinstance(details[2], int) and details[2] & _WRITES):
+            return
+        if (path := os.path.abspath(details[0])).startswith(below):
+            at = os.fstat(stream).st_size // _LINE
+            os.write(stream, f"{event} {path.removeprefix(below)}"[: _LINE - 1].ljust(_LINE - 1).encode() + b"\n")
+            if operations is not None and at >= operations:
+                os.killpg(0, signal.SIGKILL)
+
+    sys.addaudithook(hook)
 
 
 def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:

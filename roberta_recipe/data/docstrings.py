@@ -8,7 +8,6 @@ import ast
 import gc
 import hashlib
 import importlib.metadata
-import os
 import re
 import sys
 import sysconfig
@@ -48,7 +47,8 @@ def docstring_file(max_bytes: int | None = None) -> Path:
         if not documents:
             raise InputError(f"no docstrings below {sysconfig.get_paths()['stdlib']}; was Python run with -OO?")
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        durable.remove_left(path.parent)
+        aside = durable.aside_of(path)
         try:
             pq.write_table(pa.table({"text": documents}), aside, row_group_size=4096)
             durable.sync(aside)

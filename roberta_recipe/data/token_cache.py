@@ -274,7 +274,7 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in folder.iterdir()} - {path.name}
-        others = [name for name in names if not (name.endswith(".tmp") or name.startswith(lock.LOCK_NAME))]
+        others = [name for name in names if not (durable.is_aside(name) or name.startswith(lock.LOCK_NAME))]
         if not path.exists():
             if others:
                 raise InputError(f"token_cache={folder} holds other files; name an empty or a new folder")
@@ -327,6 +327,8 @@ def build(
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
     share = f"{lock.LOCK_NAME}-{machine + 1}-of-{machines}"
     lock.take(folder, share)
+    for path in (folder, *filter(Path.is_dir, folder.iterdir())):
+        durable.remove_left(path)
     try:
         _pack_missing(folder, reader, made_from, num_proc, machine, machines, by_content)
     finally:
@@ -476,7 +478,7 @@ def _write_shard(
     """Write `blocks` as an Arrow file, then a JSON file with its counts; each whole or absent."""
     path = folder / shard_path(reader.corpus, shard)
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    aside = durable.aside_of(path)
     batches = iter(lambda: list(itertools.islice(blocks, _ROWS_PER_BATCH)), [])
     first = next(batches, None)
     # a file without blocks has a schema too

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -51,7 +50,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     """
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    hidden = folder.with_name(f".{folder.name}")
+    durable.remove_left(folder.parent, hidden.name)
+    aside = durable.aside_of(hidden)
     try:
         tokenizer.save_pretrained(aside)
         durable.move_into_place(aside, folder, replace=False)

@@ -219,6 +219,8 @@ def run_all(
     """
     if runs and is_first_process():
         take_folder(runs[0].output_dir.parent)
+        for run in runs:
+            durable.remove_left(run.output_dir)
     records = []
     for run in runs:
         flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
@@ -244,6 +246,7 @@ def take_folder(folder: Path) -> None:
     except OSError as error:
         raise InputError(f"output_dir={folder} cannot be made: {error.strerror}") from None
     lock.take(folder)
+    durable.remove_left(folder)
 
 
 def finetune(

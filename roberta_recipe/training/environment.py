@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from roberta_recipe import lock
+from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json
@@ -76,6 +76,7 @@ def _take(output_dir: str, max_steps: int) -> None:
     except OSError as error:
         raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
     lock.take(path)
+    durable.remove_left(path)
     _check_content(path, max_steps)  # another run may have begun and ended in between
 
 
@@ -88,8 +89,8 @@ def _check_content(path: Path, max_steps: int) -> None:
         )
     # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
     left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)
-    others = [entry for entry in path.iterdir() if entry.name not in left] if path.is_dir() else []
-    if others and not newest_first(path):
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    if any(name not in left and not durable.is_aside(name) for name in names) and not newest_first(path):
         raise InputError(
             f"output_dir={path} already holds files, and no checkpoint to resume from; name another folder with "
             "--output_dir, or move this folder away"
