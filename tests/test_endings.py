@@ -257,21 +257,37 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path, monkeypatch):
     assert not stale.exists() and fresh.exists() and built.exists()
 
 
+@pytest.fixture
+def killed_at(tmp_path, monkeypatch):
+    """A function that makes `call()` in a process that is killed as it renames to a path of this end."""
+
+    def run(end, call):
+        def replace(path, target):
+            if str(target).endswith(end):
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replace)
+            process = Forked(call, tmp_path / "log")
+            assert process.end() == -signal.SIGKILL, process.log
+
+    return run
+
+
+def test_what_was_written_of_a_best_epoch_is_no_file_of_the_next(glue, tmp_path, killed_at):
+    killed_at(".partial/best/manifest.json", lambda: glue("run"))
+    assert list(tmp_path.glob("run/lr*/.partial/best/*.tmp"))
+    glue("run")
+    assert list(tmp_path.glob("run/lr*/best/manifest.json")) and not list(tmp_path.rglob("*.tmp"))
+
+
 @pytest.mark.parametrize("name", ["preset.yaml", "log.jsonl", "run_record.json"])
-def test_a_run_that_was_killed_as_it_wrote_a_file_begins_again(preset, tmp_path, monkeypatch, name):
+def test_a_run_that_was_killed_as_it_wrote_a_file_begins_again(preset, tmp_path, killed_at, name):
     """Found by the census at the first: what was written aside stays, and is no file of another run."""
-
-    def killed(path, target):
-        if Path(target).name == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.rename(path, target)
-
     run = tmp_path / "run"
     argv = ("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2", "--output_dir", run)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        process = Forked(lambda: train(preset, *argv), tmp_path / "log")
-        assert process.end() == -signal.SIGKILL, process.log
+    killed_at(f"/{name}", lambda: train(preset, *argv))
     (left,) = run.glob("*.tmp")
     assert left.name.startswith(name) and not (run / name).exists()
     train(preset, *argv)

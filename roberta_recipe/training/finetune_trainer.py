@@ -2,6 +2,7 @@
 
 import gc
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,8 @@ class FinetuneTrainer(DurableTrainer):
     def _keep_as_best(self, scores: np.ndarray) -> None:
         """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all."""
         aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
+        if self.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)  # of a start that was killed
         try:
             self.save_model(str(aside), _internal_call=True)
             if self.args.should_save:
