@@ -1,5 +1,6 @@
 """Fixtures: generated text, tokenizers trained on it, models of a few thousand parameters. No network, no Hub."""
 
+import importlib
 import json
 import os
 import random
@@ -21,7 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.commands import launch
 from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
@@ -102,16 +105,44 @@ class Forked:
         raise AssertionError(f"it did not end: {self.log}")
 
 
-def forked_ranks(call, folder, processes=2):
+def forked_ranks(call, folder, processes=2, **env):
     """`call(rank)` in each of the processes of a run on the CPU, as a launcher starts them; logs in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "ACCELERATE_USE_CPU": "true"}
-    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **address}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    sizes |= {"ACCELERATE_USE_CPU": "true", **env, **address}
     return [
         Forked(lambda rank=rank: call(rank), folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **sizes)
         for rank in range(processes)
     ]
+
+
+def end_well(ranks):
+    """Wait for the processes of `forked_ranks`; fails the test where one of them fails."""
+    codes = [rank.end() for rank in ranks]
+    assert codes == [0] * len(ranks), "\n".join(rank.log for rank in ranks)
+
+
+@pytest.fixture
+def deepspeed_ranks(monkeypatch):
+    """A function: `forked_ranks` under DeepSpeed, with what `accelerate launch` makes of a file of
+    ds_configs/accelerate. DeepSpeed's all-reduce in shared memory, a minute of C++ to build, is gloo's."""
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch
+    monkeypatch.setattr(backend, "build_shm_op", lambda: None)
+    launched = []
+    monkeypatch.setattr(launch, "deepspeed_launcher", launched.append)
+    monkeypatch.chdir(ROOT)  # the launch files name DeepSpeed's own relative to it
+
+    def start(launch_file, call, folder):
+        flags = ["--config_file", f"ds_configs/accelerate/{launch_file}.yaml", "--num_processes", "2"]
+        flags += ["--main_process_port", "0", "script.py"]
+        launch.launch_command(launch.launch_command_parser().parse_args(flags))
+        _, env = prepare_deepspeed_cmd_env(launched.pop())
+        added = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        return forked_ranks(call, folder, **added, ACCELERATE_USE_CPU="false")
+
+    return start
 
 
 def wait_for_step(process, log, step):

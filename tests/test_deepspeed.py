@@ -1,4 +1,4 @@
-"""ZeRO through `accelerate launch` on two CPU processes, and settings that the configurations must not hold."""
+"""ZeRO on two CPU processes, once through `accelerate launch`, and settings that the configurations must not hold."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import run_python
+from conftest import end_well, run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
@@ -25,17 +25,6 @@ LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None, reason="on a CPU, DeepSpeed builds an extension in C++"
 )
-
-
-def launch(launch_file, preset, *argv, cwd):
-    """`accelerate launch` with two processes from the repository's root."""
-    done = run_python(
-        *["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"],
-        *["--num_processes", "2", "--main_process_port", "0", "train_mlm.py", "--config", preset, *argv],
-        cwd=cwd,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def read_record(path):
@@ -55,21 +44,24 @@ def start(config_file, tokenizer, tmp_path):
     return [*map(str, flags), "--per_device_train_batch_size", "2"]
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("stage", "eval_batch"),
     [(1, 4), (2, 9), (3, 27)],  # 27 blocks: processes evaluate 4 and 3 batches, 2 and 1, 1 and 0
 )
-def test_zero_gives_the_curve_and_the_weights_of_one_process(stage, eval_batch, preset, start, tmp_path):
+def test_zero_gives_the_curve_and_the_weights_of_one_process(
+    stage, eval_batch, preset, start, tmp_path, deepspeed_ranks
+):
     flags = [*start, "--per_device_eval_batch_size", str(eval_batch)]
     single = train_mlm.main(["--config", preset, *flags, "--output_dir", str(tmp_path / "single")])
     flags += ["--save_strategy", "steps", "--save_steps", "2"]
-    done = launch(f"zero{stage}", preset, *flags, cwd=ROOT)
+    ranks = deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(["--config", preset, *flags]), tmp_path)
+    end_well(ranks)
     zero = read_record(tmp_path / "run")
     assert losses(zero) == pytest.approx(losses(single), rel=1e-5) and len(losses(zero)) == 4  # measured: 2e-7
     assert zero["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
     assert (zero["tokens_seen"], zero["parameters"]) == (single["tokens_seen"], single["parameters"])
-    assert "destroy_process_group" not in done.stderr and "Batch       8 sequences = 2 processes" in done.stderr
+    assert "Batch       8 sequences = 2 processes" in ranks[0].log
+    assert len(list((tmp_path / "run" / "checkpoint-4").glob("global_step*/*optim_states.pt"))) == 2  # sharded
 
     wanted = load_file(tmp_path / "single" / "model.safetensors")
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
@@ -84,11 +76,17 @@ def test_zero_gives_the_curve_and_the_weights_of_one_process(stage, eval_batch, 
         assert (model.lm_head.bias[400:] < -9e3).all()
 
 
-@needs_compiler
-@pytest.mark.parametrize("launch_file", ["zero1", "zero3_offload"])
-def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path):
+@pytest.mark.parametrize("launch_file", ["zero1", pytest.param("zero3_offload", marks=needs_compiler)])
+def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path, deepspeed_ranks):
     single = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "single")])
-    launch(launch_file, preset, *start, "--bf16", "true", cwd=ROOT)
+    argv = ["--config", preset, *start, "--bf16", "true"]
+    if launch_file == "zero1":
+        end_well(deepspeed_ranks(launch_file, lambda rank: train_mlm.main(argv), tmp_path))
+    else:
+        command = ["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"]
+        command += ["--num_processes", "2", "--main_process_port", "0", "train_mlm.py"]
+        done = run_python(*command, *argv, cwd=ROOT)
+        assert done.returncode == 0 and "destroy_process_group" not in done.stderr, done.stderr
     half = read_record(tmp_path / "run")
     assert losses(half) == pytest.approx(losses(single), rel=2e-3) and losses(half) != losses(single)  # measured: 2e-4
     assert half["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=2e-3)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import types
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import PLACES, SUBJECTS, VERBS, run_python
+from conftest import PLACES, SUBJECTS, VERBS, end_well, forked_ranks, run_python
 from official_files import PAIR, write_glue, write_lines, write_wsc
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, RobertaForMaskedLM
@@ -331,39 +332,30 @@ def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
 
 
-def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, root, tmp_path):
+def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tmp_path, monkeypatch):
     """Killed in the middle of an epoch, two processes resume with the batches that are left of the epoch."""
     saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
     finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "a"))
-    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"]
-    command += ["--main_process_port", "0", root / "finetune_glue.py"]
     batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
-    command += flags("rte", *saving, *batches, "--do_predict")
-    (tmp_path / "crash.py").write_text(CRASH.format(root=str(root)))
-    crashing = [tmp_path / "crash.py" if word == root / "finetune_glue.py" else word for word in command]
-    killed = run_python(*crashing, cwd=tmp_path)
-    assert killed.returncode != 0 and (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
-    done = run_python(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    argv = flags("rte", *saving, *batches, "--do_predict")
+    step = finetune_trainer.FinetuneTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            os._exit(9)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
+        ranks = forked_ranks(lambda rank: finetune_glue.main(argv), tmp_path)
+        assert [rank.end() for rank in ranks] == [9, 9]
+    assert (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
+    ranks = forked_ranks(lambda rank: finetune_glue.main(argv), tmp_path)
+    end_well(ranks)
     two, single = record_of(tmp_path), durable.read_json(tmp_path / "a" / "lr0.001-batch8-seed1" / "run_record.json")
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
-    assert done.stdout.count("rte, validation accuracy") == 1
-
-
-CRASH = """
-import sys
-sys.path.insert(0, {root!r})
-import finetune_glue
-from roberta_recipe.training.finetune_trainer import FinetuneTrainer
-step = FinetuneTrainer.training_step
-def killed(self, *args, **kwargs):
-    if self.state.global_step == 6:
-        sys.exit(9)
-    return step(self, *args, **kwargs)
-FinetuneTrainer.training_step = killed
-finetune_glue.main()
-"""
+    assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import KeepGradients, make_documents, run_python, write_parquet
+from conftest import KeepGradients, end_well, forked_ranks, make_documents, write_parquet
 from toy_objective import ToyArguments, ToyModel, halves
 
 import train_mlm
@@ -176,25 +176,20 @@ def train_toy(preset, toy_config, tmp_path, monkeypatch):
     return train
 
 
-def test_two_processes_and_zero_give_the_losses_of_one_process(root, preset, train_toy, tmp_path):
+def test_two_processes_and_zero_give_the_losses_of_one_process(train_toy, tmp_path, deepspeed_ranks):
     alone, record = train_toy(tmp_path / "alone")
     assert len(alone) == 4 and {"eval_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
-    for launch_file in ("two_cpus", "zero3"):
-        folder = tmp_path / launch_file
-        done = run_python(
-            *["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"],
-            *["--num_processes", "2", "--main_process_port", "0", "tests/toy_objective.py", "--config", preset],
-            *["--output_dir", folder, "--save_strategy", "steps", "--save_steps", "4"],
-            *["--per_device_train_batch_size", "2"],
-            cwd=root,
-        )
-        assert done.returncode == 0, done.stderr
+    for name, start in (("two", forked_ranks), ("zero", functools.partial(deepspeed_ranks, "zero3"))):
+        folder = tmp_path / name
+        call = functools.partial(train_toy, folder, "--per_device_train_batch_size", 2)
+        end_well(start(lambda rank, call=call: call(), tmp_path))
+        assert any((folder / "checkpoint-4").glob("global_step*")) == (name == "zero")
         lines, other = losses_of(folder)
         for line, wanted in zip(lines, alone, strict=True):
             assert line.pop("digest") == wanted["digest"]
-            assert line == pytest.approx({key: wanted[key] for key in line}, rel=1e-4), launch_file
-        for name in ("eval_loss", "eval_toy_loss"):
-            assert other["metrics"][name] == pytest.approx(record["metrics"][name], rel=1e-4), launch_file
+            assert line == pytest.approx({key: wanted[key] for key in line}, rel=1e-4), name
+        for loss in ("eval_loss", "eval_toy_loss"):
+            assert other["metrics"][loss] == pytest.approx(record["metrics"][loss], rel=1e-4), name
 
 
 def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(train_toy, tmp_path):

@@ -1,25 +1,18 @@
-"""`train_mlm.py` with a toy sentence-level objective and columns of its own: what a new objective needs.
+"""A toy sentence-level objective with columns of its own: what a new objective needs of `train_mlm.py`.
 
-As a script it takes train_mlm.py's command line. Its input format gives each block token types (first half, second
+Its input format gives each block token types (first half, second
 half) and a label: none, 0 or 1 in turn, by the block's number in its file. Its model predicts the label from `<s>`.
 """
 
-import functools
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
-
-import train_mlm
 from roberta_recipe.args import setting
 from roberta_recipe.data import packing
-from roberta_recipe.errors import exit_on_error
 from roberta_recipe.training.modeling import RobertaForMaskedLM
-from roberta_recipe.training.pretraining import MlmArguments, build_model
+from roberta_recipe.training.pretraining import MlmArguments
 
 
 def halves(documents, state, **how):
@@ -51,10 +44,3 @@ class ToyArguments(MlmArguments):
     """train_mlm.py's flags, with the toy's input format."""
 
     input_format: str = setting("halves", "The toy's.", "data", shown=True)
-
-
-if __name__ == "__main__":
-    packing.PACKERS["halves"] = halves
-    train_mlm.MlmArguments = ToyArguments
-    train_mlm.build_model = functools.partial(build_model, cls=ToyModel)
-    exit_on_error(train_mlm.main)
