@@ -61,6 +61,19 @@ def says_no_room(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in said for words in _TORCH_CANNOT_WRITE)
 
 
+def build_message(error: BaseException) -> str | None:
+    """What to do where an extension in C++, which DeepSpeed builds as it starts, could not be built; else None."""
+    if not (found := re.match(r"Error building extension '(\w+)'", str(error))):
+        return None
+    lines = str(error).splitlines()
+    reason = next((line for line in lines if re.search(r"not found|error: |No space left", line)), lines[-1])
+    reason = reason.removeprefix(found[0] + ":").strip()
+    return (
+        f"DeepSpeed's extension {found[1]} could not be built ({reason}): it needs a C++ compiler, c++ or what CXX "
+        "names, and time to finish."
+    )
+
+
 def lost_message(lost: str, error: BaseException) -> str:
     """What `hardware.lost_process` found in `error`, and where to look."""
     said = re.split(r"\. (?=[A-Z])", re.sub(r"^\[\S+\] ", "", first_line(error)))[0]  # gloo begins with its source file
@@ -89,6 +102,8 @@ def exit_on_error(main: Callable[[], Any]) -> None:
 
         if says_no_room(error):
             message = f"error: {first_line(error)}: make room. What was saved is whole. {continue_with()}"
+        elif build := build_message(error):
+            message = f"error: {build} What was saved is whole. {continue_with()}"
         elif lost := lost_process(error):
             message = f"error: {lost_message(lost, error)} What was saved is whole. {continue_with()}"
         else:

@@ -307,3 +307,26 @@ def test_what_a_killed_process_of_this_machine_left_is_removed(tmp_path):
     durable.remove_left(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
     assert [durable.is_aside(name) for name in others] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("ninja: build stopped: interrupted by user.\n", "ninja: build stopped: interrupted by user."),
+        (
+            "[1/3] g++ -MMD -c shm.cpp -o shm.o \nFAILED: shm.o \n/bin/sh: 1: g++: not found\nninja: build stopped: "
+            "subcommand failed.\n",
+            "/bin/sh: 1: g++: not found",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_built_is_a_line(tmp_path, said, reason):
+    """Without a compiler, or as the start is ended; torch's own words."""
+
+    def run():
+        raise RuntimeError(f"Error building extension 'deepspeed_shm_comm': {said}")
+
+    process = Forked(run, tmp_path / "log")
+    assert process.end() == 1
+    (line,) = process.log.splitlines()
+    assert line.startswith("error: DeepSpeed's extension deepspeed_shm_comm could not be built (" + reason + "): it ")
