@@ -1,6 +1,7 @@
 """Errors that end a command in one line with an exit code. Any other exception keeps its traceback: it is a bug."""
 
 import errno
+import functools
 import os
 import re
 import signal
@@ -84,7 +85,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`; the errors above, signals, full disks and lost processes become one line on stderr and
     an exit code. Nothing of what is printed holds a password or a token."""
     sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         main()
         return
@@ -124,7 +125,9 @@ def _print_once(line: str, code: int) -> None:
     sys.stderr.flush()
 
 
-def _raise_terminated(*_: Any) -> None:
+def _raise_terminated(owner: int, number: int, _: Any) -> None:
+    if os.getpid() != owner:  # a forked worker that has not set its own handlers yet
+        os._exit(128 + number)
     raise _Terminated
 
 

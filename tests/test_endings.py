@@ -330,3 +330,17 @@ def test_an_extension_that_cannot_be_built_is_a_line(tmp_path, said, reason):
     assert process.end() == 1
     (line,) = process.log.splitlines()
     assert line.startswith("error: DeepSpeed's extension deepspeed_shm_comm could not be built (" + reason + "): it ")
+
+
+def test_a_forked_worker_that_is_ended_as_it_begins_prints_nothing(tmp_path):
+    """It has the handlers of the process that it is a fork of until it sets its own."""
+
+    def run():
+        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        print("worker:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    process = Forked(run, tmp_path / "log")
+    assert process.end() == 0
+    assert process.log == f"worker: {128 + signal.SIGTERM}\n"
