@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from roberta_recipe.credentials import redact
 from roberta_recipe.started import continue_with
 
 _FOR_FIRST_PROCESS_S = 3.0  # in which the launcher ends the others, once the first has failed
+_COMES_AGAIN_S = 0.02
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
 
@@ -137,9 +139,13 @@ def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any)
 
 def _print_ignored(ignored: Any) -> None:
     """What was raised where nothing can catch it, as Python cleans up: of a data worker that was killed, a line; of an
-    object that could not be made (and so lacks what its end needs), nothing, as that was said."""
+    object that could not be made (and so lacks what its end needs), nothing, as that was said; a signal comes again."""
     from roberta_recipe.hardware import lost_process
 
+    if isinstance(ignored.exc_value, KeyboardInterrupt | _Terminated):
+        number = signal.SIGTERM if isinstance(ignored.exc_value, _Terminated) else signal.SIGINT
+        threading.Timer(_COMES_AGAIN_S, os.kill, (os.getpid(), number)).start()
+        return
     name = getattr(ignored.object, "__qualname__", "")
     if name.endswith(".__del__") and isinstance(ignored.exc_value, AttributeError):
         return

@@ -344,3 +344,23 @@ def test_a_forked_worker_that_is_ended_as_it_begins_prints_nothing(tmp_path):
     process = Forked(run, tmp_path / "log")
     assert process.end() == 0
     assert process.log == f"worker: {128 + signal.SIGTERM}\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(tmp_path, number, code):
+    """In the end of an object, in a weak reference's callback: Python prints the exception there, and goes on."""
+
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            for _ in range(100):  # the handler runs here
+                pass
+
+    def run():
+        Ends()
+        time.sleep(20)
+
+    process = Forked(run, tmp_path / "log")
+    assert process.end() == code
+    (line,) = process.log.splitlines()
+    assert line.startswith("ended by ")
