@@ -23,7 +23,7 @@ from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.errors import InputError, says_no_room
 from roberta_recipe.tools import compare
-from roberta_recipe.training import checkpoint
+from roberta_recipe.training import batch, checkpoint
 from roberta_recipe.training.durable_trainer import write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -242,26 +242,20 @@ def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path):
         assert ("warning: a data worker is gone" in run.log) is in_a_line
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, root):
+def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, monkeypatch):
     """A limit of the process stands for the full disk: no file above 200 KB, from the second checkpoint on."""
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(root)!r})
-import train_mlm
-from roberta_recipe.training import mlm_trainer
-from roberta_recipe.errors import exit_on_error
-save = mlm_trainer.MlmTrainer._save_checkpoint
-def with_quota(self, *args):
-    if self.state.global_step == 6:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-    save(self, *args)
-mlm_trainer.MlmTrainer._save_checkpoint = with_quota
-exit_on_error(train_mlm.main)
-"""
-    (tmp_path / "quota.py").write_text(script)
-    done = run_python(tmp_path / "quota.py", "--config", preset, *SAVING, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    last = done.stderr.splitlines()[-1]
+    save = MlmTrainer._save_checkpoint
+
+    def with_quota(self, *args):
+        if self.state.global_step == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        save(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlmTrainer, "_save_checkpoint", with_quota)
+        run = Forked(lambda: train(preset, *SAVING), tmp_path / "log")
+        assert run.end() == 1, run.log
+    last = run.log.splitlines()[-1]
     assert last.startswith("error: checkpoint-6 could not be written") and "checkpoint-3" in last
     assert not (tmp_path / "run" / ".partial").exists()
     train(preset, *SAVING)
@@ -321,35 +315,29 @@ exit_on_error(train_mlm.main)
     assert train(preset, *SAVING)["steps"] == 12
 
 
-def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, root):
-    """A real limit: the process may take 200 MB more than it has after loading."""
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(root)!r})
-import train_mlm
-from roberta_recipe.training import batch, mlm_trainer
-from roberta_recipe.errors import exit_on_error
-def limited(function):
-    def within(*args, **kwargs):
-        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + 400_000_000, resource.RLIM_INFINITY))
-        try:
-            return function(*args, **kwargs)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return within
-batch.lower_to_memory = limited(batch.lower_to_memory)
-mlm_trainer.MlmTrainer.training_step = limited(mlm_trainer.MlmTrainer.training_step)
-exit_on_error(train_mlm.main)
-"""
-    (tmp_path / "limit.py").write_text(script)
-    big = ["--global_batch_size", "4096", "--per_device_train_batch_size", "4096", "--max_steps", "1"]
-    done = run_python(tmp_path / "limit.py", "--config", preset, *big, cwd=tmp_path)
-    assert done.returncode == 1 and "lower per_device_train_batch_size=4096" in done.stderr, done.stderr
+def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeypatch):
+    """A real limit: the process may take 100 MB more than it has after loading."""
+
+    def limited(function):
+        def within(*args, **kwargs):
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + 100_000_000, resource.RLIM_INFINITY))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        return within
+
+    monkeypatch.setattr(batch, "lower_to_memory", limited(batch.lower_to_memory))
+    monkeypatch.setattr(MlmTrainer, "training_step", limited(MlmTrainer.training_step))
+    big = ["--global_batch_size", "1024", "--per_device_train_batch_size", "1024", "--max_steps", "1"]
+    run = Forked(lambda: train(preset, *big), tmp_path / "log")
+    assert run.end() == 1 and "lower per_device_train_batch_size=1024" in run.log, run.log
     shutil.rmtree(tmp_path / "run")
-    done = run_python(tmp_path / "limit.py", "--config", preset, *big, "--auto_find_batch_size", cwd=tmp_path)
-    assert done.returncode == 0 and "trying per_device_train_batch_size=2048" in done.stderr, done.stderr
-    assert "Batch       4096 sequences = 1 processes x " in done.stderr
+    run = Forked(lambda: train(preset, *big, "--auto_find_batch_size"), tmp_path / "log")
+    assert run.end() == 0 and "trying per_device_train_batch_size=512" in run.log, run.log
+    assert "Batch       1024 sequences = 1 processes x " in run.log
 
 
 # Reading
