@@ -49,8 +49,11 @@ class _Terminated(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message, or its type where it has none; of torch's writers, what it means."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, RuntimeError) and any(words in line for words in _TORCH_CANNOT_WRITE):
+        return f"a file is not whole, most often for want of room (torch: {line})"
+    return line
 
 
 def says_no_room(error: BaseException) -> bool:
