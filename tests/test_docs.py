@@ -1,5 +1,7 @@
-"""The commands of docs/adapting.md run as they are written, in a copy of the repository, with fewer steps."""
+"""Commands of README and docs are those that their programs take; those of docs/adapting.md run as they are written, in
+a copy of the repository, with fewer steps."""
 
+import importlib
 import itertools
 import json
 import os
@@ -11,7 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import make_documents, write_jsonl, write_text
+
+from roberta_recipe.errors import InputError
 
 FEWER = ((r"--max_steps \d+", "--max_steps 4"), (r"--save_steps \d+", "--save_steps 2"))
 FEWER += ((r"--warmup_steps \d+ ", "--warmup_steps 1 "), (r"--num_train_epochs 3", "--num_train_epochs 1 --seeds 1 2"))
@@ -66,6 +71,71 @@ def apply(diff: str, folder: Path) -> list[str]:
         text = text.replace(old, new)
     path.write_text(text, encoding="utf-8")
     return [line[1:].strip() for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
+
+
+NOTED = """#!{python}
+import json, os, sys
+with open({calls!r}, "a") as stream:
+    stream.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.fixture
+def typed(root, tmp_path):
+    """A function: the command lines of Python that a shell makes of a block, of make's targets too; nothing runs."""
+    folder, calls, programs = clone(root, tmp_path / "typed"), tmp_path / "calls", tmp_path / "venv" / "bin"
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(root / name, folder)
+    programs.mkdir(parents=True)
+    (tmp_path / "venv" / ".installed").touch()  # `make setup` is done
+    for name, text in (
+        ("python", NOTED.format(python=sys.executable, calls=str(calls))),
+        ("make", f'#!/bin/sh\nexec {shutil.which("make")} -s VENV={tmp_path / "venv"} "$@"\n'),
+        *((name, "#!/bin/sh\n") for name in ("pip", "git", "hf", "accelerate", "source")),
+    ):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def of(block):
+        calls.unlink(missing_ok=True)
+        env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+        block = block.replace("source .venv/bin/activate", ":")
+        done = subprocess.run(["bash", "-e", "-c", block], cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+        return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+    return of
+
+
+def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, typed, monkeypatch):
+    """An unknown flag behind each must be the only one that its parser does not know; so no command begins to work.
+    Those of docs/adapting.md do, below."""
+    monkeypatch.chdir(root)
+    programs = set()
+    others = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "adapting.md"]
+    for page in (root / "README.md", root / "ds_configs/README.md", *others):
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
+            if language not in ("", "bash") or block.startswith("$ "):
+                continue
+            for words in typed(block):
+                if "pytest" in words:
+                    continue
+                named = [
+                    word for word in words if word.endswith(".py") or word.startswith(("roberta_recipe.", "bench"))
+                ]
+                script = next((word for word in named if not word.endswith(".launch")), None)
+                assert script, f"{page.name}: {words}"
+                argv = words[words.index(script) + 1 :]
+                path = root / (script if script.endswith(".py") else script.replace(".", "/"))
+                if "..." in argv or "benchmarks" in script:
+                    assert path.exists() or path.with_suffix(".py").exists(), script
+                    continue
+                programs.add(script)
+                name = script.removesuffix(".py").replace("/", ".")
+                with pytest.raises(InputError) as refused:
+                    importlib.import_module(name).main([*argv, "--no_such_flag"])
+                assert str(refused.value).startswith("unknown argument '--no_such_flag'"), f"{page.name}: {words}"
+    assert len(programs) > 12, programs
 
 
 def test_every_test_that_the_reliability_page_names_is_there(root):
