@@ -29,7 +29,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, wnli, wsc
+from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, summary_text, wnli, wsc
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> Summary:
     summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
-        print(protocol.table(summary, paper_line(args.task_name)))
+        print(summary_text.table(summary, paper_line(args.task_name)))
 
     # 6. The test set, as the server takes it.
     if training_args.do_predict and training_args.process_index == 0:
@@ -410,7 +410,7 @@ def paper_line(name: str) -> str:
     """The paper's figures of a task."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
     if not known:
-        return "RoBERTa: no figure for this task"
+        return ""
     return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"
 
 

@@ -26,7 +26,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, percent
-from roberta_recipe.tasks import answers, protocol, race
+from roberta_recipe.tasks import answers, protocol, race, summary_text
 from roberta_recipe.training import environment
 from roberta_recipe.training.heads import load_with_head
 
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
-        print(protocol.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
+        print(summary_text.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
 
     # 6. The test set, whose answers are public.
     if training_args.do_predict and training_args.process_index == 0:

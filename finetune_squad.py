@@ -25,7 +25,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
-from roberta_recipe.tasks import answers, protocol, squad, squad_metric
+from roberta_recipe.tasks import answers, protocol, squad, squad_metric, summary_text
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.tasks.squad_metric import Squad, score_2
 from roberta_recipe.training import environment, modeling
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in squad.PAPER[version(args)].items())
-        print(protocol.table(summary, f"RoBERTa-large: {paper} (Table 6)", SHOWN[version(args)]))
+        print(summary_text.table(summary, f"RoBERTa-large: {paper} (Table 6)", SHOWN[version(args)]))
 
     # 6. Predictions of every run, as the official script reads them.
     if training_args.process_index == 0:

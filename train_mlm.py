@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
-    metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
+    metrics, by_source = trainer.measured(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record, loss curve, what came out.
     record: records.PretrainingRecord = records.run_record(
@@ -281,10 +281,11 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     plots.plot_loss(record, os.path.join(output_dir, records.CURVE_NAME))
     show_predictions(args.fill_mask_examples, output_dir)
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
+    starts = f" in {record['resumes'] + 1} starts" if record["resumes"] else ""
     print(
         f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
-        f"{record['tokens_per_second']:,} tokens/s, {duration(record['train_seconds'])} of training "
-        f"(resumed {record['resumes']} times), {duration(record['wall_clock_s'])} for this start\n"
+        f"{duration(record['train_seconds'])} of training{starts}, median {record['tokens_per_second']:,} tokens/s; "
+        f"{duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"
         f"run record  {Path(output_dir, records.RECORD_NAME)}\n"
         f"loss curve  {Path(output_dir, records.CURVE_NAME)}"

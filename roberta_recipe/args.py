@@ -285,11 +285,17 @@ def parse(
         description=description,
         usage=usage,
     )
-    parser.add_argument("--config", default=default_config, help="preset to start from; flags override it")
+    parser.add_argument(
+        "--config", default=default_config, help="preset; its values are the defaults here, and flags override them"
+    )
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config", default=default_config)
-    untouched, named = vars(parser.parse_args([])), vars(parser.parse_args(argv))
-    values = read_preset(config.parse_known_args(argv)[0].config, dataclass_types)
+    untouched = vars(parser.parse_args([]))
+    path = config.parse_known_args(argv)[0].config
+    if {"-h", "--help"} & set(argv):
+        parser.set_defaults(**read_preset(path, dataclass_types))
+    named = vars(parser.parse_args(argv))
+    values = read_preset(path, dataclass_types)
     _check_numbers(values, untouched)
     given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
     alternatives += tuple(pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ()))

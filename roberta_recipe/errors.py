@@ -92,32 +92,43 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
-        main()
-        return
-    except (KeyboardInterrupt, _Terminated) as error:
-        by = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
-        message, code = f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
-    except Stopped as error:
-        message, code = str(error), error.exit_code
-    except (InputError, RunError) as error:
-        # an error raised in a data worker comes with the worker's traceback around it
-        message = "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip()
-        code = error.exit_code
-    except Exception as error:
-        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
-
-        if says_no_room(error):
-            message = f"error: {first_line(error)}: make room. What was saved is whole. {continue_with()}"
-        elif build := build_message(error):
-            message = f"error: {build} What was saved is whole. {continue_with()}"
-        elif lost := lost_process(error):
-            message = f"error: {lost_message(lost, error)} What was saved is whole. {continue_with()}"
-        else:
-            raise
-        code = RunError.exit_code
+        try:
+            main()
+            return
+        except Exception as error:
+            if (said := _said_of(error)) is None:
+                raise
+    except (KeyboardInterrupt, _Terminated) as ended:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # a launcher ends the process that has just failed, as another has failed too: its error is what counts
+        failed = ended.__context__
+        said = (_said_of(failed) if isinstance(failed, Exception) else None) or _said_of_signal(ended)
+    message, code = said
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
     _print_once(redact(message), code)
     raise SystemExit(code)
+
+
+def _said_of(error: Exception) -> tuple[str, int] | None:
+    """The line and the exit code of an error that is no bug."""
+    if isinstance(error, Stopped):
+        return str(error), error.exit_code
+    if isinstance(error, InputError | RunError):
+        # an error raised in a data worker comes with the worker's traceback around it
+        return "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip(), error.exit_code
+    from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
+    if says_no_room(error):
+        line = f"{first_line(error)}: make room."
+    elif not (line := build_message(error)):
+        lost = lost_process(error)
+        line = lost and lost_message(lost, error)
+    return (f"error: {line} What was saved is whole. {continue_with()}", RunError.exit_code) if line else None
+
+
+def _said_of_signal(ended: BaseException) -> tuple[str, int]:
+    by = "SIGTERM" if isinstance(ended, _Terminated) else "Ctrl-C"
+    return f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
 
 
 def _print_once(line: str, code: int) -> None:

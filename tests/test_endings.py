@@ -364,3 +364,20 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(tmp_path, n
     assert process.end() == code
     (line,) = process.log.splitlines()
     assert line.startswith("ended by ")
+
+
+def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):
+    """As a launcher does to each process once one has failed."""
+
+    class Late(InputError):
+        def __str__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(100):  # the handler runs here
+                pass
+            return "what is wrong"
+
+    def run():
+        raise Late
+
+    process = Forked(run, tmp_path / "log")
+    assert (process.end(), process.log) == (2, "error: what is wrong\n")

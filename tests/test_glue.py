@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Debe
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tasks import answers, glue, protocol, qnli_ranking, wsc
+from roberta_recipe.tasks import answers, glue, protocol, qnli_ranking, summary_text, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
 from roberta_recipe.training import batch, finetune_trainer, heads
@@ -188,7 +188,12 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         assert (best / "model.safetensors").is_file() and not list(best.parent.glob("**/*.bin"))
         assert AutoTokenizer.from_pretrained(best).model_max_length == 64
         paths = re.findall(r"^(?:best epoch|answers|summary) +(/.*)$", capsys.readouterr().out, re.M)
-        assert len(paths) == 3 and all(Path(path).is_file() for path in paths)
+        assert paths == [
+            str(best),
+            str(best.parent / "validation_answers.tsv"),
+            str(best.parent.parent / "summary.json"),
+        ]
+        assert all(Path(path).exists() for path in paths)
         check_answers(name, read_answers(Path(paths[1])), record)
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
 
@@ -463,8 +468,21 @@ def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
     assert (first["median"], second["median"]) == (0.6, 0.7) and summary["picked"] == 1
     assert (second["lowest"], second["highest"]) == (0.1, 0.7) and second["degenerate_seeds"] == [3]
     assert first["best_run"].endswith("lr1e-05-batch16-seed1")
-    shown = protocol.table(summary | {"task": "rte"}, finetune_glue.paper_line("rte"))
+    summary |= {"task": "rte", "baseline": {"answer": "entailment", "metrics": {"accuracy": 0.6}}}
+    shown = summary_text.table(summary, finetune_glue.paper_line("rte"))
     assert "best median" in shown.splitlines()[4] and "degenerate (one answer to everything): seed 3" in shown
+    assert shown.splitlines()[-1] == "Majority answer: 60.0 (always entailment)"
+
+
+def test_a_result_that_one_answer_to_everything_would_have_is_said():
+    runs = protocol.runs_of([1e-5], [16], [1, 2], "out")
+    records = [{"metrics": {"accuracy": score}, "degenerate": score == 0.57} for score in (0.52, 0.57)]
+    summary = protocol.summarise(runs, records, "accuracy") | {"task": "mine", "baseline": None}
+    kept = "the weights that are kept, of seed 2, give one answer to everything"
+    assert summary_text.table(summary, finetune_glue.paper_line("mine")).splitlines()[-1] == f"Warning: {kept}"
+    summary["baseline"] = {"answer": "positive", "metrics": {"accuracy": 0.57}}
+    (*_, last) = summary_text.table(summary, "").splitlines()
+    assert last == f"Majority answer: 57.0 (always positive): no seed is above it; {kept}"
 
 
 def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):

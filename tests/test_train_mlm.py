@@ -17,7 +17,7 @@ from roberta_recipe import record as records
 from roberta_recipe.data import masking, tokenizer_training
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import evaluate, pack
-from roberta_recipe.training import batch, checkpoint, pretraining
+from roberta_recipe.training import batch, checkpoint, pretraining, progress
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
@@ -57,7 +57,7 @@ def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
     assert metrics["eval_bits"] == pytest.approx(metrics["eval_loss"] / math.log(2))
     assert [step for step, _ in record["loss_at_steps"]["train"]] == [1, 2, 3, 4, 5, 6]
-    assert [step for step, _ in record["loss_at_steps"]["validation"]] == [3, 6, 6]
+    assert [step for step, _ in record["loss_at_steps"]["validation"]] == [3, 6]
     counts = record["counts"]["train"]["train_file"]
     assert counts["documents"] > 0 and counts["blocks"] >= 48 and counts["held_out_documents"] == 0
 
@@ -265,6 +265,22 @@ def test_formats_precisions_and_sizes(preset, tmp_path):
     assert record["tokens_seen"] == 4 * 8 * 64  # no padding
     assert all(math.isfinite(loss) for loss in logged_losses(record))
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
+
+
+def test_the_last_step_is_measured_once(preset, tmp_path):
+    for every, steps in (("2", [2, 4]), ("3", [3, 4])):
+        flags = ["--eval_strategy", "steps", "--eval_steps", every, "--output_dir", str(tmp_path / every)]
+        record = train(preset, *flags)
+        assert [step for step, _ in record["loss_at_steps"]["validation"]] == steps
+        assert record["metrics"]["eval_loss"] == record["loss_at_steps"]["validation"][-1][1]
+
+
+def test_between_distant_log_entries_a_line_says_how_far_it_is(preset, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SILENT_S", 0.0)
+    train(preset, "--logging_steps", "3")
+    lines = re.findall(r"^step \d/4 .*$", capsys.readouterr().err, re.M)
+    assert [line.split("/")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
+    assert lines[1].startswith("step 2/4  ETA ") and "loss" not in lines[1] and "loss" in lines[2]
 
 
 def test_a_run_too_short_for_its_log(preset, capsys):

@@ -26,7 +26,6 @@ from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
-    SUMMARY_NAME,
     Baseline,
     DatasetCard,
     FinetuneRecord,
@@ -527,30 +526,3 @@ def load_from_hub(name: str, *config: str, split: str, instead: str) -> datasets
         raise InputError(
             f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
         ) from None
-
-
-def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
-    """Each setting with its median, spread and seeds, the best marked, and medians of the metrics `others`; the line
-    `paper` below, and where the best run's files are."""
-    metric, settings = summary["metric"], summary["settings"]
-    lines = [f"\n{summary['task']}, validation {metric} x 100"]
-    lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
-    for number, row in enumerate(settings):
-        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
-        picked = number == summary["picked"] and len(settings) > 1
-        lines.append(
-            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
-            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
-            f"{'  <- best median, picked on validation' * picked}"
-        )
-        if others:
-            medians = ", ".join(f"{name} {percent(row['medians'][name])}" for name in others)
-            lines.append(f"{'':>10}medians: {medians}")
-        if row["degenerate_seeds"]:
-            listed = ", ".join(map(str, row["degenerate_seeds"]))
-            lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
-    best = Path(picked_setting(summary)["best_run"])
-    found = {"best epoch": best / BEST_NAME / finetune_trainer.WEIGHTS, "answers": best / answers.ANSWERS_NAME}
-    found["summary"] = best.parent / SUMMARY_NAME
-    files = [f"{name:<12}{path}" for name, path in found.items() if path.is_file()]
-    return "\n".join([*lines, paper, *files])

@@ -191,6 +191,13 @@ class MlmTrainer(DurableTrainer):
         self._evaluating_s += time.monotonic() - start_s
         return metrics
 
+    def measured(self) -> dict[str, float]:
+        """What `evaluate` gives, as it was logged where training has measured its last step."""
+        for entry in reversed(self.state.log_history):
+            if "eval_loss" in entry and entry["step"] == self.state.global_step:
+                return {name: value for name, value in entry.items() if name != "step"}
+        return self.evaluate()
+
     def evaluate_sources(self, corpus: Corpus, validation: list[dict]) -> dict[str, SourceMetrics]:
         """What is measured on the blocks that each source has in `validation`, of which `eval_dataset` is the masked
         form; empty for one source."""

@@ -8,17 +8,21 @@ from transformers import TrainerCallback
 
 from roberta_recipe.log import duration, logger
 
+SILENT_S = 30.0  # without a log entry or a bar, until a line says how far it is
+
 
 class Progress(TrainerCallback):
     """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, the first process
-    alone; a terminal has a bar with the last loss below. All figures are in `log.jsonl`."""
+    alone; a terminal has a bar with the last loss below, a file now and then a line between distant entries. All
+    figures are in `log.jsonl`."""
 
     def __init__(self):
         self._bar = self._evaluation = None  # while training; while measuring
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
+        self._said_s = 0.0  # when the last line was written
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._first_step = state.global_step + 1
+        self._first_step, self._said_s = state.global_step + 1, time.monotonic()
         if state.is_world_process_zero:
             self._bar = tqdm(
                 total=state.max_steps,
@@ -33,16 +37,18 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self._first_step:
             self._begun_s = time.monotonic()
-        if self._bar is not None:
-            self._bar.update()
+        if self._bar is None:
+            return
+        self._bar.update()
+        if self._bar.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
+            self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self._bar is None or not (line := self._line(state, logs)):  # the script says what it measures at the end
             return
         if "loss" in logs:
             self._bar.set_postfix_str(f"loss {logs['loss']:#.3g}", refresh=False)
-        with tqdm.external_write_mode():  # the line stands above the bar
-            logger.info(line)
+        self._say(line)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if not state.is_world_process_zero:
@@ -68,6 +74,11 @@ class Progress(TrainerCallback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _say(self, line: str) -> None:
+        self._said_s = time.monotonic()
+        with tqdm.external_write_mode():  # the line stands above the bar
+            logger.info(line)
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
