@@ -31,7 +31,10 @@ NOT_DRAWN = {
     **dict.fromkeys(("corpus",), "reads the docstrings of this machine"),
     **dict.fromkeys(("push_to_hub", "hub_always_push", "report_to"), "ask for a server"),
     **dict.fromkeys(("seeds", "sweep"), "ask for other runs of a protocol"),
+    **dict.fromkeys(("keep",), "says which weights stay"),
 }
+# each names another run of a fine-tuning, in a folder of its own
+NAMES_A_RUN = ("learning_rate", "global_batch_size", "seed")
 # these spread the same batch in another way: the data are the same, the weights to rounding
 LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
 VALUES = {
@@ -157,7 +160,8 @@ def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]
     own = train_mlm.MlmArguments if scenario.pretrains else finetune_glue.GlueArguments
     trainers = MlmTrainingArguments if scenario.pretrains else FinetuneTrainingArguments
     cls = rng.choice([own, trainers, trainers])
-    names = [name for name, flag in flags_of(cls).items() if flag.resume in scopes and name not in NOT_DRAWN]
+    not_drawn = [*NOT_DRAWN, *(() if scenario.pretrains else NAMES_A_RUN)]
+    names = [name for name, flag in flags_of(cls).items() if flag.resume in scopes and name not in not_drawn]
     name = rng.choice(names)
     return name, [f"--{name}", rng.choice(VALUES.get(name) or _values(typing.get_type_hints(cls)[name]))]
 
