@@ -146,10 +146,12 @@ def test_every_test_that_the_reliability_page_names_is_there(root):
     assert not missing and len(named) > 30
 
 
-def test_every_command_of_the_page_runs(root, tmp_path):
+def test_every_command_of_the_page_runs(root, tmp_path, monkeypatch, capsys):
     folder = clone(root, tmp_path / "clone")
     write_inputs(folder)
     of_page = blocks(root / "docs" / "adapting.md")
+    from_csv, predict = (block for language, block in of_page if language == "python")
+    of_page = [(language, block) for language, block in of_page if language != "python"]
     assert [language for language, _ in of_page] == ["bash"] * 6 + ["diff", "bash"]
     shown, launched = [], False
     for language, block in of_page:
@@ -193,3 +195,14 @@ def test_every_command_of_the_page_runs(root, tmp_path):
     assert (card["name"], card["hub_id"], card["hub_config"]) == ("mine", None, None)
     assert set(card["hub_metrics"]) == {"accuracy", "f1"} and "glue" not in json.dumps(card).lower()
     assert len(added) == 1  # a single line of the script changes
+
+    monkeypatch.chdir(folder)
+    exec(predict.replace("runs/my_task/lr0.0001-batch16-seed3", summary["settings"][0]["best_run"]), {})
+    assert re.search(r"'label': '(same|different)'", capsys.readouterr().out)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task").mkdir()
+    (tmp_path / "reviews.csv").write_text('text,label\n"a ""good"" film, and\tlong\nindeed",yes\n' + "bad,no\n" * 19)
+    exec(from_csv, {})
+    rows = [path.read_text().splitlines() for path in sorted((tmp_path / "my_task").iterdir())]
+    assert [len(lines) for lines in rows] == [3, 19] and {lines[0] for lines in rows} == {"text\tlabel"}
+    assert 'a "good" film, and long indeed\tyes' in rows[0] + rows[1]

@@ -8,6 +8,7 @@ tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The la
 
 import argparse
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
     if Path(args.output_dir).exists() and any(Path(args.output_dir).iterdir()):
         raise InputError(f"output_dir={args.output_dir} holds other files; name a new or an empty folder")
+    parent = Path(args.output_dir).absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        raise InputError(f"output_dir={args.output_dir} cannot be made: {error.strerror}") from None
     return args
 
 
@@ -86,7 +93,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
     added to `sizes`."""
     max_bytes = int(args.sample_mb * 1e6)
     total = min(max_bytes, text_bytes(corpus) or max_bytes)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1, disable=None) as bar:
         for name, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
             sizes[name] += len(text.encode())
             bar.update(len(text.encode()))
@@ -97,7 +104,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
 def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
     """Print the sample beside the mixture: a source that ran out has less than its share."""
     total = sum(sizes.values())
-    print(f"trained on {total / 1e6:.1f} MB:")
+    print(f"trained on {total / 1e6:.1f} MB (a source whose text is used up has less than its share of the mixture):")
     for source, share in zip(corpus.sources, corpus.shares, strict=True):
         got = sizes[source.name]
         print(f"  {source.name:<16}{got / 1e6:>8.1f} MB  {got / total:>6.1%} (mixture {share:.1%})")
@@ -109,7 +116,9 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
     for source in corpus.sources:
         alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
         held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
-        texts = [text for _, text in tqdm(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
+        texts = [
+            text for _, text in tqdm(held_out, f"Reading {source.name}", unit=" documents", leave=False, disable=None)
+        ]
         for name, tokenizer in tokenizers.items():
             figures = tokenizer_training.held_out_statistics(tokenizer, texts)
             print(
