@@ -241,6 +241,7 @@ def announce_run(
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
+        f"Checkpoints {pretraining.saving_in_words(training_args)}\n"
         f"Output      {training_args.output_dir}\n"
         + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")

@@ -49,10 +49,12 @@ def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = _owner(path)
+        owner, command = _owner(path)
         os.close(descriptor)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise InputError(f"{folder} is in use by {owner}; wait for it, end it, or name another folder") from None
+            raise InputError(
+                f"{folder} is in use by {owner}; wait for it, end it, or name another folder{command}"
+            ) from None
         logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")
         return
     _held[found.st_dev, found.st_ino] = descriptor
@@ -72,12 +74,13 @@ def release(folder: str | Path, name: str = LOCK_NAME) -> None:
         os.close(descriptor)
 
 
-def _owner(path: Path) -> str:
-    """Who holds a lock, as its file says it, which is written a moment after the lock is taken."""
+def _owner(path: Path) -> tuple[str, str]:
+    """Who holds a lock and by which command, as its file says it, which is written a moment after the lock is taken."""
     for _ in range(_OWNER_READS):
         try:
             owner = json.loads(path.read_text(encoding="utf-8"))
-            return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+            who = f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+            return who, f". Its command: {owner['command']}"
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.05)
-    return "another process"
+    return "another process", ""

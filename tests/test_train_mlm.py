@@ -275,6 +275,19 @@ def test_the_last_step_is_measured_once(preset, tmp_path):
         assert record["metrics"]["eval_loss"] == record["loss_at_steps"]["validation"][-1][1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--save_strategy", "no"], "none before the end, unless it is told to stop"),
+        (["--save_strategy", "steps", "--save_steps", "2000"], "every 2,000 steps"),
+        (["--save_strategy", "steps", "--save_steps", "0.25", "--save_total_limit", "2"], "the last 2 are kept"),
+    ],
+)
+def test_what_is_saved_is_said_before_training(preset, flags, said):
+    (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *flags])
+    assert said in pretraining.saving_in_words(training_args)
+
+
 def test_between_distant_log_entries_a_line_says_how_far_it_is(preset, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SILENT_S", 0.0)
     train(preset, "--logging_steps", "3")

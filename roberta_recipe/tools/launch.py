@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> None:
     """Launch what the command line `argv` says. Raises `InputError` for what accelerate refuses, `RunError` where a
     process was killed, and else `SystemExit` with the script's exit code."""
     logging.disable(logging.ERROR)  # what accelerate and torchrun say of every run; what ends one is an exception
-    args = launch_command_parser().parse_args(argv)
+    parser = launch_command_parser()
+    parser.usage = "python -m roberta_recipe.tools.launch [accelerate's flags] SCRIPT [its flags]"
+    parser.description = __doc__.splitlines()[0]
+    args = parser.parse_args(argv)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
     signal.signal(signal.SIGTERM, _pass_on)

@@ -372,6 +372,16 @@ def mask_validation(
     return examples
 
 
+def saving_in_words(training_args: MlmTrainingArguments) -> str:
+    """When a run that nobody ends saves what it can be resumed from."""
+    if training_args.save_strategy == "no":
+        return "none before the end, unless it is told to stop (--save_strategy steps --save_steps N)"
+    every, limit = training_args.save_steps, training_args.save_total_limit
+    return f"every {f'{every:,} steps' if every >= 1 else f'{every:.1%} of the run'}" + (
+        f", the last {limit} are kept" if limit else ""
+    )
+
+
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
     """The loss on the held-out text beside its unigram entropy (nats), and the loss of each source."""
     below = entropy - metrics["eval_loss"]
@@ -383,7 +393,7 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
     for name, source in by_source.items():
         print(
             f"    {name:<16} {source['loss']:.3f} nats, perplexity {source['perplexity']:.2f}; unigram entropy "
-            f"{source['unigram_entropy']:.3f}; {source['blocks']:,} blocks, {source['tokens']:,} tokens"
+            f"of its own text {source['unigram_entropy']:.3f}; {source['blocks']:,} blocks, {source['tokens']:,} tokens"
         )
 
 
