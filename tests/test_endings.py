@@ -193,9 +193,14 @@ def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
     def fail():
         raise InputError("learning_rate=-1 must be at least 0")
 
-    first, second = (Forked(fail, tmp_path / rank, RANK=rank) for rank in "01")
-    assert first.end() == 2 and "error: learning_rate=-1" in first.log
+    waits, sleep = tmp_path / "waits", time.sleep
+    monkeypatch.setattr(errors.time, "sleep", lambda seconds: (waits.touch(), sleep(seconds)))
+    second = Forked(fail, tmp_path / "1", RANK="1")
+    while not waits.exists():
+        sleep(0.01)
     os.kill(second.pid, signal.SIGTERM)
+    first = Forked(fail, tmp_path / "0", RANK="0")
+    assert first.end() == 2 and "error: learning_rate=-1" in first.log
     assert second.end() == 2 and second.log == ""
     monkeypatch.setattr(errors, "_FOR_FIRST_PROCESS_S", 0.1)
     alone = Forked(fail, tmp_path / "2", RANK="1")

@@ -23,7 +23,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.tasks import protocol
+from roberta_recipe.tasks import protocol, summary_text
 from roberta_recipe.training import finetune_trainer, heads
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -230,7 +230,7 @@ def test_the_fingerprint_covers_each_file_that_is_read(flags, data_dir, model_di
     seen = {}
     monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *others: seen.update(job=job) or [])
     monkeypatch.setattr(protocol, "finish", lambda *args: None)
-    monkeypatch.setattr(protocol, "table", lambda *args: "")
+    monkeypatch.setattr(summary_text, "table", lambda *args: "")
     monkeypatch.setattr(finetune_glue, "write_submission", lambda *args: None)
 
     def inputs():

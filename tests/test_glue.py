@@ -102,7 +102,7 @@ def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monke
     seen = []
     monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_rows)) or [])
     monkeypatch.setattr(protocol, "finish", lambda *_: None)
-    monkeypatch.setattr(protocol, "table", lambda *_: "")
+    monkeypatch.setattr(summary_text, "table", lambda *_: "")
     monkeypatch.setattr(finetune_glue.plots, "plot_runs", lambda *_: None)
     monkeypatch.setattr(finetune_glue, "write_submission", lambda *_: None)
     argv = flags("wnli", "--do_predict", *special("wnli", wsc_dir))
