@@ -51,7 +51,7 @@ class _Terminated(BaseException):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type where it has none; of torch's writers, what it means."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, RuntimeError) and any(words in line for words in _TORCH_CANNOT_WRITE):
+    if _torch_could_not_write(error, line):
         return f"a file is not whole, most often for want of room (torch: {line})"
     return line
 
@@ -64,6 +64,10 @@ def says_no_room(error: BaseException) -> bool:
     said = str(error)
     if any(f"(os error {number})" in said or f"{os.strerror(number)} ({number})" in said for number in _NO_ROOM):
         return True
+    return _torch_could_not_write(error, said)
+
+
+def _torch_could_not_write(error: BaseException, said: str) -> bool:
     return isinstance(error, RuntimeError) and any(words in said for words in _TORCH_CANNOT_WRITE)
 
 
