@@ -10,9 +10,10 @@ finished runs. Each value is in the preset, with its source; any flag overrides 
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -233,6 +234,8 @@ def job_of(
 ) -> protocol.Job:
     """The task as the protocol takes it."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
+    questions = data["validation"]
+    predicted = of_last_scores(lambda scores: predict(args, questions, windows["validation"], scores))
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
@@ -244,15 +247,11 @@ def job_of(
         tests=[],
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=joint_loss if by_classifier(args) else span_loss,
-        measure=lambda split, scores, _: measure(args, predict(args, data[split], windows[split], scores), data[split]),
-        degenerate=lambda scores: degenerate(
-            args, predict(args, data["validation"], windows["validation"], scores), data["validation"]
-        ),
-        answers=lambda scores: answers_of(
-            args, predict(args, data["validation"], windows["validation"], scores), data["validation"]
-        ),
-        scored_examples={"validation": len(data["validation"])},
-        baseline=no_answer_to_all(data["validation"]) if args.version_2_with_negative else None,
+        measure=lambda _split, scores, _: measure(args, predicted(scores), questions),
+        degenerate=lambda scores: degenerate(args, predicted(scores), questions),
+        answers=lambda scores: answers_of(args, predicted(scores), questions),
+        scored_examples={"validation": len(questions)},
+        baseline=no_answer_to_all(questions) if args.version_2_with_negative else None,
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
     )
@@ -288,6 +287,19 @@ def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """(batch, seq_len, 2) start and end logits, without those of padding, whose length differs between batches."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, modeling.UNSEEN_LOGIT)
+
+
+def of_last_scores(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
+    """`function`, which keeps its last result for as long as it is called with equal scores: spans take a while, and the
+    best epoch is measured, judged and written down."""
+    last: list[Any] = []  # scores, result
+
+    def kept(scores: np.ndarray) -> Any:
+        if not last or not np.array_equal(last[0], scores):
+            last[:] = scores, function(scores)
+        return last[1]
+
+    return kept
 
 
 def predict(args: SquadArguments, questions, windows: squad.Windows, scores: np.ndarray) -> dict[str, squad.Spans]:

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from transformers import TrainerCallback, pipeline, set_seed
+from transformers import TrainerCallback, pipeline
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
-    set_seed(training_args.seed)
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
@@ -75,7 +74,8 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         check_sources(corpus)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
-    model = build_model(args, tokenizer)
+    model = build_model(args, training_args, tokenizer)
+    resolved["attn_implementation"] = training_args.attn_implementation
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = build_readers(args, training_args, corpus, tokenizer)
@@ -147,6 +147,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
+    pretraining.leave_threads_to_worker(args, training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
 

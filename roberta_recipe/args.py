@@ -240,6 +240,9 @@ class RecipeParser(HfArgumentParser):
             bare.type = hints[field.name]
             bare.metadata = {key: value for key, value in field.metadata.items() if key != "flag"}
             self._parse_dataclass_field(groups[title], bare)
+            if bare.type == bool | None:  # `--bf16` alone is true, as of other switches
+                action = self._option_string_actions[f"--{field.name}"]
+                action.nargs, action.const = "?", True
 
     def parse_args(self, args=None, namespace=None):
         # before the values of a preset take their place

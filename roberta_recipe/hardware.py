@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -13,6 +14,11 @@ from typing import NotRequired, TypedDict
 import torch
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT_BYTES = 1 << 30  # an allocation below this size is served from memory that was freed before
+_PROBE_S = 2.0  # at most; a CPU is done sooner
+_PROBE_REPEATS = 12
+_PROBE_SIZES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
 
 
 class Machine(TypedDict):
@@ -56,6 +62,45 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
+def keep_freed_memory() -> bool:
+    """Have glibc keep memory that is freed, and serve large allocations from it; returns whether it does. Where the
+    user has set up an allocator, nothing is changed.
+
+    By default each activation above 128 KiB to 32 MiB comes as fresh pages, which the kernel clears one by one.
+    """
+    theirs = any(name.startswith("MALLOC_") for name in os.environ) or {"GLIBC_TUNABLES", "LD_PRELOAD"} & set(
+        os.environ
+    )
+    if theirs or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def has_bf16(use_cpu: bool = False) -> bool:
+    """Whether the device that trains, a GPU or with `use_cpu` the processor, multiplies matrices in bf16 by itself: GPUs
+    from Ampere on, AVX-512 BF16, AMX."""
+    if torch.cuda.is_available() and not use_cpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of two large square matrices on this machine, with this process's threads: the fastest of
+    several, so that what else runs here does not count. Takes at most two seconds."""
+    size = _PROBE_SIZES.get(device.type, 1024)
+    a, b = torch.randn(2, size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    out, seconds, begun_s = torch.empty_like(a), [], time.perf_counter()
+    while not seconds or (len(seconds) <= _PROBE_REPEATS and time.perf_counter() - begun_s < _PROBE_S):
+        start_s = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start_s)
+    return 2 * size**3 / min(seconds[1:] or seconds)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, of a GPU or of the machine."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
@@ -81,14 +126,6 @@ def lost_process(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return "a data worker is gone"
     return lost_process(error.__context__) if error.__context__ else None
-
-
-def model_flops_utilisation(flops_per_second: float) -> float | None:
-    """Share of one GPU's peak (`DEVICES`); None where there is no GPU, or its peak is not known."""
-    if not torch.cuda.is_available():
-        return None
-    device = device_named(torch.cuda.get_device_name())
-    return flops_per_second / device.peak_flops if device else None
 
 
 @dataclass(frozen=True)

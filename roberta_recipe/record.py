@@ -64,6 +64,7 @@ class PretrainingRecord(RunRecord):
     metrics_by_source: dict[str, SourceMetrics]  # empty for one source
     unigram_entropy: float  # of the held-out text, nats
     global_batch_size: int
+    matrix_rate: NotRequired[float]  # FLOP/s that a device was measured at, by which `mfu` in the log is a share
     stopped_by: str  # "max_steps", or `TIME_LIMIT`
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read

@@ -28,6 +28,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
+from roberta_recipe import hardware
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
@@ -305,11 +306,19 @@ learning_rate: 1e-3
 logging_steps: 1
 save_strategy: "no"
 use_cpu: true
+bf16: false
 disable_tqdm: true
 """,
         encoding="utf-8",
     )
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def every_machine_alike(monkeypatch):
+    """Tests train in fp32 on processors with bf16 too, and none waits for the probe of the matrix rate."""
+    monkeypatch.setattr(hardware, "has_bf16", lambda use_cpu=False: False)
+    monkeypatch.setattr(hardware, "_PROBE_S", 0.0)
 
 
 @pytest.fixture(scope="session")

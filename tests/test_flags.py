@@ -129,7 +129,7 @@ def fingerprint(argv):
     (args, training_args), _ = train_mlm.read_arguments(argv)
     corpus = pretraining.read_corpus(args)
     tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
-    model = pretraining.build_model(args, tokenizer)
+    model = pretraining.build_model(args, training_args, tokenizer)
     reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))
     return pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)[0]
 

@@ -41,6 +41,7 @@ from roberta_recipe.record import (
 )
 from roberta_recipe.tasks import answers
 from roberta_recipe.training import (
+    attention,
     batch,
     checkpoint,
     environment,
@@ -140,7 +141,7 @@ class Run:
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
     """The filled dataclasses, where `cls` is the script's, and the resolved values as a preset."""
     filled, resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
-    return tuple(filled), resolved
+    return tuple(filled), {**resolved, "bf16": filled[-1].bf16}
 
 
 def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> None:
@@ -256,7 +257,10 @@ def finetune(
     at_most = training_args.per_device_train_batch_size
     training_args.per_device_train_batch_size = batch.largest_micro_batch(run.batch, at_most, training_args.world_size)
     batch.derive_batch(training_args, run.batch)
-    resolved |= {"seeds": [run.seed]}  # so that the preset repeats this run
+    config = weights.read_config(args.model_name_or_path)
+    training_args.attn_implementation = attention.choose(config, training_args)
+    # so that the preset repeats this run
+    resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}
     fingerprint = run_fingerprint(args, training_args, job)
     record = finished(run, fingerprint)
     unscored = training_args.do_predict and bool(job.tests) and test_scores(run, job) is None
@@ -269,8 +273,10 @@ def finetune(
         optimization.check_warmup(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
+    model = job.build_model()
+    attention.set_up(model, training_args)
     trainer = FinetuneTrainer(
-        model=job.build_model(),
+        model=model,
         args=training_args,
         train_dataset=job.features["train"],
         eval_dataset=job.features[job.validation[0]],
@@ -309,7 +315,7 @@ def finetune(
             write_record(record, training_args.output_dir)
             for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
-    del trainer
+    del trainer, model
     finetune_trainer.free_memory()
     return record
 

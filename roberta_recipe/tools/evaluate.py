@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     with training_args.main_process_first():
         check_sources(corpus)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
-    model = pretraining.build_model(args, tokenizer)
+    model = pretraining.build_model(args, training_args, tokenizer)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)

@@ -4,8 +4,10 @@ started again."""
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from transformers import TrainingArguments
 
+from roberta_recipe import hardware
 from roberta_recipe.args import INHERITED_GROUP, Flag, setting
 from roberta_recipe.errors import InputError
 
@@ -97,6 +99,15 @@ class RecipeTrainingArguments(TrainingArguments):
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
 
+    attn_implementation: str | None = setting(
+        None,
+        "How attention is computed: sdpa, eager, blockwise (for CPUs); without it, what is fastest for device, precision "
+        "and dropout (benchmarks/attention.py).",
+        "fixed",
+    )
+    bf16: bool | None = setting(
+        None, "Train in bf16; without it, where the GPU or the processor has bf16 and fp16 is not set."
+    )
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning configuration; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning configuration; Trainer has 1e-8.")
     max_grad_norm: float = setting(
@@ -107,6 +118,10 @@ class RecipeTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 
     def __post_init__(self):
+        if self.bf16 is None:  # in all processes and after every restart on this kind of machine alike
+            self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
+        if self.bf16 and not torch.cuda.is_available():
+            self.use_cpu = True  # which Trainer wants to be told
         super().__post_init__()
         if self.logging_strategy == "no":
             self.logging_first_step = False

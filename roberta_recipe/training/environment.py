@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.hardware import cpu_cores, has_bf16, keep_freed_memory
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import logger
 from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
@@ -33,12 +33,13 @@ _NOT_BY_LAUNCHER = {
 
 
 def set_up_process() -> None:
-    """End with the launcher (`end_with_launcher`); share the cores among this machine's processes where they train on
+    """End with the launcher (`end_with_launcher`); keep memory that is freed (`keep_freed_memory`); share the cores among this machine's processes where they train on
     them.
 
     Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
     end_with_launcher()
+    keep_freed_memory()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         remove_stale_locks(Path(get_default_build_root()))
     if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
@@ -124,6 +125,8 @@ def check_precision(args: TrainingArguments) -> None:
         )
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16 (torch would emulate it); --fp16 true")
+    if args.bf16 and args.device.type == "cpu" and not has_bf16(use_cpu=True):
+        logger.warning("bf16=true: this processor has no bf16 and emulates it, many times slower than --bf16 false")
 
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment

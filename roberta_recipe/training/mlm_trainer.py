@@ -16,9 +16,10 @@ from transformers.trainer_utils import EvalLoopOutput
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import TextReader
-from roberta_recipe.hardware import model_flops_utilisation
+from roberta_recipe.hardware import matrix_rate
+from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import optimization
+from roberta_recipe.training import attention, optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.step_watch import outlive_a_stop
 
@@ -58,6 +59,9 @@ class MlmTrainer(DurableTrainer):
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
+        # for data: when the batches of a step were asked for, and how long this process waited since the last log line
+        self._asked_s, self._waited_s = 0.0, 0.0
+        self.matrix_rate: float | None = None  # FLOP/s of this process's device, as `train` measures it
 
     # Data
 
@@ -94,9 +98,29 @@ class MlmTrainer(DurableTrainer):
     # Training
 
     def train(self, *args, **kwargs):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[attention.precision(self.args)]
+        self.matrix_rate = matrix_rate(self.args.device, dtype)
+        if self.is_world_process_zero():
+            where = (
+                torch.cuda.get_device_name()
+                if self.args.device.type == "cuda"
+                else f"{torch.get_num_threads()} threads"
+            )
+            logger.info(
+                f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {attention.precision(self.args)}"
+            )
         output = super().train(*args, **kwargs)
         self.check_text()
         return output
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._asked_s = time.monotonic()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if self._logged_s is not None:  # filling the stream is not waiting
+            self._waited_s += time.monotonic() - self._asked_s
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _save_checkpoint(self, model, trial):
         self.check_text()
@@ -149,9 +173,8 @@ class MlmTrainer(DurableTrainer):
             self.count_consumed()
             rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
             logs["tokens_per_second"] = round(rate)
-            if self.args.bf16 or self.args.fp16:  # the known peaks are of half precision
-                utilisation = model_flops_utilisation(rate * self.flops_per_token / self.args.world_size)
-                logs |= {"mfu": round(utilisation, 4)} if utilisation else {}
+            logs["mfu"] = round(rate * self.flops_per_token / self.args.world_size / self.matrix_rate, 4)
+            logs["data_wait"], self._waited_s = round(self._waited_s / elapsed_s, 4), 0.0
             logs["tokens_seen"] = self.state.num_input_tokens_seen
             self._logged_s, self._evaluating_s = time.monotonic(), 0.0
             self._logged_tokens = self.state.num_input_tokens_seen
@@ -175,6 +198,7 @@ class MlmTrainer(DurableTrainer):
             **super().record(),
             **self._data_digests(),
             "global_batch_size": self.fingerprint["global_batch_size"],
+            "matrix_rate": self.matrix_rate,
             "stopped_by": self.watch.stopped_by or "max_steps",
             "skipped_blocks": self._skipped_blocks(),
         }

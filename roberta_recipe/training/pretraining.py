@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from roberta_recipe import args as flags
 from roberta_recipe import durable
@@ -20,7 +20,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import digests, environment, libraries, modeling, optimization, spikes
+from roberta_recipe.training import attention, digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -138,7 +138,8 @@ def read_arguments(
     argv: list[str], description: str, cls: type = MlmArguments, own: tuple[type, ...] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
     """The filled dataclasses `own` (a tool's), `cls`, `MlmTrainingArguments`, and the resolved values as a preset."""
-    return parse([*own, cls, MlmTrainingArguments], argv, DEMONSTRATION, description, ALTERNATIVES)
+    filled, resolved = parse([*own, cls, MlmTrainingArguments], argv, DEMONSTRATION, description, ALTERNATIVES)
+    return filled, {**resolved, "bf16": filled[-1].bf16}
 
 
 def check_text(args: MlmArguments) -> None:
@@ -191,6 +192,13 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     libraries.check(training_args)
 
 
+def leave_threads_to_worker(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """Before anything is tokenized: where a data worker will tokenize, do so here without threads, or the forked worker
+    waits for them for ever."""
+    if training_args.dataloader_num_workers and not args.token_cache:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def data_seed(training_args: MlmTrainingArguments) -> int:
     """What order and masks are drawn from."""
     return training_args.seed if training_args.data_seed is None else training_args.data_seed
@@ -228,8 +236,6 @@ def build_readers(
     """What training and validation blocks come from: the token cache, which is completed first, or the text."""
     seeds = data_seed(training_args), masking.EVAL_SEED
     if not args.token_cache:
-        if training_args.dataloader_num_workers:  # threads here would leave the forked data worker without any
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         return tuple(text_reader(args, corpus, tokenizer, seed) for seed in seeds)
     was_packed = token_cache.tokens_per_pass(args.token_cache) is not None
     token_cache.ensure(
@@ -272,12 +278,15 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
 
 def build_model(
     args: MlmArguments,
+    training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     cls: type[modeling.RobertaForMaskedLM] = modeling.RobertaForMaskedLM,
 ) -> modeling.RobertaForMaskedLM:
-    """A `cls` with fresh weights, or with those of a checkpoint; whole on every process."""
+    """A `cls` with fresh weights, or with those of a checkpoint; whole on every process. `training_args` is told which
+    attention it has."""
     environment.build_models_whole()
-    return modeling.build_model(
+    set_seed(training_args.seed)
+    model = modeling.build_model(
         tokenizer,
         config_name=args.config_name,
         model_name_or_path=args.model_name_or_path,
@@ -285,6 +294,9 @@ def build_model(
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
         cls=cls,
     )
+    training_args.attn_implementation = attention.choose(model.config, training_args)
+    attention.set_up(model, training_args)
+    return model
 
 
 def build_collator(

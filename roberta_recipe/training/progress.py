@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from roberta_recipe.log import duration, logger
 
+WAITS = 0.01  # share of the time that a step waits for data, from which on a line says so
 SILENT_S = 30.0  # without a log entry or a bar, until a line says how far it is
 
 
@@ -93,7 +94,8 @@ class Progress(TrainerCallback):
             items += [f"{name.removesuffix('_loss')} {value:#.3g}" for name, value in logs.items() if "_loss" in name]
             items += [f"lr {logs['learning_rate']:.1e}"]
             items += [f"{logs['tokens_per_second']:,} tokens/s"] if "tokens_per_second" in logs else []
-            items += [f"{logs['mfu']:.0%} of peak"] if "mfu" in logs else []
+            items += [f"{logs['mfu']:.0%} of the matrix rate"] if "mfu" in logs else []
+            items += [f"data wait {logs['data_wait']:.0%}"] if logs.get("data_wait", 0) >= WAITS else []
             items += [f"{logs['skipped_steps']} skipped"] if logs.get("skipped_steps") else []
             return "  ".join([*items, *self._remaining(state)])
         shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}

@@ -74,6 +74,11 @@ _PRETRAINING = (
         ("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
         "its metrics are what `evaluate` returns and logs",
     ),
+    Internal(
+        "get_batch_samples",
+        ("self", "epoch_iterator", "num_batches", "device"),
+        "called once a step; takes all its micro-batches from the data loader",
+    ),
     Internal("_prepare_inputs", ("self", "inputs"), "moves a batch to the device"),
 )
 _FINE_TUNING = (

@@ -1,0 +1,163 @@
+"""Dropout and attention for training on a CPU, where PyTorch's own are slow.
+
+PyTorch draws a dropout mask number by number, at the cost of some hundred multiply-adds each, and its attention with
+dropout writes every matrix of weights to memory. Here a mask takes 16 random bits an element, and attention goes over
+the sequences a few heads at a time, so that their weights stay in the processor's cache; the backward pass computes
+them again (Dao et al. 2022, section 3.1, without the tiling). benchmarks/README.md has what that gains.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+BLOCKWISE = "blockwise"  # as `attn_implementation`
+_WEIGHTS_AT_ONCE = 1 << 18  # attention weights in work: 1 MiB in fp32
+_LEVELS = 1 << 16  # of a drawn number
+
+
+def kept_share(p: float) -> float:
+    """The probability with which `draw_kept` keeps an element, where `p` is asked to be dropped: within 2^-17."""
+    return 1 - round(p * _LEVELS) / _LEVELS
+
+
+def draw_kept(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
+    """A bool mask of `shape`, each element False with probability 1 - `kept_share(p)`, independently.
+
+    It is a function of the state of torch's CPU generator, which is drawn from once.
+    """
+    count = math.prod(shape)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
+    return torch.from_numpy(bits >= round(p * _LEVELS)).view(shape)
+
+
+def _factors(kept: torch.Tensor, share: float, dtype: torch.dtype) -> torch.Tensor:
+    """What elements are multiplied by, 1 / `share` or 0, of the mask `kept`."""
+    return kept.view(torch.uint8).to(dtype).div_(share)  # PyTorch casts bytes, not bools, many at a time
+
+
+class _Dropped(torch.autograd.Function):
+    """`x` with elements dropped; keeps a byte an element for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, p: float) -> torch.Tensor:
+        kept = draw_kept(x.shape, p)
+        ctx.save_for_backward(kept)
+        ctx.share = kept_share(p)
+        return _factors(kept, ctx.share, x.dtype).mul_(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        (kept,) = ctx.saved_tensors
+        return _factors(kept, ctx.share, grad.dtype).mul_(grad), None
+
+
+class Dropout(nn.Dropout):
+    """`nn.Dropout` with the fast mask on a CPU; elsewhere the stock one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p in (0.0, 1.0) or x.device.type != "cpu":
+            return super().forward(x)
+        return _Dropped.apply(x, self.p)
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q k^T scaling + bias) v over (batch x heads, seq_len, head_size), with dropout of the weights."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, scaling: float, p: float) -> torch.Tensor:
+        """`bias`: None, or (batch x heads, 1 or seq_len, seq_len) that is added to the scores. `q`, `k`, `v` in one
+        precision, whose products are in it; the softmax is in fp32."""
+        q = q * scaling
+        out, kept = torch.empty_like(v), []
+        for chunk in _chunks(q):
+            weights = _softmax(q[chunk], k[chunk], None if bias is None else bias[chunk])
+            if p:
+                mask = draw_kept(weights.shape, p)
+                kept.append(torch.from_numpy(np.packbits(mask.numpy())))
+                weights = weights.mul_(_factors(mask, kept_share(p), weights.dtype))
+            torch.bmm(weights.to(v.dtype), v[chunk], out=out[chunk])
+        ctx.save_for_backward(q, k, v, out, *([] if bias is None else [bias]), *kept)
+        ctx.has_bias, ctx.scaling, ctx.p = bias is not None, scaling, p
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        q, k, v, out, *others = ctx.saved_tensors
+        bias = others.pop(0) if ctx.has_bias else None
+        grad = grad.contiguous()
+        grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
+        # the mean gradient of a row's weights, by which its softmax lowers each of them (Dao et al., equation 4)
+        mean = (grad.float() * out.float()).sum(-1, keepdim=True)
+        for number, chunk in enumerate(_chunks(q)):
+            weights = _softmax(q[chunk], k[chunk], None if bias is None else bias[chunk])
+            of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
+            if ctx.p:
+                bits = np.unpackbits(others[number].numpy(), count=weights.numel()).reshape(weights.shape)
+                factors = _factors(torch.from_numpy(bits), kept_share(ctx.p), weights.dtype)
+                of_weights.mul_(factors)
+                dropped = factors.mul_(weights).to(v.dtype)
+            else:
+                dropped = weights.to(v.dtype)
+            torch.bmm(dropped.transpose(1, 2), grad[chunk], out=grads[2][chunk])
+            of_scores = of_weights.sub_(mean[chunk]).mul_(weights).to(q.dtype)
+            torch.bmm(of_scores, k[chunk], out=grads[0][chunk])
+            torch.bmm(of_scores.transpose(1, 2), q[chunk], out=grads[1][chunk])
+        return grads[0].mul_(ctx.scaling), grads[1], grads[2], None, None, None
+
+
+def _chunks(q: torch.Tensor) -> list[slice]:
+    """Heads that are worked on together: their attention weights fit into a cache."""
+    heads, length = q.shape[0], q.shape[1]
+    size = max(1, _WEIGHTS_AT_ONCE // length**2)
+    return [slice(start, start + size) for start in range(0, heads, size)]
+
+
+def _softmax(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(heads, seq_len, seq_len) fp32 attention weights of a chunk."""
+    scores = torch.bmm(q, k.transpose(1, 2)).float()
+    if bias is not None:
+        scores += bias
+    return torch.softmax(scores, -1, out=scores)
+
+
+def blockwise_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: (batch, heads, seq_len, head_size) to (batch, seq_len, heads, head_size).
+
+    `attention_mask`: None, or bool (batch, 1 or heads, seq_len, seq_len), True where a position is attended to.
+    """
+    batch, heads, length, size = query.shape
+    scaling = size**-0.5 if scaling is None else scaling
+    flat = [tensor.reshape(batch * heads, -1, size) for tensor in (query, key, value)]
+    bias = None
+    if attention_mask is not None:
+        lowest = torch.finfo(torch.float32).min
+        mask = attention_mask.expand(batch, heads, length, -1).reshape(batch * heads, length, -1)
+        bias = torch.zeros(mask.shape).masked_fill_(~mask, lowest)
+    with torch.autocast("cpu", enabled=False):
+        out = _Attention.apply(*flat, bias, scaling, dropout)
+    return out.view(batch, heads, length, size).transpose(1, 2), None
+
+
+AttentionInterface.register(BLOCKWISE, blockwise_attention)
+AttentionMaskInterface.register(BLOCKWISE, sdpa_mask)
+
+
+def use_fast_dropout(model: nn.Module) -> None:
+    """Make every `nn.Dropout` of `model` a `Dropout`."""
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = Dropout

@@ -1,0 +1,221 @@
+"""What makes training on a CPU fast changes no result: dropout, attention, the choice of it, bf16, memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.roberta.modeling_roberta import eager_attention_forward
+
+import train_mlm
+from conftest import ROOT, run_python
+from roberta_recipe import hardware
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import attention, cpu_kernels
+from roberta_recipe.training.arguments import RecipeTrainingArguments
+
+
+def train(preset, *argv):
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.003])
+def test_dropout_keeps_what_it_says(p):
+    """Mean 1, so that its expectation is the input; the share that is dropped within four standard errors."""
+    torch.manual_seed(0)
+    x = torch.ones(1_000_003, requires_grad=True)
+    layer = cpu_kernels.Dropout(p)
+    y = layer(x)
+    share = cpu_kernels.kept_share(p)
+    assert abs(share - (1 - p)) < 2**-17
+    assert y.unique().tolist() == [0.0, pytest.approx(1 / share)]
+    assert abs((y == 0).float().mean() - (1 - share)) < 4 * (p * (1 - p) / len(x)) ** 0.5
+    y.sum().backward()
+    assert torch.equal(x.grad, y)  # what was dropped has no gradient, what was kept has the factor
+    neighbours = (y[1:] == 0).float() @ (y[:-1] == 0).float() / (len(x) - 1)
+    assert abs(neighbours - (1 - share) ** 2) < 5 * p / len(x) ** 0.5
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_dropout_is_a_function_of_the_generator():
+    """So a resumed run draws on, and checkpointed activations are computed again with the same mask."""
+    layer, x = cpu_kernels.Dropout(0.2), torch.ones(1000)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first, second = layer(x), layer(x)
+    torch.set_rng_state(state)
+    assert torch.equal(layer(x), first) and torch.equal(layer(x), second) and not torch.equal(first, second)
+
+
+def reference(q, k, v, mask, dropped):
+    """Attention by its definition, in fp64; `dropped` multiplies the weights."""
+    scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return ((scores.softmax(-1) * dropped) @ v.double()).transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    heads=st.integers(1, 5),
+    length=st.integers(1, 70),
+    size=st.sampled_from([4, 8, 24]),
+    p=st.sampled_from([0.0, 0.1, 0.7]),
+    at_once=st.sampled_from([1, 5000, 1 << 18]),
+    padded=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, padded, seed):
+    """Output and all gradients beside the definition, with the mask that was drawn, however heads are put together."""
+    torch.manual_seed(seed)
+    tensors = [torch.randn(batch, length, heads, size).transpose(1, 2).requires_grad_() for _ in range(3)]
+    lengths = torch.randint(1, length + 1, (batch,)) if padded else torch.full((batch,), length)
+    mask = (torch.arange(length) < lengths[:, None])[:, None, None, :].expand(batch, 1, length, length)
+    grad = torch.randn(batch, length, heads, size)
+    drawn, draw = [], cpu_kernels.draw_kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "_WEIGHTS_AT_ONCE", at_once)
+        patch.setattr(cpu_kernels, "draw_kept", lambda shape, p: drawn.append(draw(shape, p)) or drawn[-1])
+        out, _ = cpu_kernels.blockwise_attention(torch.nn.Module(), *tensors, mask if padded else None, dropout=p)
+        out.backward(grad)
+    found = [out, *(tensor.grad for tensor in tensors)]
+    kept = torch.cat(drawn).view(batch, heads, length, length) if drawn else torch.ones(1)
+    again = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = reference(*again, mask, kept / (cpu_kernels.kept_share(p) if p else 1))
+    wanted.backward(grad.double())
+    for one, other in zip(found, [wanted, *(tensor.grad for tensor in again)], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    assert bool(drawn) == bool(p)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_attention_gives_a_model_the_same_loss_and_gradient(config, padded):
+    ids = torch.randint(5, 300, (6, 40), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids}
+    if padded:
+        inputs["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [3], [17], [40], [1], [39]])).long()
+    found = {}
+    for name in ("sdpa", "eager", "blockwise"):
+        torch.manual_seed(0)
+        model = transformers.RobertaForMaskedLM(config).train()
+        model.set_attn_implementation(name)
+        cpu_kernels.use_fast_dropout(model)
+        loss = model(**inputs).loss
+        loss.backward()
+        found[name] = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for name in ("eager", "blockwise"):
+        torch.testing.assert_close(found[name], found["sdpa"], rtol=1e-4, atol=1e-6)
+
+
+def test_blockwise_attention_in_bf16_is_as_close_as_eager():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 64, 32)
+    exact = reference(q, k, v, torch.ones(64, 64, dtype=torch.bool), 1.0)
+    halves = [tensor.bfloat16() for tensor in (q, k, v)]
+    errors = [
+        (function(torch.nn.Module(), *halves, None, dropout=0.0)[0].double() - exact).abs().max()
+        for function in (cpu_kernels.blockwise_attention, eager_attention_forward)
+    ]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def arguments(tmp_path, **values):
+    return RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
+
+
+def test_the_table_says_which_attention(tmp_path, config):
+    assert len(attention.FASTEST) == 4
+    chosen = {}
+    for half in (False, True):
+        for dropout in (0.0, 0.1):
+            config.attention_probs_dropout_prob = dropout
+            chosen[half, dropout > 0] = attention.choose(config, arguments(tmp_path, bf16=half))
+    assert chosen == {(row.half, row.dropout): row.name for row in attention.FASTEST}
+    assert attention.choose(config, arguments(tmp_path, attn_implementation="eager")) == "eager"
+    assert attention.choose(transformers.DebertaV2Config(), arguments(tmp_path)) == "eager"  # it has its own
+    with pytest.raises(InputError, match="attn_implementation=blockwise: 'deberta-v2' models have an attention of"):
+        attention.choose(transformers.DebertaV2Config(), arguments(tmp_path, attn_implementation="blockwise"))
+
+
+def test_an_attention_that_does_not_exist_is_an_error(preset):
+    with pytest.raises(InputError, match="attn_implementation=flash"):
+        train_mlm.main(["--config", preset, "--attn_implementation", "flash"])
+
+
+def test_the_attention_is_kept_in_checkpoint_and_preset(preset, tmp_path):
+    saving = ["--save_strategy", "steps", "--save_steps", "2"]
+    record = train(preset, *saving, "--max_steps", "2")
+    assert record["resolved_args"]["attn_implementation"] == record["fingerprint"]["attn_implementation"] == "sdpa"
+    assert record["resolved_args"]["bf16"] is False
+    assert "attn_implementation: sdpa" in (tmp_path / "run" / "preset.yaml").read_text()
+    assert "attn" not in (tmp_path / "run" / "config.json").read_text()  # it belongs to the machine, not to the model
+    (tmp_path / "run" / "run_record.json").unlink()
+    with pytest.raises(InputError, match="attn_implementation"):
+        train(preset, *saving, "--attn_implementation", "eager")
+
+
+def test_bf16_where_the_device_has_it(tmp_path, monkeypatch):
+    assert arguments(tmp_path).bf16 is False
+    monkeypatch.setattr(hardware, "has_bf16", lambda use_cpu=False: True)
+    assert arguments(tmp_path).bf16 is True
+    assert arguments(tmp_path, bf16=False).bf16 is False
+    if not torch.cuda.is_available():
+        assert RecipeTrainingArguments(output_dir=str(tmp_path)).use_cpu  # or Trainer would refuse bf16
+        fp16 = RecipeTrainingArguments(output_dir=str(tmp_path), fp16=True)
+        assert not fp16.bf16 and not fp16.use_cpu
+
+
+def test_both_precisions_learn_alike(preset, tmp_path):
+    """The loss curves of bf16 and fp32 from the same weights, masks and order."""
+    flags = ["--max_steps", "30", "--logging_steps", "30", "--lr_scheduler_type", "constant"]
+    losses = [
+        train(preset, *flags, "--bf16", value, "--output_dir", tmp_path / value)["metrics"]["eval_loss"]
+        for value in ("true", "false")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=0.03)
+
+
+def test_utilisation_and_waiting_are_in_the_log(preset, tmp_path, capsys):
+    record = train(preset)
+    assert record["matrix_rate"] > 0
+    log = [entry for entry in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if '"mfu"' in entry]
+    assert len(log) == 4 and all('"data_wait"' in entry for entry in log)
+    said = capsys.readouterr().err
+    assert "Attention   sdpa, in fp32" in said and "GFLOP/s in fp32" in said and "% of the matrix rate" in said
+
+
+def test_freed_memory_is_kept_unless_an_allocator_is_set_up():
+    """Once a few steps have taken and freed their memory, the kernel is seldom asked for more."""
+    script = """
+import resource, sys
+import torch
+from roberta_recipe.hardware import keep_freed_memory
+if sys.argv[1] == "keep": assert keep_freed_memory()
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    kept = [torch.ones(2_000_000) for _ in range(5)]
+for _ in range(20): step()
+before = faults()
+for _ in range(20): step()
+print(faults() - before)
+"""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("glibc's")
+    found = {way: int(run_python("-c", script, way, cwd=ROOT).stdout) for way in ("keep", "leave")}
+    assert found["keep"] < found["leave"] / 4 and found["leave"] > 20 * 5 * 1000, found
+
+
+def test_an_allocator_of_the_user_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert hardware.keep_freed_memory() is False
+
+
+def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
+    """Completing sentences at the end has them tokenized before the worker is forked, which then waited for ever."""
+    command = [sys.executable, "train_mlm.py", "--config", preset, "--dataloader_num_workers", "1"]
+    command += ["--fill_mask_examples", "a <mask>", "b <mask>"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
