@@ -290,8 +290,8 @@ def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def of_last_scores(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """`function`, which keeps its last result for as long as it is called with equal scores: spans take a while, and the
-    best epoch is measured, judged and written down."""
+    """`function`, which keeps its last result for as long as it is called with equal scores: finding spans takes a
+    while, and the best epoch is measured, judged and written down."""
     last: list[Any] = []  # scores, result
 
     def kept(scores: np.ndarray) -> Any:

@@ -78,8 +78,8 @@ def keep_freed_memory() -> bool:
 
 
 def has_bf16(use_cpu: bool = False) -> bool:
-    """Whether the device that trains, a GPU or with `use_cpu` the processor, multiplies matrices in bf16 by itself: GPUs
-    from Ampere on, AVX-512 BF16, AMX."""
+    """Whether the device that trains, a GPU or with `use_cpu` the processor, multiplies matrices in bf16 by itself:
+    GPUs from Ampere on, AVX-512 BF16, AMX."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has = torch.cpu.get_capabilities()

@@ -33,8 +33,8 @@ _NOT_BY_LAUNCHER = {
 
 
 def set_up_process() -> None:
-    """End with the launcher (`end_with_launcher`); keep memory that is freed (`keep_freed_memory`); share the cores among this machine's processes where they train on
-    them.
+    """End with the launcher (`end_with_launcher`); keep memory that is freed (`keep_freed_memory`); share the cores
+    among this machine's processes where they train on them.
 
     Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
