@@ -81,9 +81,9 @@ push: setup       ## a finished run to the Hub, with its card: make push MODEL=r
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
 
-bench: setup      ## speed of the data pipeline and a training step beside stock Hugging Face
-	$(BIN)/python benchmarks/data_pipeline.py
-	$(BIN)/python benchmarks/mlm_step.py
+# REPEATS, and in ARGS what else benchmarks/speed.py takes: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
+bench: setup      ## every speed comparison with the stock path, in half an hour: make bench OUT=runs/bench.json
+	$(BIN)/python benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
 faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"

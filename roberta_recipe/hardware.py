@@ -158,13 +158,3 @@ DEVICES = {
     "RTX-4090": Device(24e9, 165e12, True, 0.60),
     "RTX-3090": Device(24e9, 71e12, True, 0.39),
 }
-
-
-def device_named(torch_name: str) -> Device | None:
-    """The device that `torch.cuda.get_device_name` calls so ("NVIDIA A100-SXM4-80GB"), or None where it is not known.
-
-    All words of the key must be in the name; of two such keys the longer is taken ("H100-PCIe", not "H100").
-    """
-    words = set(re.split(r"[\s-]+", torch_name.upper()))
-    keys = [key for key in DEVICES if words.issuperset(key.upper().split("-"))]
-    return DEVICES[max(keys, key=len)] if keys else None

@@ -191,13 +191,16 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
         },
         "tokens_at_steps": loss_at_steps(history, "tokens_seen"),
         **others,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "datasets", "tokenizers", "accelerate")},
-        },
+        "versions": versions(),
         "commit": git_commit(),
         "hardware": describe_machine(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that a run depends on."""
+    names = ("torch", "transformers", "datasets", "tokenizers", "accelerate")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def git_commit() -> str | None:

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import RobertaConfig
 
-from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import DEVICES
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tools import estimate
 from roberta_recipe.tools.estimate import GIB, Estimate, Hardware, Zero, memory_per_gpu, parse_hardware
@@ -234,35 +232,6 @@ def test_hardware():
     }.items():
         with pytest.raises(InputError, match=message):
             parse_hardware(text)
-
-
-@pytest.mark.parametrize(
-    ("torch_name", "key"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
-        ("Tesla V100-SXM2-32GB", "V100-32GB"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA A10", "A10"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
-        ("NVIDIA GH200 480GB", None),
-        ("AMD Instinct MI300X", None),
-    ],
-)
-def test_device_by_the_name_that_torch_has(torch_name, key, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: torch_name)
-    assert hardware.device_named(torch_name) is (DEVICES[key] if key else None)
-    assert hardware.model_flops_utilisation(1e12) == (1e12 / DEVICES[key].peak_flops if key else None)
 
 
 def make_run(**changes):

@@ -367,8 +367,8 @@ def table(estimate: Estimate) -> str:
         f"Time        {time} at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
         f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
         f"Cost        {dollars(estimate.cost)} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
-        "\nUtilisation and price are assumptions: --utilisation (a measured run logs its own as mfu; the paper's 1024 "
-        f"V100 come to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
+        "\nUtilisation and price are assumptions: --utilisation (of a run: mfu of its log x matrix_rate of its record "
+        f"/ the rate above; the paper's 1024 V100 come to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
     ]
     return "\n".join(lines)
 

@@ -1,0 +1,69 @@
+"""Masked-LM pretraining on the stock Hugging Face path, as transformers' run_mlm.py does it: what `speed.py` compares
+with. Chunks of fixed size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
+
+    python benchmarks/stock_mlm.py TEXT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN LEARNING_RATE
+"""
+
+import itertools
+import sys
+
+import datasets
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
+
+VALIDATION_BLOCKS = 1024  # as presets/mlm/roberta_mini.yaml
+
+
+def main() -> None:
+    text, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    splits = datasets.load_dataset("json", data_files=text, split="train").train_test_split(test_size=0.01, seed=0)
+
+    def tokenize(rows):
+        return tokenizer(rows["text"], return_special_tokens_mask=True)
+
+    def group_texts(rows):
+        joined = {name: list(itertools.chain.from_iterable(rows[name])) for name in rows}
+        total = len(joined["input_ids"]) // int(seq_len) * int(seq_len)
+        return {
+            name: [ids[start : start + int(seq_len)] for start in range(0, total, int(seq_len))]
+            for name, ids in joined.items()
+        }
+
+    tokenized = splits.map(tokenize, batched=True, remove_columns=["text"])
+    grouped = tokenized.map(group_texts, batched=True)
+    held_out = grouped["test"].select(range(min(VALIDATION_BLOCKS, len(grouped["test"]))))
+    args = TrainingArguments(
+        output_dir=output_dir,
+        max_steps=int(steps),
+        per_device_train_batch_size=int(batch),
+        per_device_eval_batch_size=int(batch),
+        learning_rate=float(rate),
+        warmup_steps=0.06,
+        report_to="none",
+        logging_steps=50,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model=RobertaForMaskedLM(RobertaConfig.from_json_file(config_name)),
+        args=args,
+        train_dataset=grouped["train"],
+        eval_dataset=held_out,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model()
+    print(trainer.evaluate())
+
+
+if __name__ == "__main__":
+    main()
