@@ -10,9 +10,12 @@ chunks of fixed size (`group_texts`), as transformers' run_mlm.py has them, and 
 """
 
 import argparse
+import contextlib
+import importlib
 import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,9 +142,16 @@ def seconds(task: dict[str, Any], function: Callable[[], Any]) -> float:
 
 
 def peak_gb() -> float:
-    from roberta_recipe.hardware import peak_memory_bytes
+    """Most resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
-    return peak_memory_bytes() / 1e9
+
+def module_of(*names: str) -> ModuleType:
+    """The first module of these names that the checkout has: the packages are younger than some commits."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"roberta_recipe.{name}")
+    raise ImportError(f"this checkout has none of {', '.join(names)}")
 
 
 def prepared(model, bf16: bool, seq_len: int):
@@ -164,8 +175,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import torch
     import transformers
 
-    from roberta_recipe.training import modeling
-
+    modeling = module_of("training.modeling", "modeling")
     if task["way"] == "ours":
         from roberta_recipe import hardware
 
@@ -264,8 +274,7 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-    from roberta_recipe.training.finetune_trainer import LengthGroupedSampler
-
+    batches_of = module_of("training.finetune_trainer", "finetuning")
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     rows = [line.split("\t") for line in (Path(task["data_dir"]) / "train.tsv").read_text().splitlines()[1:]]
@@ -279,7 +288,7 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
     labels = [int(row[3] == "not_entailment") for row in rows]
     lengths = [len(feature["input_ids"]) for feature in features]
     shuffled = np.random.default_rng(0).permutation(len(rows))
-    order = shuffled if stock else np.fromiter(LengthGroupedSampler(lengths, RTE_BATCH, seed=0), int)
+    order = shuffled if stock else np.fromiter(batches_of.LengthGroupedSampler(lengths, RTE_BATCH, seed=0), int)
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     batches = [
         collate([{**features[n], "labels": labels[n]} for n in order[start : start + RTE_BATCH]])

@@ -1,6 +1,7 @@
 """Training a byte-level BPE vocabulary with RoBERTa's ids (paper, section 4.4; Radford et al. 2019); its figures."""
 
 import errno
+import glob
 import json
 import shutil
 import sys
@@ -51,7 +52,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
-    durable.remove_left(folder.parent, hidden.name)
+    durable.remove_left(folder.parent, glob.escape(hidden.name))
     aside = durable.aside_of(hidden)
     try:
         tokenizer.save_pretrained(aside)

@@ -152,6 +152,9 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
     )
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
+    ddp_find_unused_parameters: bool | None = setting(
+        False, "Every step uses every weight; Trainer would have DDP search for unused ones in each."
+    )
     auto_find_batch_size: bool = setting(
         False, "Halve per_device_train_batch_size until a step fits into memory; accumulation makes up for it."
     )
