@@ -29,11 +29,10 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {  # layers, hidden size, heads, sequences, tokens of each: without dropout
-    "mini": (4, 256, 4, 32, 128),
-    "6x384": (6, 384, 6, 8, 512),
+SHAPES = {  # config, sequences, tokens of each
+    "mini": ("presets/model/mini.json", 32, 128),
+    "small": ("presets/model/small.json", 8, 512),
 }
-VOCABULARY = 8192
 MASKED = 0.15
 RUN_STEPS = 300
 RTE_STEPS = 12
@@ -86,13 +85,18 @@ def compare(name: str, args: argparse.Namespace, folder: str) -> dict[str, list[
     found: dict[str, list[dict[str, float]]] = {way: [] for way in checkouts}
     for way in itertools.chain.from_iterable([*checkouts] for _ in range(args.repeats)):
         task = {"of": name, "way": way, "checkout": str(Path(checkouts[way]).resolve()), "folder": folder}
-        task |= {"clock": args.clock, "data_dir": args.data_dir, "model": args.model_name_or_path}
+        task |= {"clock": args.clock, "data_dir": whole(args.data_dir), "model": whole(args.model_name_or_path)}
         command = [sys.executable, __file__, "--child", json.dumps(task)]
         done = subprocess.run(command, cwd=task["checkout"], capture_output=True, text=True, env=environment())
         if done.returncode:
             sys.exit(f"{name}, {way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
         found[way].append(json.loads(done.stdout.splitlines()[-1]))
     return found
+
+
+def whole(path: str | None) -> str | None:
+    """A path as a process in another folder needs it; a Hub id as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 def environment() -> dict[str, str]:
@@ -171,7 +175,7 @@ def prepared(model, bf16: bool, seq_len: int):
 def step(task: dict[str, Any]) -> dict[str, float]:
     """Tokens a second of forward, backward and optimizer step on one batch."""
     _, shape, precision = task["of"].split("-")
-    layers, hidden, heads, sequences, length = SHAPES[shape]
+    config_name, sequences, length = SHAPES[shape]
     import torch
     import transformers
 
@@ -180,13 +184,9 @@ def step(task: dict[str, Any]) -> dict[str, float]:
         from roberta_recipe import hardware
 
         hardware.keep_freed_memory()
-    config = transformers.RobertaConfig(
-        **{"vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"intermediate_size": 4 * hidden, "max_position_embeddings": 514, "type_vocab_size": 1},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layer_norm_eps": 1e-5},
-    )
+    config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     torch.manual_seed(0)
-    ids = torch.randint(5, VOCABULARY - 1, (sequences, length))
+    ids = torch.randint(5, config.vocab_size - 1, (sequences, length))
     batch = {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < MASKED, ids, -100)}
     if task["way"] == "stock":
         model = transformers.RobertaForMaskedLM(config)
@@ -220,21 +220,34 @@ def step(task: dict[str, Any]) -> dict[str, float]:
 def run(task: dict[str, Any]) -> dict[str, float]:
     """Tokens a second of a whole run of the mini shape: raw text to checkpoint, imports included."""
     folder = Path(task["folder"])
-    text, tokenizer, config = make_inputs(folder)
+    text, held_out, tokenizer, config = make_inputs(folder)
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
     sizes = [str(RUN_STEPS), "32", "128", "1e-3"]
     if task["way"] == "stock":
-        words = [__file__.replace("speed.py", "stock_mlm.py"), text, tokenizer, config, out, *sizes]
+        words = [__file__.replace("speed.py", "stock_mlm.py"), text, held_out, tokenizer, config, out, *sizes]
     else:
         words = ["train_mlm.py", "--config", "presets/mlm/roberta_mini.yaml", "--train_file", text]
         words += ["--tokenizer_name", tokenizer, "--config_name", config, "--output_dir", out, "--use_cpu"]
-        words += ["--max_steps", sizes[0], "--eval_strategy", "no", "--bf16", "false", "--report_to", "none"]
+        words += [
+            "--validation_file",
+            held_out,
+            "--max_steps",
+            sizes[0],
+            "--eval_strategy",
+            "no",
+            "--bf16",
+            "false",
+            "--report_to",
+            "none",
+        ]
         words += ["--disable_tqdm", "true"]
     command = [sys.executable, *map(str, words)]
 
     def once() -> None:
-        subprocess.run(command, cwd=task["checkout"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run(command, cwd=task["checkout"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
 
     wall_s = seconds(task | {"clock": "wall"}, once)
     if task["clock"] == "process":
@@ -250,9 +263,10 @@ def tokens_of(out: Path, way: str) -> int:
     return json.loads((out / "run_record.json").read_text())["tokens_seen"]
 
 
-def make_inputs(folder: Path) -> tuple[Path, Path, Path]:
-    """Text, tokenizer and config, made once from the docstrings of the installed Python."""
-    text, tokenizer, config = folder / "text.jsonl", folder / "tokenizer", folder / "config.json"
+def make_inputs(folder: Path) -> tuple[Path, ...]:
+    """Text, held-out text, tokenizer and config, made once from the docstrings of the installed Python."""
+    names = "text.jsonl", "held_out.jsonl", "tokenizer", "config.json"
+    text, held_out, tokenizer, config = (folder / name for name in names)
     if not text.is_file():
         from roberta_recipe.data import corpus as corpora
         from roberta_recipe.data.documents import check_sources, sample_documents
@@ -261,11 +275,12 @@ def make_inputs(folder: Path) -> tuple[Path, Path, Path]:
         corpus = corpora.read_corpus("presets/corpus/docstrings.yaml")
         check_sources(corpus)
         texts = [text for _, text in sample_documents(corpus, "train", max_bytes=8_000_000, seed=0)]
-        save_tokenizer(train_tokenizer(texts, VOCABULARY), str(tokenizer))
         values = json.loads((ROOT / "presets" / "model" / "mini.json").read_text())
-        config.write_text(json.dumps(values | {"vocab_size": VOCABULARY}))
-        text.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return text, tokenizer, config
+        save_tokenizer(train_tokenizer(texts, values["vocab_size"]), str(tokenizer))
+        config.write_text(json.dumps(values))
+        for path, own in ((held_out, texts[::20]), (text, [t for n, t in enumerate(texts) if n % 20])):
+            path.write_text("".join(json.dumps({"text": document}) + "\n" for document in own))
+    return text, held_out, tokenizer, config
 
 
 def rte(task: dict[str, Any]) -> dict[str, float]:
@@ -312,8 +327,8 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
 COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]] = {
     "step-mini-fp32": (step, "tokens; 4 layers of 256, 32 x 128 tokens, fp32"),
     "step-mini-bf16": (step, "tokens; 4 layers of 256, 32 x 128 tokens, bf16"),
-    "step-6x384-fp32": (step, "tokens; 6 layers of 384, 8 x 512 tokens, fp32"),
-    "step-6x384-bf16": (step, "tokens; 6 layers of 384, 8 x 512 tokens, bf16"),
+    "step-small-fp32": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, fp32"),
+    "step-small-bf16": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
     "run": (run, f"tokens; {RUN_STEPS} steps of the mini shape, fp32, raw text to checkpoint, imports included"),
     "rte": (rte, f"examples; {RTE_STEPS} batches of {RTE_BATCH} of RTE, fp32, the stock way cut and padded to 128"),
 }

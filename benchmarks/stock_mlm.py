@@ -1,7 +1,7 @@
 """Masked-LM pretraining on the stock Hugging Face path, as transformers' run_mlm.py does it: what `speed.py` compares
 with. Chunks of fixed size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
 
-    python benchmarks/stock_mlm.py TEXT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN LEARNING_RATE
+    python benchmarks/stock_mlm.py TEXT.jsonl HELD_OUT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN RATE
 """
 
 import itertools
@@ -21,9 +21,9 @@ VALIDATION_BLOCKS = 1024  # as presets/mlm/roberta_mini.yaml
 
 
 def main() -> None:
-    text, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate = sys.argv[1:]
+    text, held_out, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    splits = datasets.load_dataset("json", data_files=text, split="train").train_test_split(test_size=0.01, seed=0)
+    splits = datasets.load_dataset("json", data_files={"train": text, "validation": held_out})
 
     def tokenize(rows):
         return tokenizer(rows["text"], return_special_tokens_mask=True)
@@ -38,7 +38,7 @@ def main() -> None:
 
     tokenized = splits.map(tokenize, batched=True, remove_columns=["text"])
     grouped = tokenized.map(group_texts, batched=True)
-    held_out = grouped["test"].select(range(min(VALIDATION_BLOCKS, len(grouped["test"]))))
+    validation = grouped["validation"].select(range(min(VALIDATION_BLOCKS, len(grouped["validation"]))))
     args = TrainingArguments(
         output_dir=output_dir,
         max_steps=int(steps),
@@ -56,7 +56,7 @@ def main() -> None:
         model=RobertaForMaskedLM(RobertaConfig.from_json_file(config_name)),
         args=args,
         train_dataset=grouped["train"],
-        eval_dataset=held_out,
+        eval_dataset=validation,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
         processing_class=tokenizer,
     )

@@ -211,6 +211,17 @@ def test_padding_is_on_the_right_whatever_the_tokenizer_says(flags, tmp_path, mo
     assert after["loss_at_steps"] == before["loss_at_steps"] and after["metrics"] == before["metrics"]
 
 
+def test_spans_of_the_same_scores_are_found_once(flags, monkeypatch):
+    """The epoch that is kept is measured at its end and again when it is loaded, judged, and written down."""
+    found, best_spans = [], finetune_squad.squad.best_spans
+    monkeypatch.setattr(
+        finetune_squad.squad, "best_spans", lambda *args: found.append(args[2].tobytes()) or best_spans(*args)
+    )
+    summary = finetune_squad.main(flags("2.0", "--seeds", 1, "--eval_strategy", "steps", "--eval_steps", 6))
+    assert len(summary["settings"][0]["seeds"]) == 1
+    assert len(set(found)) == 1 and len(found) == 2  # the second is for predictions.json, of the file
+
+
 def test_a_finished_run_names_what_it_lacks(flags, tmp_path):
     finetune_squad.main(flags("1.1"))
     folder = tmp_path / "squad" / "1.1" / RUN
