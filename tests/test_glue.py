@@ -50,7 +50,14 @@ def flags(root, data_dir, model_dir, tmp_path):
         values = {
             **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name},
             **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 6},
-            **{"warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True},
+            **{
+                "warmup_steps": 1,
+                "logging_steps": 1,
+                "learning_rate": 1e-3,
+                "other_rows": True,
+                "use_cpu": True,
+                "bf16": False,
+            },
             **{"disable_tqdm": True, "seeds": 1, "save_strategy": "no"},
         }
         argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]

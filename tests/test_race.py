@@ -63,7 +63,7 @@ def flags(root, data_dir, model_dir, tmp_path):
             **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "race"},
             **{"max_seq_length": 64, "max_option_length": 24, "global_batch_size": 4, "learning_rate": 1e-3},
             **{"per_device_train_batch_size": 4, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
-            **{"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
+            **{"use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
         }
         argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
         return ["--config", str(root / "presets" / "race" / "paper.yaml"), *argv, *map(str, others)]

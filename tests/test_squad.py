@@ -79,7 +79,7 @@ def flags(root, data_dir, model_dir, tmp_path):
                 "logging_steps": 1,
                 "seeds": 1,
             },
-            **{"learning_rate": 1e-3, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
+            **{"learning_rate": 1e-3, "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
         }
         argv = [str(item) for key, value in values.items() for item in (f"--{key}", value)]
         return ["--config", str(root / "presets" / "squad" / f"v{version}.yaml"), *argv, *map(str, others)]
