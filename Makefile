@@ -82,7 +82,8 @@ report: setup     ## tables, curves and page of the records in results/: make re
 	$(BIN)/python results/report.py $(ARGS)
 
 # REPEATS, and in ARGS what else benchmarks/speed.py takes: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
-bench: setup      ## every speed comparison with the stock path, in half an hour: make bench OUT=runs/bench.json
+bench: setup      ## each stage of the data, then every speed comparison with the stock path: make bench OUT=runs/bench.json
+	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
 faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"

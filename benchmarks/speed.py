@@ -158,13 +158,15 @@ def module_of(*names: str) -> ModuleType:
     raise ImportError(f"this checkout has none of {', '.join(names)}")
 
 
-def prepared(model, bf16: bool, seq_len: int):
-    """A model with the attention and the dropout that a run of this checkout would have."""
+def prepared(model, bf16: bool):
+    """A model with the attention and the dropout, in a process with the allocator, that a run of this checkout has."""
     try:
+        from roberta_recipe import hardware
         from roberta_recipe.training import attention
         from roberta_recipe.training.arguments import RecipeTrainingArguments
     except ImportError:  # a commit before
         return model
+    hardware.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         args = RecipeTrainingArguments(output_dir=folder, bf16=bf16)
     args.attn_implementation = attention.choose(model.config, args)
@@ -180,10 +182,6 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import transformers
 
     modeling = module_of("training.modeling", "modeling")
-    if task["way"] == "ours":
-        from roberta_recipe import hardware
-
-        hardware.keep_freed_memory()
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     torch.manual_seed(0)
     ids = torch.randint(5, config.vocab_size - 1, (sequences, length))
@@ -192,7 +190,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
         model = transformers.RobertaForMaskedLM(config)
         batch["attention_mask"] = torch.ones_like(ids)  # as the stock collator makes it
     else:
-        model = prepared(modeling.RobertaForMaskedLM(config), precision == "bf16", length)
+        model = prepared(modeling.RobertaForMaskedLM(config), precision == "bf16")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = model.train().to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -211,6 +209,8 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     rate = ids.numel() / statistics.median(seconds(task, once) for _ in range(7))
     measured = {"rate": rate, "peak_gb": peak_gb()}
     if task["way"] == "ours" and task["clock"] == "wall":
+        from roberta_recipe import hardware
+
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         flops = modeling.flops_per_token(config, length, MASKED)
         measured["utilisation"] = rate * flops / hardware.matrix_rate(device, dtype)
@@ -294,10 +294,6 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     rows = [line.split("\t") for line in (Path(task["data_dir"]) / "train.tsv").read_text().splitlines()[1:]]
     stock = task["way"] == "stock"
-    if task["way"] == "ours":
-        from roberta_recipe import hardware
-
-        hardware.keep_freed_memory()
     padding = {"padding": "max_length", "max_length": 128} if stock else {"max_length": 512}
     features = [tokenizer(row[1], row[2], truncation=True, **padding) for row in rows]
     labels = [int(row[3] == "not_entailment") for row in rows]
@@ -310,7 +306,7 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
         for start in range(0, RTE_BATCH * RTE_STEPS, RTE_BATCH)
     ]
     model = AutoModelForSequenceClassification.from_pretrained(task["model"], num_labels=2)
-    model = (model if stock else prepared(model, False, 512)).train()
+    model = (model if stock else prepared(model, False)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def once(batch) -> None:

@@ -98,20 +98,20 @@ class MlmTrainer(DurableTrainer):
     # Training
 
     def train(self, *args, **kwargs):
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[attention.precision(self.args)]
-        self.matrix_rate = matrix_rate(self.args.device, dtype)
-        if self.is_world_process_zero():
-            where = (
-                torch.cuda.get_device_name()
-                if self.args.device.type == "cuda"
-                else f"{torch.get_num_threads()} threads"
-            )
-            logger.info(
-                f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {attention.precision(self.args)}"
-            )
+        self._measure_machine()
         output = super().train(*args, **kwargs)
         self.check_text()
         return output
+
+    def _measure_machine(self) -> None:
+        """Set `matrix_rate`, and say it."""
+        precision, device = attention.precision(self.args), self.args.device
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        self.matrix_rate = matrix_rate(device, dtypes[precision])
+        if self.is_world_process_zero():
+            on_gpu, threads = device.type == "cuda", torch.get_num_threads()
+            where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"
+            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._asked_s = time.monotonic()
