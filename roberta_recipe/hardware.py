@@ -101,9 +101,17 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(seconds[1:] or seconds)
 
 
+def give_back_freed_memory() -> None:
+    """Return to the system what was freed, as far as glibc can: for what does not allocate through it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a GPU or of the machine."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether memory ran out, of a GPU or of the machine; oneDNN, which maps memory for its kernels' code, says only
+    that a primitive could not be created."""
+    cpu = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
 
 
 def end_with_parent(parent: int, number: int) -> None:

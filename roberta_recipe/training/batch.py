@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from roberta_recipe.arithmetic import largest_divisor, round_up
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.hardware import is_out_of_memory
+from roberta_recipe.hardware import give_back_freed_memory, is_out_of_memory
 from roberta_recipe.log import logger
 
 
@@ -101,3 +101,5 @@ def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, tor
         model.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            give_back_freed_memory()
