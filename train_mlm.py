@@ -194,7 +194,7 @@ def build_blocks(
         )
     return TrainBlocks(
         reader,
-        batch_size=training_args.per_device_train_batch_size,
+        batch_size=args.global_batch_size // training_args.world_size,
         processes=training_args.world_size,
         process=training_args.process_index,
         start=resumed["position"],

@@ -93,7 +93,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
             use_cpu=True,
             disable_tqdm=True,
         ),
-        train_dataset=TrainBlocks(Listed(blocks), batch_size=micro_batch),
+        train_dataset=TrainBlocks(Listed(blocks), batch_size=len(blocks)),
         eval_dataset=fixed_masks(blocks, collator),
         data_collator=collator,
         callbacks=[keep],

@@ -4,14 +4,17 @@ start."""
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_documents, write_parquet
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.order import batches_of, source_of
-from roberta_recipe.data.stream import TextReader, TrainBlocks
+from roberta_recipe.data.stream import MicroBatches, TextReader, TrainBlocks
 from roberta_recipe.data.tokenization import split_sentences
 from roberta_recipe.errors import InputError
 
@@ -99,8 +102,8 @@ def test_every_pass_has_the_same_blocks_in_another_order(one_source, tokenizer, 
 
 def test_a_window_reads_one_block_ahead_for_each_it_gives(one_source, tokenizer):
     reader = reader_of(one_source, tokenizer, shuffle_window=20)
-    for given, _ in enumerate(itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60), 1):
-        assert reader.count_table()["s"]["blocks"] <= given + 20
+    for count, _ in enumerate(itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60), 1):
+        assert reader.count_table()["s"]["blocks"] <= count + 20
 
 
 def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
@@ -220,3 +223,24 @@ def test_a_limit_above_the_corpus_is_the_corpus(one_source, tokenizer):
     blocks = first(limited(one_source, tokenizer, 10**5), 2 * size)
     assert [epoch for epoch, _, _ in blocks] == [0] * size + [1] * size
     assert len({name for _, name, _ in blocks}) == size
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    size=st.integers(1, 8),
+    like_length=st.booleans(),
+)
+def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, size, like_length):
+    blocks = [{"input_ids": np.zeros(length), "block_id": number} for number, length in enumerate(lengths)]
+    blocks[-1]["states"] = ["where the text stands"]
+    in_order = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    made = MicroBatches(lambda blocks: {"blocks": blocks}, size, like_length)(blocks)
+    found = [[block["block_id"] for block in micro_batch["blocks"]] for micro_batch in made]
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
+    assert [len(micro_batch) for micro_batch in found] == [len(part) for part in in_order]
+    assert ["states" in micro_batch for micro_batch in made] == [False] * (len(made) - 1) + [True]
+    if like_length:
+        by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]
+        assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
+    else:
+        assert [*itertools.chain.from_iterable(found)] == list(range(len(lengths)))

@@ -156,11 +156,11 @@ def batches_of(
     worker: int = 0,
     skipped: Skipped | None = None,
 ) -> Iterator[tuple[range, ...]]:
-    """The positions of each micro-batch that one data worker of one process makes: one range, or several around what is
-    `skipped`.
+    """The positions of each batch that one data worker of one process makes: one range, or several around what is
+    `skipped`. In pretraining, a batch is a process's share of an optimizer step.
 
-    Processes take micro-batches in turn, and the workers of a process take every `workers`-th of its micro-batches,
-    which is the order in which a `DataLoader` asks them.
+    Processes take batches in turn, and the workers of a process take every `workers`-th of its batches, which is the
+    order in which a `DataLoader` asks them.
     """
     for number in itertools.count(worker, workers):
         before = (number * processes + process) * batch_size

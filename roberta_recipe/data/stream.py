@@ -222,7 +222,7 @@ class TextReader:
     def _share_counts(self, number: int, state: SourceState) -> None:
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:
-            self.counts[number] = torch.tensor(state.table())
+            self.counts.numpy()[number] = state.table()  # the same memory, without a tensor for each block
 
     def fingerprint(self) -> dict[str, Any]:
         """What the blocks depend on, but for their order."""
@@ -251,9 +251,10 @@ class TextReader:
 class TrainBlocks(torch.utils.data.IterableDataset):
     """One process's share of the endless sequence of training blocks, from position `start` on, without `skipped`.
 
-    `reader` is a `TextReader` or a `TokenCache`. With `limit`, the first so many blocks only, again and again in a new
-    order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked worker hangs if its parent
-    has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
+    `reader` is a `TextReader` or a `TokenCache`. `batch_size`: blocks of an optimizer step that are this process's.
+    With `limit`, the first so many blocks only, again and again in a new order each time. `threads_in_worker` lets a
+    data worker tokenize on all cores; a forked worker hangs if its parent has done so before
+    (TOKENIZERS_PARALLELISM=false prevents that in the parent).
     """
 
     def __init__(
@@ -300,6 +301,36 @@ class TrainBlocks(torch.utils.data.IterableDataset):
                 epoch = position // len(kept)
                 order = random_order(self.reader.seed, REPEATS, (epoch,), len(kept))
             yield {**kept[order[position % len(kept)]], "epoch": epoch}
+
+
+@dataclass
+class MicroBatches:
+    """A collate function: a process's blocks of an optimizer step to its micro-batches of `size` blocks, each made by
+    `collate`. The last has the blocks' `states`, where they have some.
+
+    With `like_length`, blocks of like length come together, the longest first, so that fewer positions are padded: a
+    step's gradient does not depend on how its blocks are divided.
+    """
+
+    collate: Callable[[list[Block]], dict[str, Any]]
+    size: int
+    like_length: bool = True
+
+    def __call__(self, blocks: list[Block]) -> list[dict[str, Any]]:
+        states = {"states": blocks[-1].pop("states")} if "states" in blocks[-1] else {}
+        if self.like_length:
+            blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
+        made = [self.collate(blocks[start : start + self.size]) for start in range(0, len(blocks), self.size)]
+        made[-1] |= states
+        return made
+
+
+class MicroBatchLoader(torch.utils.data.DataLoader):
+    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another; `collate_fn` is a `MicroBatches`."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for micro_batches in super().__iter__():
+            yield from micro_batches
 
 
 def _sources_from(shares: list[float], start: int) -> Iterator[int]:

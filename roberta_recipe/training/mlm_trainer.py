@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
-from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
 from roberta_recipe.hardware import matrix_rate
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
@@ -66,12 +66,14 @@ class MlmTrainer(DurableTrainer):
     # Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """The process's own blocks, in order: `TrainBlocks` has divided them already."""
-        workers = self.args.dataloader_num_workers
-        return DataLoader(
+        """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
+        workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
+        # a compiled model would be compiled anew for each length
+        micro_batches = MicroBatches(self.data_collator, size, like_length=not self.args.torch_compile)
+        return MicroBatchLoader(
             self.train_dataset,
-            batch_size=self.args.per_device_train_batch_size,
-            collate_fn=self.data_collator,
+            batch_size=size * self.args.gradient_accumulation_steps,
+            collate_fn=micro_batches,
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
