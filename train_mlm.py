@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)
-    entropy = masking.unigram_entropy(validation, collator)
+    entropy = masking.unigram_entropy(validation, tokenizer)
     lower_to_memory(args, training_args, model, validation[0], collator)
     blocks = build_blocks(args, training_args, reader, resumed)
 
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         model=model,
         args=training_args,
         train_dataset=blocks,
-        eval_dataset=mask_validation(args, corpus, validation, collator),
+        eval_dataset=mask_validation(args, corpus, validation, tokenizer),
         data_collator=collator,
         processing_class=tokenizer,
         callbacks=listeners(training_args, publisher),

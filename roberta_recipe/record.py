@@ -53,6 +53,8 @@ class SourceMetrics(TypedDict):
     loss: float
     perplexity: float
     bits: float
+    loss_error: NotRequired[float | None]  # standard error of the loss over documents; None for a single one
+    documents: NotRequired[int]  # in which the blocks begin; older records have neither
     unigram_entropy: float
     blocks: int
     tokens: int

@@ -3,10 +3,13 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from conftest import make_documents, run_python, write_parquet
 
 from roberta_recipe import durable
+from roberta_recipe.data.corpus import read_corpus
+from roberta_recipe.data.documents import documents, file_rows, text_digest
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import contamination
 from roberta_recipe.tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
@@ -111,3 +114,31 @@ def test_as_a_user_starts_it(root, tmp_path):
 
 def test_words():
     assert words_of("The  cat's 1,000 Ärger!") == ["the", "cat", "s", "1", "000", "ärger"] and words_of("...") == []
+
+
+def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, capsys):
+    """A held-out document is a training document but for its last words; the corpus preset leaves it out."""
+    rng = np.random.default_rng(0)
+    vocabulary = [f"w{number}" for number in range(400)]
+    texts = [" ".join(rng.choice(vocabulary, size=60)) for _ in range(30)]
+    held_out = [texts[3] + " and an end", *(" ".join(rng.choice(vocabulary, size=60)) for _ in range(5)), "too short"]
+    for name, rows in (("train", texts), ("held_out", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    preset = tmp_path / "corpus.yaml"
+    source = {"name": "a", "files": f"{tmp_path}/train.jsonl", "validation_files": f"{tmp_path}/held_out.jsonl"}
+    preset.write_text(json.dumps({"sources": [source]}))
+    listed = tmp_path / "near_duplicates.json"
+    result = contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed)])
+    assert result["near_duplicates"] == [text_digest(held_out[0])]
+    assert "1 of 7 held-out documents are near-duplicates" in capsys.readouterr().out
+
+    preset.write_text(json.dumps({"sources": [source], "leave_out": str(listed)}))
+    without = read_corpus(preset)
+    rows = list(file_rows(without, without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
+    assert [row.text for row in rows] == [*held_out[1:], None] and rows[0].held_out == 1
+    assert len(list(documents(without, without.sources[0], "train", seed=0))) == 30
+    listed.write_text("[]")
+    with pytest.raises(InputError, match="contamination --held_out"):
+        list(file_rows(read_corpus(preset), without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
+    with pytest.raises(InputError, match="leave_out goes with held_out"):
+        contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])

@@ -16,7 +16,9 @@ def blocks(tokenizer):
     words = rng.integers(261, len(tokenizer) - 1, size=(400, 60)).astype(np.uint16)
     words[:, 0] = tokenizer.bos_token_id
     words[:, [20, 40, 59]] = tokenizer.eos_token_id
-    return [{"input_ids": ids, "epoch": 0, "block_id": number} for number, ids in enumerate(words)]
+    return [
+        {"input_ids": ids, "epoch": 0, "block_id": number, "document": number // 2} for number, ids in enumerate(words)
+    ]
 
 
 def special(tokenizer, ids):
@@ -108,20 +110,18 @@ def test_padding(tokenizer, blocks):
 
 
 def test_validation_masks_are_the_same_in_every_run(tokenizer, blocks):
-    first = fixed_masks(blocks, MlmCollator(tokenizer, seed=1))
-    second = fixed_masks(blocks, MlmCollator(tokenizer, seed=2))
-    assert all(np.array_equal(a["labels"], b["labels"]) for a, b in zip(first, second, strict=True))
-    collator = MlmCollator(tokenizer, seed=5)
+    first = fixed_masks(blocks, tokenizer)
+    assert [example["cluster"] for example in first] == [number // 2 for number in range(len(blocks))]
+    share = np.mean([(example["labels"] != IGNORED).mean() for example in first])
+    assert share == pytest.approx(0.15, abs=0.01)
+    collator = MlmCollator(tokenizer, seed=5, mlm_probability=0.4, mask_count="exact")  # of a training run
     once, again = collator(first[:4]), collator(first[:4])
     assert torch.equal(once["labels"], again["labels"])
     assert torch.equal(once["labels"][2], torch.from_numpy(first[2]["labels"]))
 
 
 def test_unigram_entropy(tokenizer):
-    collator = MlmCollator(tokenizer)
     four_alike = [{"input_ids": np.array([0, 300, 301, 302, 303, 2], dtype=np.uint16)}] * 3
-    assert unigram_entropy(four_alike, collator) == pytest.approx(math.log(4))
+    assert unigram_entropy(four_alike, tokenizer) == pytest.approx(math.log(4))
     skewed = [{"input_ids": np.array([0, 300, 300, 300, 301, 2], dtype=np.uint16)}]
-    assert unigram_entropy(skewed, collator) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    exact = MlmCollator(tokenizer, mask_count="exact")  # "exact" predicts <s> and </s> too
-    assert unigram_entropy(four_alike, exact) == pytest.approx(math.log(6))
+    assert unigram_entropy(skewed, tokenizer) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))

@@ -47,7 +47,7 @@ def same(block, other):
 
 def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(reader, tokenizer, tmp_path):
     blocks = taken(TrainBlocks(reader, batch_size=4), 40)
-    assert all(set(block) - {"states"} == COLUMNS | {"epoch", "block_id"} for block in blocks)
+    assert all(set(block) - {"states"} == COLUMNS | {"epoch", "block_id", "document"} for block in blocks)
     assert {block["toy_label"] for block in blocks} == {-100, 0, 1}
 
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
@@ -72,7 +72,7 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         assert row.tolist() == wanted.tolist()
     changed = [{**block, "toy_label": 1 - max(block["toy_label"], 0)} for block in cached[:6]]
     assert collator(changed)["digest"] != batch["digest"]  # the checksum covers every column
-    assert all(set(example) == COLUMNS | {"labels"} for example in fixed_masks(held_out, collator))
+    assert all(set(example) == COLUMNS | {"labels", "cluster"} for example in fixed_masks(held_out, tokenizer))
 
 
 def one_step(config, tokenizer, blocks, micro_batch, folder):
@@ -94,7 +94,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
             disable_tqdm=True,
         ),
         train_dataset=TrainBlocks(Listed(blocks), batch_size=len(blocks)),
-        eval_dataset=fixed_masks(blocks, collator),
+        eval_dataset=fixed_masks(blocks, tokenizer),
         data_collator=collator,
         callbacks=[keep],
         flops_per_token=1.0,

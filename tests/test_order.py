@@ -4,10 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roberta_recipe.data.order import (
     batches_of,
     block_id,
+    drawn_evenly,
     interleave,
     kept,
     mixture,
@@ -125,3 +128,21 @@ def test_names_of_blocks():
     names = {block_id(s, f, i) for s in (0, 1, 2047) for f in (0, 1, 2**24 - 1) for i in (0, 1, 2**28 - 1)}
     assert len(names) == 27 and max(names) < 2**63
     assert source_of(block_id(2047, 2**24 - 1, 2**28 - 1)) == 2047
+
+
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    limit=st.one_of(st.none(), st.integers(1, 150)),
+    seed=st.integers(0, 9),
+)
+def test_a_draw_takes_one_item_of_each_of_as_many_equal_stretches(counts, limit, seed):
+    shares = [1 / len(counts)] * len(counts)
+    drawn = drawn_evenly(counts, shares, limit, seed)
+    assert sum(map(len, drawn)) == min(sum(counts), limit or sum(counts))
+    for count, indices in zip(counts, drawn, strict=True):
+        stretches = [range(k * count // len(indices), (k + 1) * count // len(indices)) for k in range(len(indices))]
+        assert all(index in stretch for index, stretch in zip(indices.tolist(), stretches, strict=True))
+    again = drawn_evenly(counts, shares, limit, seed)
+    assert all(np.array_equal(one, two) for one, two in zip(drawn, again, strict=True))
+    most = max(map(len, drawn))
+    assert all(len(own) in (count, most, most - 1) for own, count in zip(drawn, counts, strict=True))

@@ -156,7 +156,7 @@ def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer)
     blocks = pretraining.validation_blocks(args, training_args, reader)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
     total = predicted = 0
-    for example in masking.fixed_masks(blocks, masking.MlmCollator(tokenizer)):
+    for example in masking.fixed_masks(blocks, tokenizer):
         labels = torch.from_numpy(example["labels"])[None]
         with torch.no_grad():
             logits = model(torch.from_numpy(example["input_ids"])[None]).logits

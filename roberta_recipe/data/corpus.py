@@ -1,5 +1,6 @@
 """The sources of a corpus (paper, section 3.2), their shares of the mixture, and their files."""
 
+import functools
 import glob
 import os
 import re
@@ -14,7 +15,7 @@ from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.identity import Identity, identify, is_unchanged
 from roberta_recipe.durable import fingerprint
 from roberta_recipe.errors import InputError, RunError, first_line
-from roberta_recipe.input_files import resolve_path
+from roberta_recipe.input_files import read_input_json, resolve_path
 from roberta_recipe.presets import check_mapping, load_yaml
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
@@ -69,9 +70,25 @@ class Corpus:
     sources: list[Source]
     validation_share: float = 0.01  # of the documents, chosen by a hash of their text
     language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
+    # held-out documents to leave out, as `tools/contamination.py --held_out --leave_out FILE` has written them
+    leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
     _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
     _identities: dict[str, Identity] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def left_out(self) -> frozenset[str]:
+        """`text_digest` of each document of `leave_out`. Raises `InputError`."""
+        if self.leave_out is None:
+            return frozenset()
+        found = read_input_json(resolve_path(self.leave_out))
+        documents = found.get("documents") if isinstance(found, dict) else None
+        if not isinstance(documents, list) or not all(isinstance(digest, str) for digest in documents):
+            raise InputError(
+                f"leave_out={self.leave_out}: make it with python -m roberta_recipe.tools.contamination --held_out "
+                "--leave_out FILE"
+            )
+        return frozenset(documents)
 
     @property
     def shares(self) -> list[float]:
@@ -232,7 +249,8 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
         files = [corpus.files(source, split)[1] for split in ("train", "validation")]
         content = [source.text_column, source.filters, [[identities[path].values for path in paths] for paths in files]]
         contents[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
-    return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
+    left_out = {"leave_out": fingerprint(sorted(corpus.left_out))} if corpus.left_out else {}
+    return {**contents, **left_out, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:

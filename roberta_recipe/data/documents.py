@@ -212,10 +212,14 @@ def _bad_line(format: str, path: str, max_bytes: float = float("inf"), source: S
     return None
 
 
+def text_digest(text: str) -> str:
+    """16 hexadecimal digits that name a document by its text."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
 def held_out(text: str, share: float) -> bool:
     """Whether a document belongs to validation: by a hash, so that copies of a text are on the same side."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return int(text_digest(text), 16) < share * 2**64
 
 
 class Row(NamedTuple):
@@ -224,7 +228,7 @@ class Row(NamedTuple):
     number: int
     text: str | None  # None after the last row of the file
     empty: int = 0  # documents without text
-    held_out: int = 0  # documents of validation, passed over in training
+    held_out: int = 0  # documents passed over: in training those of validation, in validation the corpus's `left_out`
     bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
     lost_rows: int = 0  # rows after the break, as far as the file still tells
 
@@ -247,6 +251,8 @@ def file_rows(
                 other_split += split == "train"
                 if others is not None:
                     others.append(Row(number, text))
+            elif split == "validation" and corpus.left_out and text_digest(text) in corpus.left_out:
+                other_split += 1
             else:
                 yield Row(number, text, empty, other_split)
                 empty = other_split = 0

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import DataCollatorForLanguageModeling
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
+from roberta_recipe.data.order import place_of
 
 IGNORED = -100  # the label of a position that is not predicted
-EVAL_SEED = 0  # validation masks: the same for every run, whatever its seed
-_NO_COLUMNS = ("epoch", "block_id", "states")  # of a block: what the model does not see
+EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
+_NO_COLUMNS = ("epoch", "block_id", "states", "document")  # of a block: what the model does not see
+CLUSTER = "cluster"  # of a validation example: the number of the document in which it begins
 
 
 @dataclass
@@ -114,12 +116,23 @@ def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     return checksum
 
 
-def fixed_masks(blocks: list[dict[str, Any]], collator: MlmCollator) -> list[dict[str, Any]]:
-    """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions."""
-    fixed = MlmCollator(
-        collator.tokenizer, mlm_probability=collator.mlm_probability, seed=EVAL_SEED, mask_count=collator.mask_count
+def validation_collator(tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None = None) -> MlmCollator:
+    """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
+    return MlmCollator(
+        tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, pad_to_multiple_of=pad_to_multiple_of
     )
-    return [fixed.seen_by_model(block) for block in blocks]
+
+
+def fixed_masks(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
+    with the number of its `CLUSTER`."""
+    fixed, clusters = validation_collator(tokenizer), {}
+    examples = []
+    for block in blocks:
+        source, file, _ = place_of(block["block_id"])
+        cluster = clusters.setdefault((source, file, block["document"]), len(clusters))
+        examples.append({**fixed.seen_by_model(block), CLUSTER: cluster})
+    return examples
 
 
 def predicts(examples: list[dict[str, Any]]) -> bool:
@@ -127,13 +140,13 @@ def predicts(examples: list[dict[str, Any]]) -> bool:
     return any((example["labels"] != IGNORED).any() for example in examples)
 
 
-def unigram_entropy(blocks: list[dict[str, Any]], collator: MlmCollator) -> float:
-    """Entropy in nats of the distribution of the tokens that may be predicted in `blocks`.
+def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> float:
+    """Entropy in nats of the distribution of the tokens that may be predicted in validation `blocks`.
 
     It is the cross-entropy of the best model that ignores context, which knows these frequencies exactly. From few
     tokens of a large vocabulary that is more than a model can know, and the entropy is too low a bar.
     """
-    counts = np.zeros(len(collator.tokenizer), dtype=np.int64)
+    collator, counts = validation_collator(tokenizer), np.zeros(len(tokenizer), dtype=np.int64)
     for block in blocks:
         counts += np.bincount(collator.maskable(block["input_ids"]), minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()

@@ -22,7 +22,7 @@ from roberta_recipe.errors import InputError
 Skipped = list[range]  # positions left out of the order: ascending, with gaps between them
 
 _FILE_SHIFT, _SOURCE_SHIFT = 28, 52
-FILES, WINDOWS, REPEATS = range(3)  # what a random order is for
+FILES, WINDOWS, REPEATS, DRAW = range(4)  # what is drawn at random
 _ENDED = object()
 
 
@@ -89,6 +89,20 @@ def interleave(
         else:
             taken[number] += cost(item)
             yield item
+
+
+def drawn_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
+    """Which of the `counts` items of each source are taken for `limit` of all, in the proportions of `shares` as far as
+    each source goes: ascending indices, one drawn at random from each of as many equal stretches. All without a limit.
+    """
+    owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
+    wanted = np.bincount([*itertools.islice(owners, limit)], minlength=len(counts)).tolist()
+    drawn = []
+    for number, (count, taken) in enumerate(zip(counts, wanted, strict=True)):
+        ends = np.arange(taken + 1) * count // max(taken, 1)
+        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, DRAW, number])))
+        drawn.append(draws.integers(ends[:-1], ends[1:]))
+    return drawn
 
 
 def random_order(seed: int, purpose: int, key: tuple[int, ...], count: int) -> np.ndarray:

@@ -4,10 +4,10 @@ A packer is a generator over documents (a document is a list of sentences, a sen
 that it remembers is its `PackState`. The state that is saved at a block, given to a new packer with the documents from
 `state.documents` on, resumes the packing as if it had not been interrupted.
 
-A packer yields columns: `input_ids`, a list of token ids, and whatever else its format has, either a whole number a
-block (`next_sentence_label`) or an array as long as `input_ids`, of the type that it should have on disk
-(`token_type_ids`). Token cache, reader, repetition, collator, fixed masks and evaluation carry all columns without
-knowing them.
+A packer yields columns: `input_ids`, a list of token ids; `document`, the number in its file of the document in which
+the block begins; and whatever else its format has, either a whole number a block (`next_sentence_label`) or an array as
+long as `input_ids`, of the type that it should have on disk (`token_type_ids`). Token cache, reader, repetition,
+collator, fixed masks and evaluation carry all columns without knowing them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,6 +31,7 @@ class PackState:
     split_sentences: int = 0  # longer than a block, so cut into several
     tokens: int = 0
     blocks: int = 0
+    begun_in: int = 0  # the document in which the block being filled begins
     extra: dict[str, Any] = field(default_factory=dict)  # what another format has to remember, as JSON can hold it
 
 
@@ -105,7 +106,8 @@ def _close(state: PackState, bos_id: int) -> Columns:
     """Finish the open block and open the next block."""
     block, state.open = state.open, [bos_id]
     state.blocks += 1
-    return {"input_ids": block}
+    document, state.begun_in = state.begun_in, state.documents
+    return {"input_ids": block, "document": document}
 
 
 def _next_document(state: PackState, sentences: Document) -> None:

@@ -26,6 +26,7 @@ from roberta_recipe.data.order import (
     Skipped,
     batches_of,
     block_id,
+    drawn_evenly,
     file_order,
     interleave,
     mixture,
@@ -143,10 +144,14 @@ class TextReader:
                 start = positions.stop
 
     def validation(self, limit: int | None) -> Iterator[Block]:
-        """One pass over the held-out text, in the proportions of the mixture as far as each source goes."""
+        """Blocks drawn evenly from the whole held-out text of each source, which is read once, in the proportions of
+        the mixture as far as each source goes; all without a limit."""
         encode = corpus_encoder(self.tokenizer)
-        streams = [self._in_file_order(n, SourceState(), encode, "validation") for n in range(len(self.corpus.sources))]
-        return itertools.islice(interleave(streams, self.corpus.shares), limit)
+        sources = range(len(self.corpus.sources))
+        held_out = [list(self._in_file_order(number, SourceState(), encode, "validation")) for number in sources]
+        drawn = drawn_evenly([*map(len, held_out)], self.corpus.shares, limit, self.seed)
+        streams = [map(held_out[number].__getitem__, indices) for number, indices in enumerate(drawn)]
+        return interleave(streams, self.corpus.shares)
 
     def _shuffled(
         self, number: int, state: SourceState, encode: Callable[[list[str]], list[list[int]]]

@@ -38,6 +38,7 @@ from roberta_recipe.data.documents import Row, file_rows
 from roberta_recipe.data.order import (
     WINDOWS,
     block_id,
+    drawn_evenly,
     file_order,
     interleave,
     mixture,
@@ -132,24 +133,28 @@ class TokenCache:
             self._passes[source] = (epoch, files, np.cumsum(sizes[files]))
         position = window * size + int(self._windows[source][1][position])
         _, files, ends = self._passes[source]
+        return self._at(position, source, "train", files, ends, epoch)
+
+    def _at(self, position: int, source: int, split: str, files: np.ndarray, ends: np.ndarray, epoch: int) -> Block:
+        """The block at `position` of a pass over `files`, at whose `ends` so many blocks have come."""
         number = int(np.searchsorted(ends, position, side="right"))
-        file = int(files[number])
-        in_file = position - int(ends[number]) + int(sizes[file])
-        return self._read(Shard(source, "train", file), in_file, epoch)
+        begin = int(ends[number - 1]) if number else 0
+        return self._read(Shard(source, split, int(files[number])), position - begin, epoch)
 
     def validation(self, limit: int | None) -> Iterator[Block]:
-        """The held-out blocks in the order of `TextReader.validation`."""
-        streams = [self._validation_of(number) for number in range(len(self.corpus.sources))]
-        for number, block in enumerate(interleave(streams, self.corpus.shares)):
-            if number == limit:
-                return
-            yield block
+        """The held-out blocks of `TextReader.validation`, in its order."""
+        counts = [int(sizes.sum()) for sizes in self._sizes["validation"]]
+        drawn = drawn_evenly(counts, self.corpus.shares, limit, self.seed)
+        streams = [self._validation_of(number, indices) for number, indices in enumerate(drawn)]
+        return interleave(streams, self.corpus.shares)
 
-    def _validation_of(self, source: int) -> Iterator[Block]:
+    def _validation_of(self, source: int, indices: np.ndarray) -> Iterator[Block]:
+        """The blocks at `indices` of a source's held-out text, one file after another."""
         sizes = self._sizes["validation"][source]
-        for file in file_order(source, len(sizes), seed=self.seed, epoch=0):
-            for index in range(sizes[file]):
-                yield self._read(Shard(source, "validation", file), index, epoch=0)
+        files = np.array(file_order(source, len(sizes), seed=self.seed, epoch=0), dtype=np.int64)
+        ends = np.cumsum(sizes[files])
+        for index in indices.tolist():
+            yield self._at(index, source, "validation", files, ends, epoch=0)
 
     def _read(self, shard: Shard, index: int, epoch: int) -> Block:
         """A block, its arrays copied out of the mapped file: what was checked is what is used."""

@@ -3,6 +3,9 @@ r"""How much of the evaluation sets is in the pretraining corpus, by source, wit
     python -m roberta_recipe.tools.contamination --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
         --squad_file dev-v1.1.json --race_dir RACE --output contamination.json              # or: make contamination
 
+With `--held_out`, the corpus's own held-out documents are sets too: those that have most of their n-grams in the
+training text are near-duplicates, which `--leave_out FILE` lists, for `leave_out: FILE` in the corpus preset.
+
 Word n-grams of each set are looked up in every document (GPT-3, arXiv 2005.14165, appendix C: 13-grams, lower case, no
 punctuation). A hit is compared word by word, so no hash collision counts. The corpus is streamed once; memory is that
 of the evaluation sets' n-grams. A core reads about 7 MB of text a second.
@@ -21,12 +24,13 @@ from tqdm import tqdm
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, read_corpus
-from roberta_recipe.data.documents import documents
+from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.tasks import glue, race, squad
 
 MOSTLY = 0.8  # of a text's n-grams
+HELD_OUT = "held out "  # begins the name of a set of held-out documents
 _FACTOR = np.int64(0x5851F42D4C957F2D)  # odd: the hash of an n-gram is a polynomial of its words' hashes
 _EXAMPLES = 3  # of each set
 
@@ -170,6 +174,20 @@ def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str
                     yield Text(f"race {split} {level} questions", question.id, words_of(question.question))
 
 
+def held_out_texts(corpus: Corpus) -> Iterator[Text]:
+    """The held-out documents of each source; their ids are those of `leave_out`."""
+    for source in corpus.sources:
+        for document in documents(corpus, source, "validation", seed=0):
+            yield Text(f"{HELD_OUT}{source.name}", text_digest(document), words_of(document))
+
+
+def near_duplicates(texts: list[Text], length: int) -> list[str]:
+    """The ids of the held-out documents that have most of their n-grams in the training text."""
+    held_out = [text for text in texts if text.of.startswith(HELD_OUT) and len(text.words) >= length and text.found]
+    counts = [len(set.union(*text.found.values())) / (len(text.words) - length + 1) for text in held_out]
+    return sorted(text.id for text, share in zip(held_out, counts, strict=True) if share >= MOSTLY)
+
+
 def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
     """Look up every document of the corpus; returns the number of documents of each source."""
     counts = {}
@@ -190,12 +208,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files: its validation and test sets are used")
     parser.add_argument("--squad_file", nargs="*", default=[], help="files in SQuAD's JSON format")
     parser.add_argument("--race_dir", help="folder of RACE's official files, training set included")
+    parser.add_argument("--held_out", action="store_true", help="the corpus's held-out documents too")
+    parser.add_argument("--leave_out", help="JSON file for the near-duplicates of --held_out")
     parser.add_argument("--ngram", type=int, default=13, help="words of an n-gram; shorter texts do not count")
     parser.add_argument("--max_documents", type=int, help="of each source; without it, all")
     parser.add_argument("--output", help="JSON file of all counts and examples")
     args = parser.parse_args(argv)
     if args.ngram < 1:
         raise InputError(f"ngram={args.ngram} must be at least 1")
+    if args.leave_out and not args.held_out:
+        raise InputError("leave_out goes with held_out")
     return args
 
 
@@ -203,10 +225,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line `argv`; prints the table, and returns all counts and examples. Raises `InputError`."""
     set_up_logging()
     args = parse(argv)
-    texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
-    if not texts:
-        raise InputError("no evaluation set: name glue_dir, squad_file or race_dir")
     corpus = read_corpus(args.corpus)
+    texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
+    texts += held_out_texts(corpus) if args.held_out else []
+    if not texts:
+        raise InputError("no evaluation set: name glue_dir, squad_file, race_dir or held_out")
     index = Index(texts, args.ngram)
     logger.info(f"{len(texts):,} texts, {len(index.hashes):,} {args.ngram}-grams")
     counts = look_up_corpus(index, corpus, args.max_documents)
@@ -217,6 +240,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             where = f"{example['id']} ({example['share']:.0%}, {', '.join(example['sources'])})"
             print(f"\n{name}, {where}: {example['text']}")
     result = {"corpus": corpus.name, "ngram": args.ngram, "documents": counts, "sets": summary}
+    if args.held_out:
+        result["near_duplicates"] = near_duplicates(texts, args.ngram)
+        count = sum(text.of.startswith(HELD_OUT) for text in texts)
+        print(
+            f"\n{len(result['near_duplicates']):,} of {count:,} held-out documents are near-duplicates of training text"
+        )
+    if args.leave_out:
+        durable.write_json(args.leave_out, {"documents": result["near_duplicates"]})
     if args.output:
         durable.write_json(args.output, result)
     return result

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
         trainer = MlmTrainer(
             model=model,
             args=training_args,
-            eval_dataset=pretraining.mask_validation(args, corpus, validation, collator),
+            eval_dataset=pretraining.mask_validation(args, corpus, validation, tokenizer),
             data_collator=collator,
             processing_class=tokenizer,
             fingerprint={},
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
         )
         metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():
-        pretraining.print_validation(metrics, masking.unigram_entropy(validation, collator), by_source)
+        pretraining.print_validation(metrics, masking.unigram_entropy(validation, tokenizer), by_source)
     environment.leave_process_group()
     return metrics, by_source
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
+from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
@@ -33,7 +34,8 @@ class MlmTrainer(DurableTrainer):
     The model's `objectives` maps each objective to its label column, and its output's `loss_sums` has the sum of losses
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
-    batch; eval_loss is the masked-LM's, eval_<name>_loss belongs to another objective. Batches carry
+    batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
+    another objective. Batches carry
     `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the `recipe_state.json` of the checkpoint
     that training is resumed from, and `skipped` the positions that `train_dataset` leaves out.
     """
@@ -236,9 +238,10 @@ class MlmTrainer(DurableTrainer):
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)
             found[source.name] = {
-                **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits")},
+                **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits", "documents")},
+                "loss_error": metrics[f"{prefix}_loss_error"],
                 "unigram_entropy": masking.unigram_entropy(
-                    [validation[index] for index in indices], self.data_collator
+                    [validation[index] for index in indices], self.processing_class
                 ),
                 "blocks": len(indices),
                 "tokens": sum(len(validation[index]["input_ids"]) for index in indices),
@@ -251,21 +254,31 @@ class MlmTrainer(DurableTrainer):
         # not the DDP wrapper, whose forward waits for processes that may have one batch less
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
-        # (objectives, 2): sum of losses, targets; and the number of blocks
+        # (objectives, 2): sum of losses, targets; (documents, 2): of the masked LM; and the number of blocks
         sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
+        clusters = max((example[masking.CLUSTER] for example in dataloader.dataset), default=-1) + 1
+        of_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
             inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             inputs = self._prepare_inputs(inputs)
+            documents = inputs.pop(masking.CLUSTER)
             with torch.no_grad():
-                loss_sums = model(**inputs).loss_sums
+                output = model(**inputs)
             if not counts:
                 continue
             for row, (name, column) in zip(sums, self.objectives.items(), strict=True):
-                row += torch.stack([loss_sums[name].double(), (inputs[column] != masking.IGNORED).sum().double()])
+                targets = (inputs[column] != masking.IGNORED).sum().double()
+                row += torch.stack([output.loss_sums[name].double(), targets])
+            of_position = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
+            losses = output.losses.double()
+            of_document.index_add_(0, of_position, torch.stack([losses, torch.ones_like(losses)], 1))
             blocks += len(inputs["labels"])
         totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
+        of_document = self.sum_over_processes(of_document).cpu().numpy()
+        metrics |= {"loss_error": significance.error_of_ratio(*of_document.T)}
+        metrics |= {"documents": int((of_document[:, 1] > 0).sum())}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         examples = int(self.sum_over_processes(blocks))
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)

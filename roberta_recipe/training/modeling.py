@@ -23,6 +23,7 @@ class ObjectivesOutput(MaskedLMOutput):
     of its targets in the whole effective batch, or in the whole validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
+    losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,) in the order of `logits`
 
 
 class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
@@ -54,10 +55,11 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         hidden = self.roberta(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)[0]
         predicted = labels != IGNORED
         logits = self.lm_head(hidden[predicted])  # (predicted positions, vocab_size)
-        total = functional.cross_entropy(logits.float(), labels[predicted], reduction="sum")
+        losses = functional.cross_entropy(logits.float(), labels[predicted], reduction="none")
+        total = losses.sum()
         mean = total / predicted.sum().clamp(min=1)
         loss_sums = {"mlm": total, **self.other_losses(hidden, **other_targets)}
-        return ObjectivesOutput(loss=mean, logits=logits, loss_sums=loss_sums)
+        return ObjectivesOutput(loss=mean, logits=logits, loss_sums=loss_sums, losses=losses)
 
     def other_losses(self, hidden: torch.Tensor, **targets: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """For subclasses: the sum of the losses in nats of each objective beside "mlm", from the last layer's output

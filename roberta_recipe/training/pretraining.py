@@ -1,6 +1,7 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
+from roberta_recipe.significance import decimals_of, with_error
 from roberta_recipe.training import attention, digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
@@ -313,7 +315,8 @@ def build_collator(
 
 
 def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[dict[str, Any]]:
-    """Held-out blocks, the same for every seed, in the proportions of the mixture as far as each source's text goes."""
+    """Held-out blocks, drawn evenly and the same for every seed, in the proportions of the mixture as far as each
+    source's text goes."""
     stream = reader.validation(args.max_eval_samples)
     bar = tqdm(
         stream,
@@ -362,15 +365,18 @@ def full_batch(
 
 
 def mask_validation(
-    args: MlmArguments, corpus: corpora.Corpus, blocks: list[dict[str, Any]], collator: masking.MlmCollator
+    args: MlmArguments,
+    corpus: corpora.Corpus,
+    blocks: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
     """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
     which nothing is."""
-    examples = masking.fixed_masks(blocks, collator)
+    examples = masking.fixed_masks(blocks, tokenizer)
     if not masking.predicts(examples):
         raise InputError(
-            f"mlm_probability={args.mlm_probability} predicts none of the positions of {len(blocks)} validation "
-            "blocks; raise it, or validate on more"
+            f"none of the positions of {len(blocks)} validation blocks is among the {masking.EVAL_PROBABILITY:.0%} "
+            "that are predicted: hold out more text, or raise max_eval_samples"
         )
     of_source = [order.source_of(block["block_id"]) for block in blocks]
     for number, source in enumerate(corpus.sources):
@@ -395,18 +401,29 @@ def saving_in_words(training_args: MlmTrainingArguments) -> str:
 
 
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
-    """The loss on the held-out text beside its unigram entropy (nats), and the loss of each source."""
-    below = entropy - metrics["eval_loss"]
+    """The loss on the held-out text, with its standard error over documents, beside its unigram entropy (nats); and the
+    loss of each source."""
+    loss, error = metrics["eval_loss"], metrics["eval_loss_error"]
+    decimals, side = decimals_of(error), "below" if loss < entropy else "ABOVE"
     print(
-        f"\nvalidation loss {metrics['eval_loss']:.3f} nats (perplexity {metrics['eval_perplexity']:.2f}, "
-        f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
-        f"of {entropy:.3f}"
+        f"\nvalidation loss {with_error(loss, error)} nats ({_perplexity(loss, error)}, "
+        f"{metrics['eval_bits']:.{decimals}f} bits; {metrics['eval_documents']:,} documents), "
+        f"{abs(entropy - loss):.{decimals}f} {side} the unigram entropy of {entropy:.3f}"
     )
     for name, source in by_source.items():
+        loss, error = source["loss"], source["loss_error"]
         print(
-            f"    {name:<16} {source['loss']:.3f} nats, perplexity {source['perplexity']:.2f}; unigram entropy "
-            f"of its own text {source['unigram_entropy']:.3f}; {source['blocks']:,} blocks, {source['tokens']:,} tokens"
+            f"    {name:<16} {with_error(loss, error)} nats, {_perplexity(loss, error)}; unigram entropy of its own "
+            f"text {source['unigram_entropy']:.3f}; {source['blocks']:,} blocks in {source['documents']:,} documents, "
+            f"{source['tokens']:,} tokens"
         )
+
+
+def _perplexity(loss: float, error: float | None) -> str:
+    """What the exponential of a validation loss in nats is, with the digits that its standard error allows."""
+    perplexity = math.exp(min(loss, 700.0))
+    of_perplexity = perplexity * error if error else None
+    return f"masked perplexity at {masking.EVAL_PROBABILITY:.0%} {with_error(perplexity, of_perplexity, most=2)}"
 
 
 def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dict[str, Any]:

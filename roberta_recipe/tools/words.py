@@ -1,0 +1,219 @@
+"""A figure across vocabularies, input formats and families: masked whole words, in bits a word and a character.
+
+    python -m roberta_recipe.tools.words --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
+    python -m roberta_recipe.tools.words --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
+
+A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
+is summed over the pieces. Which words are masked depends on the text alone, so every masked LM with a fast tokenizer
+answers the same questions, whatever its pieces. Words are runs of letters with no letter, digit, underscore or
+apostrophe beside them, which no common tokenizer joins with what is beside them; where one does, that is counted and
+said. An uncased model need not tell Paris from paris, and has an easier task.
+"""
+
+import argparse
+import hashlib
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from roberta_recipe import durable
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.data.corpus import corpus_of_files, read_corpus
+from roberta_recipe.data.documents import check_sources, documents
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.log import set_up_logging
+from roberta_recipe.significance import error_of_ratio, with_error
+from roberta_recipe.training import environment, predictions, weights
+
+SHARE = 0.15  # of the words of a window
+WINDOW = 64  # words
+WINDOWS = 16  # of a document at most: a book does not outweigh a library
+_WORD = re.compile(r"(?<![\w'’])[^\W\d_]+(?![\w'’])")
+_LOGITS_AT_ONCE = 1 << 26
+_TOKENS_AT_ONCE = 1 << 13
+
+
+class Window(NamedTuple):
+    """Consecutive words of a document, with the words that are masked."""
+
+    document: int
+    text: str
+    spans: list[tuple[int, int]]  # [first, end) characters of each masked word, ascending
+
+
+class Loss(NamedTuple):
+    """What a model says of the masked words of a window."""
+
+    document: int
+    bits: float
+    words: int
+    characters: int
+    pieces: int
+    joined: int  # words of which a piece reaches beyond the word
+
+
+def windows_of(texts: Iterable[str]) -> Iterator[Window]:
+    """The windows of each document, its white space made blanks, at most `WINDOWS` of it. Windows and words are drawn
+    from the document's text."""
+    for number, text in enumerate(texts):
+        words = text.split()
+        key = int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest(), "little")
+        draws = np.random.Generator(np.random.Philox(key=key))
+        total = -(-len(words) // WINDOW)
+        for index in sorted(draws.permutation(total)[:WINDOWS].tolist()):
+            window = " ".join(words[index * WINDOW : (index + 1) * WINDOW])
+            candidates = [match.span() for match in _WORD.finditer(window)]
+            count = round(SHARE * len(candidates))
+            if count:
+                chosen = sorted(draws.choice(len(candidates), size=count, replace=False).tolist())
+                yield Window(number, window, [candidates[one] for one in chosen])
+
+
+def masked(tokenizer: PreTrainedTokenizerBase, window: Window) -> tuple[list[int], dict[int, int], int]:
+    """(the ids of a window with its words masked, position -> the id that stands there, words that a piece joins with
+    other text)."""
+    encoded = tokenizer(window.text, return_offsets_mapping=True, verbose=False)
+    ids, targets, joined = list(encoded["input_ids"]), {}, 0
+    pieces = [(position, *span) for position, span in enumerate(encoded["offset_mapping"]) if span[0] < span[1]]
+    for first, end in window.spans:
+        own = [(position, a, b) for position, a, b in pieces if a < end and b > first]
+        joined += any(window.text[a:first].strip() or window.text[end:b].strip() for _, a, b in own)
+        targets |= {position: ids[position] for position, _, _ in own}
+    for position in targets:
+        ids[position] = tokenizer.mask_token_id
+    return ids, targets, joined
+
+
+def losses(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window]) -> list[Loss]:
+    """What the model says of each window; windows of like length are computed together."""
+    asked = [masked(tokenizer, window) for window in windows]
+    longest, limit = max(len(ids) for ids, _, _ in asked), weights.positions(model.config)
+    if limit and longest > limit:
+        raise InputError(
+            f"a window of {WINDOW} words has {longest} pieces, and the model {limit} positions: this figure needs a "
+            "model of longer input"
+        )
+    found: dict[int, Loss] = {}
+    look = {"unit": " windows", "desc": "Masked words", "mininterval": 1, "leave": False, "disable": None}
+    with tqdm(total=len(windows), **look) as bar:
+        for batch in _batches(asked, model.config.vocab_size):
+            inputs = tokenizer.pad({"input_ids": [asked[number][0] for number in batch]}, return_tensors="pt")
+            targets = [asked[number][1] for number in batch]
+            positions = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
+            for row, of_row in enumerate(targets):
+                positions[row, list(of_row)] = True
+            ids = torch.tensor([of_row[position] for of_row in targets for position in sorted(of_row)])
+            given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            log_p = predictions.log_probabilities(model, given, positions.to(model.device), ids.to(model.device))
+            sums = [float(part.double().sum()) for part in log_p.split([len(of_row) for of_row in targets])]
+            for number, total in zip(batch, sums, strict=True):
+                window, (_, of_window, joined) = windows[number], asked[number]
+                characters = sum(end - first for first, end in window.spans)
+                counts = len(window.spans), characters, len(of_window), joined
+                found[number] = Loss(window.document, -total / math.log(2), *counts)
+            bar.update(len(batch))
+    return [found[number] for number in range(len(windows))]
+
+
+def _batches(asked: list[tuple[list[int], dict[int, int], int]], vocab_size: int) -> Iterator[list[int]]:
+    """Windows of like length, as many as memory is meant for."""
+    batch: list[int] = []
+    targets = 0
+    for number in sorted(range(len(asked)), key=lambda number: -len(asked[number][0])):
+        longest = len(asked[batch[0]][0]) if batch else 0
+        targets += len(asked[number][1])
+        if batch and ((len(batch) + 1) * longest > _TOKENS_AT_ONCE or targets * vocab_size > _LOGITS_AT_ONCE):
+            yield batch
+            batch, targets = [], len(asked[number][1])
+        batch.append(number)
+    yield batch
+
+
+def summarise(found: list[Loss]) -> dict[str, Any]:
+    """The figures with their standard errors over documents."""
+    table = np.array([(loss.bits, loss.words, loss.characters, loss.pieces, loss.joined) for loss in found])
+    _, document = np.unique([loss.document for loss in found], return_inverse=True)
+    by_document = np.zeros((document.max() + 1, table.shape[1]))
+    np.add.at(by_document, document, table)
+    bits, words, characters, pieces, joined = by_document.T
+    return {
+        "bits_per_word": float(bits.sum() / words.sum()),
+        "bits_per_word_error": error_of_ratio(bits, words),
+        "bits_per_character": float(bits.sum() / characters.sum()),
+        "bits_per_character_error": error_of_ratio(bits, characters),
+        "words": int(words.sum()),
+        "pieces_per_word": float(pieces.sum() / words.sum()),
+        "documents": len(by_document),
+        "joined_words": int(joined.sum()),
+    }
+
+
+def read_windows(args: argparse.Namespace) -> list[Window]:
+    """The windows of the held-out text, those of `max_documents` documents of each source. Raises `InputError`."""
+    corpus = corpus_of_files(args.text_file, args.text_file, "text") if args.text_file else read_corpus(args.corpus)
+    texts: list[str] = []
+    if not args.text_file:
+        check_sources(corpus)
+    for source in corpus.sources:
+        own = list(documents(corpus, source, "validation", seed=0))
+        # the same documents whatever the order of the files is
+        own.sort(key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+        texts += own[: args.max_documents]
+    windows = list(windows_of(texts))
+    if not windows:
+        raise InputError("the held-out text has no words to mask: name another corpus or text_file")
+    return windows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True, help="a masked LM, with its tokenizer")
+    parser.add_argument("--corpus", help="corpus preset, whose held-out documents are taken")
+    parser.add_argument("--text_file", nargs="+", help="in place of corpus: held-out text, JSONL or Parquet")
+    parser.add_argument("--max_documents", type=int, default=500, help="of each source, by a hash of their text")
+    parser.add_argument("--output", help="JSON file of the figures")
+    args = parser.parse_args(argv)
+    if bool(args.corpus) == bool(args.text_file):
+        raise InputError("name corpus or text_file, one of the two")
+    if args.max_documents < 1:
+        raise InputError(f"max_documents={args.max_documents} must be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line `argv`; prints and returns the figures. Raises `InputError`."""
+    set_up_logging()
+    environment.set_up_process()
+    args = parse(sys.argv[1:] if argv is None else argv)
+    model, tokenizer = predictions.load(args.model_name_or_path)
+    if torch.cuda.is_available():
+        model = model.cuda()
+    figures = summarise(losses(model, tokenizer, read_windows(args)))
+    word, character = (
+        with_error(figures[f"bits_per_{unit}"], figures[f"bits_per_{unit}_error"]) for unit in ("word", "character")
+    )
+    print(
+        f"masked whole words, {SHARE:.0%} of windows of {WINDOW}: {word} bits a word, {character} bits a character "
+        f"({figures['words']:,} words of {figures['documents']:,} documents, {figures['pieces_per_word']:.2f} pieces a "
+        "word)"
+    )
+    if figures["joined_words"]:
+        print(
+            f"{figures['joined_words']:,} words are joined with other text by this tokenizer, so that more than the "
+            "word is masked: not quite comparable"
+        )
+    if args.output:
+        durable.write_json(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})
+    return figures
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

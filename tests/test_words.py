@@ -1,0 +1,127 @@
+"""Masked whole words: the same questions for every model, answered as by the plain definition."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import words
+from roberta_recipe.training import predictions
+
+TEXTS = [
+    "The cat's toy isn't under the old table; nobody has seen it since Tuesday. " * 12,
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich, und x86 bleibt x86. " * 9,
+    "short one",
+]
+SIZES = dict(vocab_size=90, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+FAMILIES = {
+    "roberta": {**SIZES, "max_position_embeddings": 40},
+    "bert": SIZES,
+    "albert": {**SIZES, "embedding_size": 8},
+    "distilbert": {"vocab_size": 90, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "electra": {**SIZES, "embedding_size": 8},
+    "mpnet": {**SIZES, "max_position_embeddings": 40},
+    "deberta-v2": SIZES,
+    "modernbert": {
+        **SIZES,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_the_whole_model(family):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    ids, mask = torch.randint(5, 90, (4, 12)), torch.ones(4, 12, dtype=torch.long)
+    mask[1, 9:] = mask[3, 5:] = 0
+    positions = (torch.rand(4, 12) < 0.3) & (mask == 1)
+    targets = torch.randint(5, 90, (int(positions.sum()),))
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        whole = model(**inputs).logits.log_softmax(-1)[positions]
+    found = predictions.log_probabilities(model, inputs, positions, targets)
+    torch.testing.assert_close(found, whole.gather(1, targets[:, None])[:, 0])
+    with torch.no_grad():  # nothing is left behind in the model
+        assert model(**inputs).logits.shape == (4, 12, 90)
+
+
+def by_definition(model, tokenizer, window):
+    """Bits of the masked words of a window, by the whole model, character by character."""
+    encoded = tokenizer(window.text, return_offsets_mapping=True)
+    characters = {place for first, end in window.spans for place in range(first, end)}
+    ids = torch.tensor([encoded["input_ids"]])
+    hidden = [n for n, (a, b) in enumerate(encoded["offset_mapping"]) if characters & set(range(a, b))]
+    shown = ids.clone()
+    shown[0, hidden] = tokenizer.mask_token_id
+    with torch.no_grad():
+        log_p = model(shown).logits.log_softmax(-1)[0]
+    return -sum(log_p[n, ids[0, n]].item() for n in hidden) / math.log(2)
+
+
+def test_bits_are_those_of_the_definition(config, tokenizer):
+    torch.manual_seed(0)
+    config.max_position_embeddings = 514
+    config.initializer_range = 0.5  # else every piece has the same probability
+    model = transformers.RobertaForMaskedLM(config).eval()
+    windows = list(words.windows_of(TEXTS * 2))
+    found = words.losses(model, tokenizer, windows)
+    for window, loss in zip(windows, found, strict=True):
+        assert loss.bits == pytest.approx(by_definition(model, tokenizer, window), rel=1e-4)
+        assert loss.characters == sum(end - first for first, end in window.spans) and not loss.joined
+    figures = words.summarise(found)
+    assert figures["bits_per_word"] == pytest.approx(sum(loss.bits for loss in found) / figures["words"])
+    assert figures["words"] == sum(len(window.spans) for window in windows) and figures["documents"] == 4
+
+
+def test_the_words_are_those_of_the_text_whatever_stands_before_it():
+    alone = [window[1:] for window in words.windows_of(TEXTS[1:2])]
+    assert [window[1:] for window in words.windows_of(TEXTS) if window.document == 1] == alone
+    assert alone[0] != next(words.windows_of([TEXTS[1] + " More."]))[1:]
+
+
+@settings(max_examples=200)
+@given(st.text(alphabet="abÄé '’_-.,1\n", max_size=900))
+def test_words_stand_alone_and_windows_are_few(text):
+    windows = list(words.windows_of([text]))
+    assert len(windows) <= words.WINDOWS
+    for window in windows:
+        for first, end in window.spans:
+            assert window.text[first:end].isalpha()
+            beside = window.text[max(first - 1, 0) : first] + window.text[end : end + 1]
+            assert not any(character.isalnum() or character in "_'’" for character in beside)
+        assert all(one[1] <= two[0] for one, two in zip(window.spans, window.spans[1:], strict=False))
+
+
+def test_command_line(tmp_path, config, tokenizer, capsys):
+    config.max_position_embeddings = 514
+    folder, text = tmp_path / "model", tmp_path / "text.jsonl"
+    transformers.RobertaForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in TEXTS), encoding="utf-8")
+    flags = ["--model_name_or_path", str(folder), "--text_file", str(text)]
+    figures = words.main([*flags, "--output", str(tmp_path / "words.json")])
+    out = capsys.readouterr().out
+    assert "bits a word" in out and f"({figures['words']:,} words of 2 documents" in out and "±" in out
+    assert json.loads((tmp_path / "words.json").read_text())["bits_per_word"] == figures["bits_per_word"]
+    # a fresh model knows nothing: log2 of the vocabulary for each piece
+    expected = math.log2(config.vocab_size) * figures["pieces_per_word"]
+    assert figures["bits_per_word"] == pytest.approx(expected, rel=0.05)
+    with pytest.raises(InputError, match="name corpus or text_file"):
+        words.main(flags[:2])
+
+
+def test_a_window_that_is_too_long_is_refused(config, tokenizer):
+    model = transformers.RobertaForMaskedLM(config)
+    with pytest.raises(InputError, match="positions"):
+        words.losses(model, tokenizer, list(words.windows_of(["antidisestablishmentarianism " * 64])))
