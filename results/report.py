@@ -44,7 +44,9 @@ from roberta_recipe.record import (
     percent,
     picked_setting,
     read_record,
+    validation_blocks,
 )
+from roberta_recipe.significance import perplexity_with_error, with_error
 from roberta_recipe.tasks import glue, race, squad
 
 NOT_RUN = "not run"
@@ -214,9 +216,9 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
     each fine-tuning of the ledger, or "not run"."""
     lines = []
     for model, record in ledger.pretrained.items():
-        args, blocks = record["resolved_args"], sum(c["blocks"] for c in record["counts"]["validation"].values())
-        ours = f"{model}: {decimal(record['metrics']['eval_perplexity'], 2)} (1 seed)"
-        shown = ("held-out perplexity of its own text", "none for this text", ours)
+        args, blocks, metrics = record["resolved_args"], validation_blocks(record), record["metrics"]
+        ours = f"{model}: {perplexity_with_error(metrics['eval_perplexity'], metrics.get('eval_loss_error'))} (1 seed)"
+        shown = ("masked perplexity of its own held-out text", "none for this text", ours)
         spent = _spent([record], record["tokens_seen"])
         lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(args), *spent))
     for row in paper_rows():
@@ -386,7 +388,10 @@ def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
     """(model, source, perplexity, loss, unigram entropy) of every pretraining run of several sources."""
     return [
-        (model, name, decimal(source["perplexity"], 2), decimal(source["loss"]), decimal(source["unigram_entropy"]))
+        (
+            *(model, name, perplexity_with_error(source["perplexity"], source.get("loss_error"))),
+            *(with_error(source["loss"], source.get("loss_error")), decimal(source["unigram_entropy"])),
+        )
         for model, record in ledger.pretrained.items()
         for name, source in record["metrics_by_source"].items()
     ]

@@ -247,6 +247,12 @@ def percent(value: float | None) -> str:
     return "nan" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
 
 
+def validation_blocks(record: PretrainingRecord) -> int:
+    """The held-out blocks that a pretraining run was measured on; older records have them by source only."""
+    by_source = record["counts"]["validation"].values()
+    return record["metrics"].get("eval_blocks") or sum(counts["blocks"] for counts in by_source)
+
+
 def decimal(value: float | None, digits: int = 3) -> str:
     """A figure of a record, in which a figure that is no number is null."""
     return "nan" if value is None else f"{value:.{digits}f}"

@@ -28,7 +28,14 @@ def decimals_of(error: float | None, most: int = 3) -> int:
     return min(max(1 - math.floor(math.log10(error)), 0), most)
 
 
-def with_error(value: float, error: float | None, most: int = 3) -> str:
-    """A figure, its standard error beside it where it has one: "3.42 ± 0.05"."""
+def with_error(value: float | None, error: float | None, most: int = 3) -> str:
+    """A figure, its standard error beside it where it has one: "3.42 ± 0.05"; a record has null for no number."""
+    if value is None:
+        return "nan"
     decimals = decimals_of(error, most)
     return f"{value:.{decimals}f}" + (f" ± {error:.{decimals}f}" if error else "")
+
+
+def perplexity_with_error(perplexity: float | None, error_of_loss: float | None) -> str:
+    """A perplexity, with the error that follows from that of its loss in nats."""
+    return with_error(perplexity, perplexity * error_of_loss if perplexity and error_of_loss else None, most=2)

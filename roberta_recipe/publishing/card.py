@@ -22,7 +22,9 @@ from roberta_recipe.record import (
     decimal,
     percent,
     picked_setting,
+    validation_blocks,
 )
+from roberta_recipe.significance import perplexity_with_error, with_error
 
 ROBERTA_TOKENS = 2.1e12  # Table 9: 500K steps of 8K sequences of 512 tokens
 
@@ -274,19 +276,22 @@ def _passes(passes: float, packed: bool) -> str:
 
 def _text_table(record: PretrainingRecord) -> str:
     metrics = record["metrics"]
-    whole = {"loss": metrics["eval_loss"], "perplexity": metrics["eval_perplexity"]}
-    whole |= {"unigram_entropy": record["unigram_entropy"]}
-    whole |= {"blocks": sum(counts["blocks"] for counts in record["counts"]["validation"].values())}
+    whole = {name: metrics.get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error")}
+    whole |= {"unigram_entropy": record["unigram_entropy"], "blocks": validation_blocks(record)}
     figures = {"all held-out text": whole, **record["metrics_by_source"]}
     rows = [
         (
             name,
             f"{measured['blocks']:,}",
-            *(decimal(measured[key]) for key in ("loss", "perplexity", "unigram_entropy")),
+            with_error(measured["loss"], measured.get("loss_error")),
+            perplexity_with_error(measured["perplexity"], measured.get("loss_error")),
+            decimal(measured["unigram_entropy"]),
         )
         for name, measured in figures.items()
     ]
-    return _table(("held-out text", "blocks", "loss (nats)", "perplexity", "unigram entropy"), rows)
+    explained = "Perplexity: masked, at 15% of positions. ± is the standard error over documents."
+    head = ("held-out text", "blocks", "loss (nats)", "perplexity", "unigram entropy")
+    return f"{_table(head, rows)}\n\n{explained}"
 
 
 def _score_table(summaries: list[Summary]) -> str:

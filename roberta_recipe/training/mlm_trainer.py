@@ -278,9 +278,9 @@ class MlmTrainer(DurableTrainer):
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
         of_document = self.sum_over_processes(of_document).cpu().numpy()
         metrics |= {"loss_error": significance.error_of_ratio(*of_document.T)}
-        metrics |= {"documents": int((of_document[:, 1] > 0).sum())}
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         examples = int(self.sum_over_processes(blocks))
+        metrics |= {"documents": int((of_document[:, 1] > 0).sum()), "blocks": examples}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
     def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:

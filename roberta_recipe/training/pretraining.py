@@ -1,7 +1,6 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.significance import decimals_of, with_error
+from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import attention, digests, environment, libraries, modeling, optimization, spikes
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
@@ -150,8 +149,11 @@ def check_text(args: MlmArguments) -> None:
         raise InputError(f"shuffle_window={args.shuffle_window} must be at least 0; 0 keeps the order of the corpus")
     if args.max_seq_length < 8:
         raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
-    if not 0 < args.mlm_probability < 1:
-        raise InputError(f"mlm_probability={args.mlm_probability} must be between 0 and 1; the paper has 0.15")
+    if not 1 / args.max_seq_length <= args.mlm_probability < 1:
+        raise InputError(
+            f"mlm_probability={args.mlm_probability} must be below 1, and predict at least one of the "
+            f"{args.max_seq_length} positions of a block; the paper has 0.15"
+        )
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
@@ -404,26 +406,22 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
     """The loss on the held-out text, with its standard error over documents, beside its unigram entropy (nats); and the
     loss of each source."""
     loss, error = metrics["eval_loss"], metrics["eval_loss_error"]
+    shown = f"masked perplexity at {masking.EVAL_PROBABILITY:.0%} "
     decimals, side = decimals_of(error), "below" if loss < entropy else "ABOVE"
     print(
-        f"\nvalidation loss {with_error(loss, error)} nats ({_perplexity(loss, error)}, "
+        f"\nvalidation loss {with_error(loss, error)} nats "
+        f"({shown}{perplexity_with_error(metrics['eval_perplexity'], error)}, "
         f"{metrics['eval_bits']:.{decimals}f} bits; {metrics['eval_documents']:,} documents), "
         f"{abs(entropy - loss):.{decimals}f} {side} the unigram entropy of {entropy:.3f}"
     )
     for name, source in by_source.items():
-        loss, error = source["loss"], source["loss_error"]
+        error = source["loss_error"]
         print(
-            f"    {name:<16} {with_error(loss, error)} nats, {_perplexity(loss, error)}; unigram entropy of its own "
-            f"text {source['unigram_entropy']:.3f}; {source['blocks']:,} blocks in {source['documents']:,} documents, "
+            f"    {name:<16} {with_error(source['loss'], error)} nats, "
+            f"{shown}{perplexity_with_error(source['perplexity'], error)}; unigram entropy of its own text "
+            f"{source['unigram_entropy']:.3f}; {source['blocks']:,} blocks in {source['documents']:,} documents, "
             f"{source['tokens']:,} tokens"
         )
-
-
-def _perplexity(loss: float, error: float | None) -> str:
-    """What the exponential of a validation loss in nats is, with the digits that its standard error allows."""
-    perplexity = math.exp(min(loss, 700.0))
-    of_perplexity = perplexity * error if error else None
-    return f"masked perplexity at {masking.EVAL_PROBABILITY:.0%} {with_error(perplexity, of_perplexity, most=2)}"
 
 
 def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dict[str, Any]:
