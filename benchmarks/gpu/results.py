@@ -29,7 +29,7 @@ def main(args: argparse.Namespace, lacking: list[str]) -> None:
         raise InputError(f"steps: {sorted(unknown)[0]!r} is none of {', '.join(STEPS)}")
     if args.dry_run:
         for name in names:
-            print(f"{name:<11} at most {STEPS[name].limit_s:>3.0f} s  {described(STEPS[name])}")
+            print(f"{name:<12} at most {STEPS[name].limit_s:>3.0f} s  {described(STEPS[name])}")
         return
     if why := cannot_run(args.tiny):
         raise InputError(f"not run: {why}")
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace, lacking: list[str]) -> None:
     )
     for name in names:
         if found["steps"].get(name, {}).get("result") == "passed":
-            print(f"{name:<11} passed before", flush=True)
+            print(f"{name:<12} passed before", flush=True)
             continue
         found["steps"][name] = run_step(name, runs, end_s)
         durable.write_json(path, found)
@@ -106,7 +106,7 @@ def run_step(name: str, runs: Runs, end_s: float) -> dict[str, Any]:
 def line(name: str, found: dict[str, Any]) -> str:
     """A step's line on the screen."""
     figures = ", ".join(f"{key} {value}" for key, value in found["figures"].items())
-    return f"{name:<11} {found['result']:<8} {found['seconds']:>6} s  {found['why'] or figures}"
+    return f"{name:<12} {found['result']:<8} {found['seconds']:>6} s  {found['why'] or figures}"
 
 
 def for_the_ledger(folder: Path, steps: dict[str, dict[str, Any]]) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.gpu.machine import ROOT
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError
@@ -164,7 +166,11 @@ def spawn(command: Sequence[str], log: Path) -> subprocess.Popen:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a command and its children."""
+    """SIGKILL to a command and to all that it has started: a launcher gives its processes groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
