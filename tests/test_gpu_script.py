@@ -109,7 +109,7 @@ def test_another_start_runs_what_has_not_passed(done, capsys, monkeypatch):
 @needs_compiler
 def test_zero_is_started_by_accelerate_and_has_the_curves_losses(done, tokenizer_dir):
     zero = Runs(done, TINY, tokenizer=tokenizer_dir)
-    zero.begin(200, time.monotonic() + 200)
+    zero.begin(280, time.monotonic() + 280)  # on a CPU, DeepSpeed may have to build its extension first
     passed, figures = steps.step_zero(zero, 3)
     assert passed and figures["largest_relative"] < 2e-3 and figures["steps"] == TINY.zero_steps, zero.last_lines()
     assert "ZeRO" in zero.log("gpu_zero3").read_text() or figures["estimate_gib"] > 0
