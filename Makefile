@@ -90,8 +90,8 @@ faults: setup     ## 1,000 random faults, and what came of each, in two hours: m
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(BIN)/python -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
-gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu
-	$(BIN)/python benchmarks/gpu.py --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
+gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu ARGS="--data_dir glue"
+	$(BIN)/python -m benchmarks.gpu --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
 	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare "$(A)" "$(B)"

@@ -55,11 +55,18 @@ def cpu_cores() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory taken so far: of the GPU where there is one, else resident memory of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Most memory taken so far: of the GPU since `forget_peak_memory`, where this process has used one, else resident
+    memory of this process."""
+    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0: it trains with use_cpu
+        return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def forget_peak_memory() -> None:
+    """Count the peak of a GPU from what is allocated now: what was measured or tried before belongs to no run."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def keep_freed_memory() -> bool:
@@ -90,7 +97,8 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of two large square matrices on this machine, with this process's threads: the fastest of
     several, so that what else runs here does not count. Takes at most two seconds."""
     size = _PROBE_SIZES.get(device.type, 1024)
-    a, b = torch.randn(2, size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    # drawn on the device: a processor takes more than a second for so many numbers
+    a, b = torch.randn(2, size, size, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
     out, seconds, begun_s = torch.empty_like(a), [], time.perf_counter()
     while not seconds or (len(seconds) <= _PROBE_REPEATS and time.perf_counter() - begun_s < _PROBE_S):
         start_s = time.perf_counter()

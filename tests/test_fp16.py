@@ -5,7 +5,7 @@ accelerate makes no loss scale on a CPU, so `fp16_on_cpu` gives it one. `python 
 second process overflow at STEPS ("2,3").
 """
 
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -27,6 +27,7 @@ from transformers import Trainer
 
 import finetune_glue
 import train_mlm
+from benchmarks.gpu import half
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training import checkpoint, durable_trainer, environment
@@ -337,24 +338,14 @@ def test_presets_say_which_precision_they_are_for(root):
             assert "in fp16 (section 3.1" in " ".join(text.split("\n# ")), path
 
 
-def test_the_gpu_script_lists_its_steps_and_runs_nothing_without_a_gpu(root, tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("gpu", root / "benchmarks" / "gpu.py")
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output_dir", str(tmp_path / "gpu"), "--dry_run"])
-    gpu.main()
-    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert steps == list(gpu.STEPS) == ["fp16", "overflow", "resume", "zero1", "zero2", "ddp"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
-    with pytest.raises(InputError, match="not run: no CUDA device"):
-        gpu.main()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.cannot_run() is None
-    other = gpu.INTERNALS[0]._replace(parameters=("self",))
-    monkeypatch.setattr(gpu, "INTERNALS", [*gpu.INTERNALS, other])
-    assert f"another Trainer.{other.name} than" in gpu.cannot_run()
-    assert not (tmp_path / "gpu").exists()
+def test_the_gpu_script_believes_a_run_that_skips_and_no_other(train, tmp_path):
+    """`half.promises`, which a GPU's runs are judged by, on a run whose loss scale was halved twice."""
+    train(Overflow({3, 4}), "--max_steps", "40")
+    passed, figures = half.promises(tmp_path / "run", 40, 2.0**16)
+    assert passed and (figures["skipped_steps"], figures["halvings"], figures["rates_hold"]) == (2, 2, True)
+    assert not half.promises(tmp_path / "run", 40, 2.0**17)[0]  # a halving too few
+    assert not half.promises(tmp_path / "run", 41, 2.0**16)[0]  # another schedule
+    assert half.weights_changed(tmp_path / "run", 39, 40) and not half.weights_changed(tmp_path / "run", 39, 39)
 
 
 def one_process(rank, port, steps, environ, argv):

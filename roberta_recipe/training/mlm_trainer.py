@@ -17,7 +17,7 @@ from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
-from roberta_recipe.hardware import matrix_rate
+from roberta_recipe.hardware import forget_peak_memory, matrix_rate
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.training import attention, optimization
@@ -112,6 +112,7 @@ class MlmTrainer(DurableTrainer):
         precision, device = attention.precision(self.args), self.args.device
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         self.matrix_rate = matrix_rate(device, dtypes[precision])
+        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
         if self.is_world_process_zero():
             on_gpu, threads = device.type == "cuda", torch.get_num_threads()
             where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"

@@ -357,12 +357,13 @@ def skipped_blocks(
 def full_batch(
     args: MlmArguments, block: dict[str, Any], collator: masking.MlmCollator, count: int
 ) -> dict[str, torch.Tensor]:
-    """What the model gets of `count` blocks like `block`, each repeated up to `max_seq_length` tokens."""
-    full = {
-        name: np.resize(value, args.max_seq_length) if isinstance(value, np.ndarray) else value
-        for name, value in block.items()
-    }
-    batch = collator([full] * count)
+    """What the model gets of `count` blocks like `block`, each repeated up to `max_seq_length` tokens, the last up to
+    one less: a batch of whole sentences has an attention mask, and on a GPU attention takes more memory with one."""
+
+    def repeated(size: int) -> dict[str, Any]:
+        return {name: np.resize(v, size) if isinstance(v, np.ndarray) else v for name, v in block.items()}
+
+    batch = collator([repeated(args.max_seq_length)] * (count - 1) + [repeated(args.max_seq_length - 1)])
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
