@@ -66,21 +66,26 @@ def reference(q, k, v, mask, dropped):
     size=st.sampled_from([4, 8, 24]),
     p=st.sampled_from([0.0, 0.1, 0.7]),
     at_once=st.sampled_from([1, 5000, 1 << 18]),
-    padded=st.booleans(),
+    masked=st.sampled_from(["nothing", "padding", "by query", "by head"]),
     seed=st.integers(0, 2**30),
 )
-def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, padded, seed):
+def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, masked, seed):
     """Output and all gradients beside the definition, with the mask that was drawn, however heads are put together."""
     torch.manual_seed(seed)
     tensors = [torch.randn(batch, length, heads, size).transpose(1, 2).requires_grad_() for _ in range(3)]
-    lengths = torch.randint(1, length + 1, (batch,)) if padded else torch.full((batch,), length)
+    lengths = torch.randint(1, length + 1, (batch,)) if masked == "padding" else torch.full((batch,), length)
     mask = (torch.arange(length) < lengths[:, None])[:, None, None, :].expand(batch, 1, length, length)
+    if masked.startswith("by"):
+        by_query = torch.rand(batch, heads if masked == "by head" else 1, length, length) < 0.5
+        mask = by_query | torch.eye(length, dtype=torch.bool)
     grad = torch.randn(batch, length, heads, size)
     drawn, draw = [], cpu_kernels.draw_kept
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "_WEIGHTS_AT_ONCE", at_once)
         patch.setattr(cpu_kernels, "draw_kept", lambda shape, p: drawn.append(draw(shape, p)) or drawn[-1])
-        out, _ = cpu_kernels.blockwise_attention(torch.nn.Module(), *tensors, mask if padded else None, dropout=p)
+        out, _ = cpu_kernels.blockwise_attention(
+            torch.nn.Module(), *tensors, None if masked == "nothing" else mask, dropout=p
+        )
         out.backward(grad)
     found = [out, *(tensor.grad for tensor in tensors)]
     kept = torch.cat(drawn).view(batch, heads, length, length) if drawn else torch.ones(1)
