@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.models.roberta.modeling_roberta import eager_attention_forward
 
 import train_mlm
-from benchmarks import speed
+from benchmarks import comparisons, speed
 from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import attention, cpu_kernels
@@ -228,10 +228,10 @@ def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
 
 
 def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
-    monkeypatch.setitem(speed.SHAPES, "mini", (config_file, 2, 16))
+    monkeypatch.setitem(comparisons.SHAPES, "mini", (config_file, 2, 16))
     assert set(speed.COMPARISONS) >= {"step-mini-fp32", "step-mini-bf16", "step-small-fp32", "step-small-bf16", "run"}
     task = {"of": "step-mini-fp32", "checkout": str(ROOT), "clock": "wall"}
-    found = {way: [speed.step({**task, "way": way}) for _ in range(2)] for way in ("stock", "ours")}
+    found = {way: [comparisons.step({**task, "way": way}) for _ in range(2)] for way in ("stock", "ours")}
     assert all(value["rate"] > 0 for values in found.values() for value in values)
     assert found["ours"][0]["utilisation"] > 0 and "utilisation" not in found["stock"][0]
     lines = speed.table("step-mini-fp32", found).splitlines()
