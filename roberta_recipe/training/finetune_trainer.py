@@ -19,6 +19,7 @@ from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.checkpoint import PARTIAL
 from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
 from roberta_recipe.training.heads import layer_rates
+from roberta_recipe.training.throughput import Throughput, encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
@@ -117,7 +118,9 @@ class FinetuneTrainer(DurableTrainer):
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
-        self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # without padding, with it
+        # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
+        self._tokens = torch.zeros(3, dtype=torch.int64, device=self.args.device)
+        self.throughput = Throughput(self.args)
 
     # Training
 
@@ -154,6 +157,7 @@ class FinetuneTrainer(DurableTrainer):
         super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def train(self, *args, **kwargs):
+        self.throughput.measure_machine()
         output = super().train(*args, **kwargs)
         self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
         return output
@@ -168,17 +172,21 @@ class FinetuneTrainer(DurableTrainer):
         return (loss, scores) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        self.throughput.begin()
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-        self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
+        lengths = mask.sum(-1).flatten()
+        counted = torch.stack([lengths.sum(), lengths.new_tensor(mask.numel()), lengths.square().sum()])
+        self._tokens += counted.to(self._tokens.device)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
         return super().diverged(f"seed {self.args.seed}: {what}")
 
     def count_consumed(self) -> None:
-        tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
+        tokens, computed, squares = self.sum_over_processes(self._tokens.clone()).tolist()
         self.state.num_input_tokens_seen += tokens
         self.computed_tokens += computed
+        self.throughput.count(tokens, encoder_flops(self.model.config, tokens, squares))
         self._tokens.zero_()
 
     def recipe_state(self):
@@ -187,10 +195,14 @@ class FinetuneTrainer(DurableTrainer):
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
         best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
-        return {**super().record(), "computed_tokens": self.computed_tokens, **best}
+        measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
+        return {**super().record(), **measured, **best}
 
     def log(self, logs, start_time=None):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
+        if "loss" in logs:
+            self.count_consumed()
+            logs |= self.throughput.figures()[0]
         super().log(logs, start_time)
 
     # What is stored
@@ -226,16 +238,17 @@ class FinetuneTrainer(DurableTrainer):
         return scores
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        scores = self.scores(self.eval_dataset)
-        metrics = self.measure(scores)
-        logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(logged))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
-        value = metrics[self.best_metric]
-        if self.state.best_metric is None or value > self.state.best_metric:
-            self.state.best_metric = value if math.isfinite(value) else -math.inf
-            self.state.best_global_step = self.state.global_step
-            self._keep_as_best(scores)
+        with self.throughput.outside():
+            scores = self.scores(self.eval_dataset)
+            metrics = self.measure(scores)
+            logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+            self.log(dict(logged))
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
+            value = metrics[self.best_metric]
+            if self.state.best_metric is None or value > self.state.best_metric:
+                self.state.best_metric = value if math.isfinite(value) else -math.inf
+                self.state.best_global_step = self.state.global_step
+                self._keep_as_best(scores)
         return logged
 
     def _keep_as_best(self, scores: np.ndarray) -> None:
