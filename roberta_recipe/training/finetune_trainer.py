@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader, Sampler
 from transformers import BatchEncoding, TrainerCallback
 
 from roberta_recipe import durable
+from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import BEST_NAME, loss_at_steps
@@ -23,6 +25,7 @@ from roberta_recipe.training.throughput import Throughput, encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
+_NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
 
 
@@ -62,6 +65,17 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
     collator."""
     kinds = {"input_ids": np.int32, "token_type_ids": np.int8}
     return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
+
+
+def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
+    """The numbers of all features in batches for a forward pass, the longest first: each as many features as have, with
+    padding up to a multiple of 8, no more tokens than `of_longest` features of the longest length."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    room, batches, at = of_longest * round_up(max(lengths), 8), [], 0
+    while at < len(order):
+        batches.append(order[at : at + room // round_up(lengths[order[at]], 8)])
+        at += len(batches[-1])
+    return batches
 
 
 def padded_to(max_seq_length: int) -> int | None:
@@ -218,24 +232,44 @@ class FinetuneTrainer(DurableTrainer):
 
     # Evaluation
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            _, scores = self.loss_sum(model, inputs)
-        return None, scores.float(), None
-
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
-        """(features, ...): the model's scores, in the order of `features`; computed in order of length. Raises
-        `RunError` where they are not finite."""
-        order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
-        random_state = torch.get_rng_state()
-        found = self.predict([features[number] for number in order]).predictions
-        torch.set_rng_state(random_state)  # `predict`'s data loader drew from the generator
-        if not np.isfinite(found).all():  # argmax of NaN is 0, which would pass for an answer
+        """(features, ...): the model's scores, in the order of `features`, in all processes; computed in order of
+        length, in batches of `token_batches`. Raises `RunError` where they are not finite."""
+        batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
+        # a process that has a batch less computes one of the first batches again: all call the model equally often
+        turns = range(self.args.process_index, round_up(len(batches), self.args.world_size), self.args.world_size)
+        own = [batches[turn % len(batches)] for turn in turns]
+        computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
+        found = gather_object(list(zip(own, computed, strict=True)))
+        widths = np.max([array.shape[1:] for _, array in found], axis=0).astype(int)
+        scores = np.full((len(features), *widths), _NO_SCORE, dtype=np.float32)
+        for numbers, array in found:
+            scores[(numbers, *map(slice, array.shape[1:]))] = array
+        if not np.isfinite(scores).all():  # argmax of NaN is 0, which would pass for an answer
             raise self.diverged(f"the model's scores after step {self.state.global_step} are not finite")
-        scores = np.empty_like(found)
-        scores[order] = found
         return scores
+
+    def _batch_scores(self, features: list[dict[str, Any]], batches: list[list[int]]) -> list[torch.Tensor]:
+        """The scores of each batch, on the device."""
+        workers, found = self.args.dataloader_num_workers, []
+        loader = DataLoader(
+            features,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
+        )
+        self.callback_handler.eval_dataloader = loader
+        self.model.eval()
+        for inputs in loader:
+            with torch.no_grad(), self.accelerator.autocast():
+                _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
+            found.append(scores.float())
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, {})
+        return found
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         with self.throughput.outside():
