@@ -33,7 +33,8 @@ MASKED = 0.15
 RUN_STEPS = 300
 FINETUNE_BATCH = 16  # examples or windows
 RTE_STEPS, SQUAD_STEPS = 12, 6
-SQUAD_LENGTH, SQUAD_STRIDE = 384, 128
+STOCK_LENGTH, OUR_LENGTH = 128, 512  # of GLUE
+SQUAD_LENGTH, SQUAD_STRIDE, QUERY = 384, 128, 64
 SCORED_ROWS, SCORED = 64, 256  # windows: of the longest length in a batch; in all
 
 
@@ -196,7 +197,9 @@ def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[lis
 
 def padded_to(task: dict[str, Any]) -> int | None:
     """What the checkout pads a batch to a multiple of; the stock way pads to a fixed length."""
-    return None if task["way"] == "stock" else module_of("training.finetune_trainer", "finetuning").padded_to(512)
+    return (
+        None if task["way"] == "stock" else module_of("training.finetune_trainer", "finetuning").padded_to(OUR_LENGTH)
+    )
 
 
 def fine_tune(
@@ -227,7 +230,9 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     rows = [line.split("\t") for line in (Path(task["data_dir"]) / "train.tsv").read_text().splitlines()[1:]]
-    padding = {"padding": "max_length", "max_length": 128} if task["way"] == "stock" else {"max_length": 512}
+    padding = (
+        {"padding": "max_length", "max_length": STOCK_LENGTH} if task["way"] == "stock" else {"max_length": OUR_LENGTH}
+    )
     features = [
         {**tokenizer(row[1], row[2], truncation=True, **padding), "labels": int(row[3] == "not_entailment")}
         for row in rows
@@ -294,6 +299,7 @@ def windows_of(task: dict[str, Any], script: ModuleType) -> tuple[list[dict], Ca
         train_file=task["squad_file"],
         max_seq_length=SQUAD_LENGTH,
         doc_stride=SQUAD_STRIDE,
+        max_query_length=QUERY,
     )
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     features = script.make_windows(args, script.read_split(args, "train"), tokenizer).features
@@ -311,7 +317,8 @@ COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]]
     "run": (run, f"tokens; {RUN_STEPS} steps of the mini shape, fp32, raw text to checkpoint, imports included"),
     "rte": (
         rte,
-        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, fp32, the stock way cut and padded to 128",
+        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, fp32, the stock way cut and padded to "
+        f"{STOCK_LENGTH}",
     ),
     "squad": (
         squad,

@@ -1,14 +1,17 @@
 """What makes training on a CPU fast changes no result: dropout, attention, the choice of it, bf16, memory."""
 
+import argparse
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import ROOT, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from official_files import write_glue, write_squad
 from transformers.models.roberta.modeling_roberta import eager_attention_forward
 
 import train_mlm
@@ -17,6 +20,7 @@ from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import attention, cpu_kernels
 from roberta_recipe.training.arguments import RecipeTrainingArguments
+from roberta_recipe.training.finetune_trainer import LengthGroupedSampler
 
 
 def train(preset, *argv):
@@ -238,3 +242,32 @@ def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
     assert len(lines) == 3 and "x 1.00 of stock" in lines[1]
     monkeypatch.setattr(hardware, "has_bf16", lambda: False)
     assert speed.impossible("step-mini-bf16", None) == "this device has no bf16"
+
+
+def test_the_fine_tuning_comparisons_measure_both_sides(monkeypatch, model_dir, tmp_path):
+    """The model of this test has 64 positions, and the stock way pads to 128 and 384."""
+    write_glue(tmp_path, rows={"train": 12, "dev": 2, "test": 2})
+    write_squad(tmp_path, share=0.0001)
+    for name, value in {
+        "FINETUNE_BATCH": 4,
+        "STOCK_LENGTH": 60,
+        "OUR_LENGTH": 64,
+        "SQUAD_LENGTH": 64,
+        "SQUAD_STRIDE": 8,
+    }.items():
+        monkeypatch.setattr(comparisons, name, value)
+    for name, value in {"RTE_STEPS": 2, "SQUAD_STEPS": 2, "SCORED": 6, "SCORED_ROWS": 2, "QUERY": 16}.items():
+        monkeypatch.setattr(comparisons, name, value)
+    (file,) = tmp_path.rglob("train-v1.1.json")
+    task = {"checkout": str(ROOT), "clock": "wall", "model": model_dir, "data_dir": str(tmp_path / "RTE")}
+    for name in ("rte", "squad", "squad-evaluation"):
+        for way in ("stock", "ours"):
+            found = comparisons.COMPARISONS[name][0]({**task, "of": name, "way": way, "squad_file": str(file)})
+            assert found["rate"] > 0 and found["peak_gb"] > 0
+    args = argparse.Namespace(model_name_or_path="m", data_dir=None, squad_file=None)
+    assert speed.impossible("rte", args) == "it needs --data_dir"
+    lengths = np.random.default_rng(0).integers(5, 300, 1000).tolist()
+    monkeypatch.undo()
+    epoch = [lengths[number] for number in LengthGroupedSampler(lengths, comparisons.FINETUNE_BATCH, seed=0)]
+    taken = comparisons.batches_of({"way": "ours"}, lengths, 12)
+    assert np.mean([lengths[number] for batch in taken for number in batch]) == pytest.approx(np.mean(epoch), rel=0.02)
