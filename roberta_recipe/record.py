@@ -31,6 +31,7 @@ class RunRecord(TypedDict):
     tokens_per_second: int  # median over the log; for a run too short for a log line, the mean
     train_seconds: float  # of all starts
     resumes: int  # checkpoints that were resumed on the way to these weights; a start that left none is on no way
+    matrix_rate: NotRequired[float]  # FLOP/s that a device was measured at, by which `mfu` in the log is a share
     peak_memory_bytes: int
     parameters: int
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
@@ -66,7 +67,6 @@ class PretrainingRecord(RunRecord):
     metrics_by_source: dict[str, SourceMetrics]  # empty for one source
     unigram_entropy: float  # of the held-out text, nats
     global_batch_size: int
-    matrix_rate: NotRequired[float]  # FLOP/s that a device was measured at, by which `mfu` in the log is a share
     stopped_by: str  # "max_steps", or `TIME_LIMIT`
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read

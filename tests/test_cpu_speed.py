@@ -1,22 +1,26 @@
 """What makes training on a CPU fast changes no result: dropout, attention, the choice of it, bf16, memory."""
 
+import argparse
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import ROOT, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from official_files import write_glue, write_squad
 from transformers.models.roberta.modeling_roberta import eager_attention_forward
 
 import train_mlm
-from benchmarks import speed
+from benchmarks import comparisons, speed
 from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import attention, cpu_kernels
 from roberta_recipe.training.arguments import RecipeTrainingArguments
+from roberta_recipe.training.finetune_trainer import LengthGroupedSampler
 
 
 def train(preset, *argv):
@@ -66,21 +70,26 @@ def reference(q, k, v, mask, dropped):
     size=st.sampled_from([4, 8, 24]),
     p=st.sampled_from([0.0, 0.1, 0.7]),
     at_once=st.sampled_from([1, 5000, 1 << 18]),
-    padded=st.booleans(),
+    masked=st.sampled_from(["nothing", "padding", "by query", "by head"]),
     seed=st.integers(0, 2**30),
 )
-def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, padded, seed):
+def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, masked, seed):
     """Output and all gradients beside the definition, with the mask that was drawn, however heads are put together."""
     torch.manual_seed(seed)
     tensors = [torch.randn(batch, length, heads, size).transpose(1, 2).requires_grad_() for _ in range(3)]
-    lengths = torch.randint(1, length + 1, (batch,)) if padded else torch.full((batch,), length)
+    lengths = torch.randint(1, length + 1, (batch,)) if masked == "padding" else torch.full((batch,), length)
     mask = (torch.arange(length) < lengths[:, None])[:, None, None, :].expand(batch, 1, length, length)
+    if masked.startswith("by"):
+        by_query = torch.rand(batch, heads if masked == "by head" else 1, length, length) < 0.5
+        mask = by_query | torch.eye(length, dtype=torch.bool)
     grad = torch.randn(batch, length, heads, size)
     drawn, draw = [], cpu_kernels.draw_kept
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "_WEIGHTS_AT_ONCE", at_once)
         patch.setattr(cpu_kernels, "draw_kept", lambda shape, p: drawn.append(draw(shape, p)) or drawn[-1])
-        out, _ = cpu_kernels.blockwise_attention(torch.nn.Module(), *tensors, mask if padded else None, dropout=p)
+        out, _ = cpu_kernels.blockwise_attention(
+            torch.nn.Module(), *tensors, None if masked == "nothing" else mask, dropout=p
+        )
         out.backward(grad)
     found = [out, *(tensor.grad for tensor in tensors)]
     kept = torch.cat(drawn).view(batch, heads, length, length) if drawn else torch.ones(1)
@@ -223,13 +232,42 @@ def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
 
 
 def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
-    monkeypatch.setitem(speed.SHAPES, "mini", (config_file, 2, 16))
+    monkeypatch.setitem(comparisons.SHAPES, "mini", (config_file, 2, 16))
     assert set(speed.COMPARISONS) >= {"step-mini-fp32", "step-mini-bf16", "step-small-fp32", "step-small-bf16", "run"}
     task = {"of": "step-mini-fp32", "checkout": str(ROOT), "clock": "wall"}
-    found = {way: [speed.step({**task, "way": way}) for _ in range(2)] for way in ("stock", "ours")}
+    found = {way: [comparisons.step({**task, "way": way}) for _ in range(2)] for way in ("stock", "ours")}
     assert all(value["rate"] > 0 for values in found.values() for value in values)
     assert found["ours"][0]["utilisation"] > 0 and "utilisation" not in found["stock"][0]
     lines = speed.table("step-mini-fp32", found).splitlines()
     assert len(lines) == 3 and "x 1.00 of stock" in lines[1]
     monkeypatch.setattr(hardware, "has_bf16", lambda: False)
     assert speed.impossible("step-mini-bf16", None) == "this device has no bf16"
+
+
+def test_the_fine_tuning_comparisons_measure_both_sides(monkeypatch, model_dir, tmp_path):
+    """The model of this test has 64 positions, and the stock way pads to 128 and 384."""
+    write_glue(tmp_path, rows={"train": 12, "dev": 2, "test": 2})
+    write_squad(tmp_path, share=0.0001)
+    for name, value in {
+        "FINETUNE_BATCH": 4,
+        "STOCK_LENGTH": 60,
+        "OUR_LENGTH": 64,
+        "SQUAD_LENGTH": 64,
+        "SQUAD_STRIDE": 8,
+    }.items():
+        monkeypatch.setattr(comparisons, name, value)
+    for name, value in {"RTE_STEPS": 2, "SQUAD_STEPS": 2, "SCORED": 6, "SCORED_ROWS": 2, "QUERY": 16}.items():
+        monkeypatch.setattr(comparisons, name, value)
+    (file,) = tmp_path.rglob("train-v1.1.json")
+    task = {"checkout": str(ROOT), "clock": "wall", "model": model_dir, "data_dir": str(tmp_path / "RTE")}
+    for name in ("rte", "squad", "squad-evaluation"):
+        for way in ("stock", "ours"):
+            found = comparisons.COMPARISONS[name][0]({**task, "of": name, "way": way, "squad_file": str(file)})
+            assert found["rate"] > 0 and found["peak_gb"] > 0
+    args = argparse.Namespace(model_name_or_path="m", data_dir=None, squad_file=None)
+    assert speed.impossible("rte", args) == "it needs --data_dir"
+    lengths = np.random.default_rng(0).integers(5, 300, 1000).tolist()
+    monkeypatch.undo()
+    epoch = [lengths[number] for number in LengthGroupedSampler(lengths, comparisons.FINETUNE_BATCH, seed=0)]
+    taken = comparisons.batches_of({"way": "ours"}, lengths, 12)
+    assert np.mean([lengths[number] for batch in taken for number in batch]) == pytest.approx(np.mean(epoch), rel=0.02)

@@ -629,6 +629,7 @@ BAD = {
     "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
     "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
     "batch": (["--global_batch_size", "0"], "global_batch_size=0 and per_device_train_batch_size=1 must be at least 1"),
+    "no batch": (["--per_device_eval_batch_size", "0"], "per_device_eval_batch_size=0 must be at least 1"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
     "unknown tracker": (["--report_to", "mlflow"], "report_to=.*mlflow"),
     "smoothing": (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),

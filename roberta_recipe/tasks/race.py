@@ -20,6 +20,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
+from roberta_recipe.training.finetune_trainer import padded_to
 
 # RoBERTa-large in the paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
 PAPER = {"accuracy": 83.2, "middle": 86.5, "high": 81.3}
@@ -210,7 +211,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np
 
 class RaceCollator:
     """Rows of `features` as `input_ids`, `attention_mask` (and `token_type_ids` where the model has them), each (batch,
-    options, longest sequence of the batch, up to a multiple of 8), and `labels` (batch,)."""
+    options, longest sequence of the batch, with `padded_to`), and `labels` (batch,)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
         self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
@@ -218,7 +219,7 @@ class RaceCollator:
         self.around, self.types = special_tokens(tokenizer)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        width = min(round_up(max(row["length"] for row in rows), 8), self.max_seq_length)
+        width = round_up(max(row["length"] for row in rows), padded_to(self.max_seq_length) or 1)
         shape = len(rows), len(LETTERS), width
         ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)

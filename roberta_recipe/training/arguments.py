@@ -191,3 +191,8 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
     save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.per_device_eval_batch_size < 1:
+            raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")

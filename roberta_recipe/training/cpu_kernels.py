@@ -71,7 +71,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, scaling: float, p: float) -> torch.Tensor:
         """`bias`: None, or (batch x heads, 1 or seq_len, seq_len) that is added to the scores. `q`, `k`, `v` in one
-        precision, whose products are in it; the softmax is in fp32."""
+        precision, whose products are in it; the softmax is in fp32. Kept weights are multiplied by 1 / `kept_share`:
+        here, what they are summed up to is, which is smaller."""
         q = q * scaling
         out, kept = torch.empty_like(v), []
         for chunk in _chunks(q):
@@ -79,8 +80,10 @@ class _Attention(torch.autograd.Function):
             if p:
                 mask = draw_kept(weights.shape, p)
                 kept.append(torch.from_numpy(np.packbits(mask.numpy())))
-                weights = weights.mul_(_factors(mask, kept_share(p), weights.dtype))
+                weights = weights.mul_(mask.view(torch.uint8).to(weights.dtype))
             torch.bmm(weights.to(v.dtype), v[chunk], out=out[chunk])
+        if p:
+            out.div_(kept_share(p))
         ctx.save_for_backward(q, k, v, out, *([] if bias is None else [bias]), *kept)
         ctx.has_bias, ctx.scaling, ctx.p = bias is not None, scaling, p
         return out
@@ -93,14 +96,16 @@ class _Attention(torch.autograd.Function):
         grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
         # the mean gradient of a row's weights, by which its softmax lowers each of them (Dao et al., equation 4)
         mean = (grad.float() * out.float()).sum(-1, keepdim=True)
+        if ctx.p:
+            grad = grad / kept_share(ctx.p)
         for number, chunk in enumerate(_chunks(q)):
             weights = _softmax(q[chunk], k[chunk], None if bias is None else bias[chunk])
             of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
             if ctx.p:
                 bits = np.unpackbits(others[number].numpy(), count=weights.numel()).reshape(weights.shape)
-                factors = _factors(torch.from_numpy(bits), kept_share(ctx.p), weights.dtype)
-                of_weights.mul_(factors)
-                dropped = factors.mul_(weights).to(v.dtype)
+                kept = torch.from_numpy(bits).to(weights.dtype)
+                of_weights.mul_(kept)
+                dropped = kept.mul_(weights).to(v.dtype)
             else:
                 dropped = weights.to(v.dtype)
             torch.bmm(dropped.transpose(1, 2), grad[chunk], out=grads[2][chunk])
@@ -144,9 +149,11 @@ def blockwise_attention(
     flat = [tensor.reshape(batch * heads, -1, size) for tensor in (query, key, value)]
     bias = None
     if attention_mask is not None:
-        lowest = torch.finfo(torch.float32).min
-        mask = attention_mask.expand(batch, heads, length, -1).reshape(batch * heads, length, -1)
-        bias = torch.zeros(mask.shape).masked_fill_(~mask, lowest)
+        # padding is the same for all queries and heads, which transformers says by strides of 0
+        one_for_all = [slice(None) if stride else slice(1) for stride in attention_mask.stride()[1:3]]
+        mask = attention_mask[:, *one_for_all]
+        bias = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+        bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
     with torch.autocast("cpu", enabled=False):
         out = _Attention.apply(*flat, bias, scaling, dropout)
     return out.view(batch, heads, length, size).transpose(1, 2), None

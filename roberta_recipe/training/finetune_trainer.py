@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader, Sampler
 from transformers import BatchEncoding, TrainerCallback
 
 from roberta_recipe import durable
+from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.checkpoint import PARTIAL
 from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
 from roberta_recipe.training.heads import layer_rates
+from roberta_recipe.training.throughput import Throughput, encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
+_NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
 
 
@@ -63,9 +67,21 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
     return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
 
 
+def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
+    """The numbers of all features in batches for a forward pass, the longest first: each as many features as have, with
+    padding up to a multiple of 8, no more tokens than `of_longest` features of the longest length."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    room, batches, at = of_longest * round_up(max(lengths), 8), [], 0
+    while at < len(order):
+        batches.append(order[at : at + room // round_up(lengths[order[at]], 8)])
+        at += len(batches[-1])
+    return batches
+
+
 def padded_to(max_seq_length: int) -> int | None:
-    """Multiple to pad to, for the sake of a GPU's kernels; None where that would go beyond the longest sequence."""
-    return None if max_seq_length % 8 else 8
+    """Multiple to pad to, for the sake of a GPU's kernels; None where that would go beyond the longest sequence, and on
+    a machine without a GPU, where it is work for nothing (of SST-2, a fifth of the tokens)."""
+    return None if max_seq_length % 8 or not torch.cuda.is_available() else 8
 
 
 def length_of(feature: dict[str, Any]) -> int:
@@ -116,7 +132,9 @@ class FinetuneTrainer(DurableTrainer):
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
-        self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)  # without padding, with it
+        # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
+        self._tokens = torch.zeros(3, dtype=torch.int64, device=self.args.device)
+        self.throughput = Throughput(self.args)
 
     # Training
 
@@ -153,6 +171,7 @@ class FinetuneTrainer(DurableTrainer):
         super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def train(self, *args, **kwargs):
+        self.throughput.measure_machine()
         output = super().train(*args, **kwargs)
         self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
         return output
@@ -167,17 +186,21 @@ class FinetuneTrainer(DurableTrainer):
         return (loss, scores) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        self.throughput.begin()
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-        self._tokens += torch.tensor([int(mask.sum()), mask.numel()], device=self._tokens.device)
+        lengths = mask.sum(-1).flatten()
+        counted = torch.stack([lengths.sum(), lengths.new_tensor(mask.numel()), lengths.square().sum()])
+        self._tokens += counted.to(self._tokens.device)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
         return super().diverged(f"seed {self.args.seed}: {what}")
 
     def count_consumed(self) -> None:
-        tokens, computed = self.sum_over_processes(self._tokens.clone()).tolist()
+        tokens, computed, squares = self.sum_over_processes(self._tokens.clone()).tolist()
         self.state.num_input_tokens_seen += tokens
         self.computed_tokens += computed
+        self.throughput.count(tokens, encoder_flops(self.model.config, tokens, squares))
         self._tokens.zero_()
 
     def recipe_state(self):
@@ -186,10 +209,14 @@ class FinetuneTrainer(DurableTrainer):
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
         best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
-        return {**super().record(), "computed_tokens": self.computed_tokens, **best}
+        measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
+        return {**super().record(), **measured, **best}
 
     def log(self, logs, start_time=None):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
+        if "loss" in logs:
+            self.count_consumed()
+            logs |= self.throughput.figures()[0]
         super().log(logs, start_time)
 
     # What is stored
@@ -205,36 +232,57 @@ class FinetuneTrainer(DurableTrainer):
 
     # Evaluation
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            _, scores = self.loss_sum(model, inputs)
-        return None, scores.float(), None
-
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
-        """(features, ...): the model's scores, in the order of `features`; computed in order of length. Raises
-        `RunError` where they are not finite."""
-        order = sorted(range(len(features)), key=lambda number: -length_of(features[number]))
-        random_state = torch.get_rng_state()
-        found = self.predict([features[number] for number in order]).predictions
-        torch.set_rng_state(random_state)  # `predict`'s data loader drew from the generator
-        if not np.isfinite(found).all():  # argmax of NaN is 0, which would pass for an answer
+        """(features, ...): the model's scores, in the order of `features`, in all processes; computed in order of
+        length, in batches of `token_batches`. Raises `RunError` where they are not finite."""
+        batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
+        # a process that has a batch less computes one of the first batches again: all call the model equally often
+        turns = range(self.args.process_index, round_up(len(batches), self.args.world_size), self.args.world_size)
+        own = [batches[turn % len(batches)] for turn in turns]
+        computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
+        found = gather_object(list(zip(own, computed, strict=True)))
+        widths = np.max([array.shape[1:] for _, array in found], axis=0).astype(int)
+        scores = np.full((len(features), *widths), _NO_SCORE, dtype=np.float32)
+        for numbers, array in found:
+            scores[(numbers, *map(slice, array.shape[1:]))] = array
+        if not np.isfinite(scores).all():  # argmax of NaN is 0, which would pass for an answer
             raise self.diverged(f"the model's scores after step {self.state.global_step} are not finite")
-        scores = np.empty_like(found)
-        scores[order] = found
         return scores
 
+    def _batch_scores(self, features: list[dict[str, Any]], batches: list[list[int]]) -> list[torch.Tensor]:
+        """The scores of each batch, on the device."""
+        workers, found = self.args.dataloader_num_workers, []
+        loader = DataLoader(
+            features,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
+        )
+        self.callback_handler.eval_dataloader = loader
+        self.model.eval()
+        for inputs in loader:
+            with torch.no_grad(), self.accelerator.autocast():
+                _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
+            found.append(scores.float())
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, {})
+        return found
+
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        scores = self.scores(self.eval_dataset)
-        metrics = self.measure(scores)
-        logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(logged))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
-        value = metrics[self.best_metric]
-        if self.state.best_metric is None or value > self.state.best_metric:
-            self.state.best_metric = value if math.isfinite(value) else -math.inf
-            self.state.best_global_step = self.state.global_step
-            self._keep_as_best(scores)
+        with self.throughput.outside():
+            scores = self.scores(self.eval_dataset)
+            metrics = self.measure(scores)
+            logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+            self.log(dict(logged))
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
+            value = metrics[self.best_metric]
+            if self.state.best_metric is None or value > self.state.best_metric:
+                self.state.best_metric = value if math.isfinite(value) else -math.inf
+                self.state.best_global_step = self.state.global_step
+                self._keep_as_best(scores)
         return logged
 
     def _keep_as_best(self, scores: np.ndarray) -> None:

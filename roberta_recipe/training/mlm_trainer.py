@@ -17,12 +17,11 @@ from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
-from roberta_recipe.hardware import forget_peak_memory, matrix_rate
-from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.training import attention, optimization
+from roberta_recipe.training import optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.step_watch import outlive_a_stop
+from roberta_recipe.training.throughput import Throughput
 
 _DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
@@ -60,10 +59,9 @@ class MlmTrainer(DurableTrainer):
         self.skipped = skipped or []
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
-        self._logged_tokens, self._logged_s, self._evaluating_s = 0, None, 0.0  # of all processes, at the last log line
+        self.throughput = Throughput(self.args)
         # for data: when the batches of a step were asked for, and how long this process waited since the last log line
         self._asked_s, self._waited_s = 0.0, 0.0
-        self.matrix_rate: float | None = None  # FLOP/s of this process's device, as `train` measures it
 
     # Data
 
@@ -102,28 +100,17 @@ class MlmTrainer(DurableTrainer):
     # Training
 
     def train(self, *args, **kwargs):
-        self._measure_machine()
+        self.throughput.measure_machine()
         output = super().train(*args, **kwargs)
         self.check_text()
         return output
-
-    def _measure_machine(self) -> None:
-        """Set `matrix_rate`, and say it."""
-        precision, device = attention.precision(self.args), self.args.device
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        self.matrix_rate = matrix_rate(device, dtypes[precision])
-        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
-        if self.is_world_process_zero():
-            on_gpu, threads = device.type == "cuda", torch.get_num_threads()
-            where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"
-            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._asked_s = time.monotonic()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        if self._logged_s is not None:  # filling the stream is not waiting
+        if self.throughput.begun:  # filling the stream is not waiting
             self._waited_s += time.monotonic() - self._asked_s
         return super()._get_num_items_in_batch(batch_samples, device)
 
@@ -152,8 +139,7 @@ class MlmTrainer(DurableTrainer):
         return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.objectives]), num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self._logged_s is None:  # the clock starts at the first batch: filling the stream is not throughput
-            self._logged_s, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
+        self.throughput.begin()
         self._tokens += inputs.pop("num_tokens")
         self._digests = [before + inputs.pop(name) for name, before in zip(_DATA_DIGESTS, self._digests, strict=True)]
         self._states = inputs.pop("states", None)
@@ -167,6 +153,7 @@ class MlmTrainer(DurableTrainer):
         counted = [self._tokens, *(digest % DIGEST_MODULUS for digest in self._digests)]
         tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
         self.state.num_input_tokens_seen += tokens
+        self.throughput.count(tokens, tokens * self.flops_per_token)
         for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
             self.data_digests[name] = (self.data_digests[name] + digest) % DIGEST_MODULUS
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)
@@ -174,15 +161,11 @@ class MlmTrainer(DurableTrainer):
     def log(self, logs, start_time=None):
         logged_loss = "loss" in logs
         if logged_loss:
-            elapsed_s = time.monotonic() - self._logged_s - self._evaluating_s
             self.count_consumed()
-            rate = (self.state.num_input_tokens_seen - self._logged_tokens) / elapsed_s
-            logs["tokens_per_second"] = round(rate)
-            logs["mfu"] = round(rate * self.flops_per_token / self.args.world_size / self.matrix_rate, 4)
+            figures, elapsed_s = self.throughput.figures()
+            logs |= figures
             logs["data_wait"], self._waited_s = round(self._waited_s / elapsed_s, 4), 0.0
             logs["tokens_seen"] = self.state.num_input_tokens_seen
-            self._logged_s, self._evaluating_s = time.monotonic(), 0.0
-            self._logged_tokens = self.state.num_input_tokens_seen
         # Trainer would add its "epoch", which on an endless stream is the share of max_steps
         epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
@@ -203,7 +186,7 @@ class MlmTrainer(DurableTrainer):
             **super().record(),
             **self._data_digests(),
             "global_batch_size": self.fingerprint["global_batch_size"],
-            "matrix_rate": self.matrix_rate,
+            "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.watch.stopped_by or "max_steps",
             "skipped_blocks": self._skipped_blocks(),
         }
@@ -214,10 +197,10 @@ class MlmTrainer(DurableTrainer):
     # Evaluation
 
     def evaluate(self, *args, **kwargs):
-        start_s, random_state = time.monotonic(), torch.get_rng_state()
-        metrics = super().evaluate(*args, **kwargs)
+        random_state = torch.get_rng_state()
+        with self.throughput.outside():
+            metrics = super().evaluate(*args, **kwargs)
         torch.set_rng_state(random_state)  # the data loader drew from it; evaluations change nothing
-        self._evaluating_s += time.monotonic() - start_s
         return metrics
 
     def measured(self) -> dict[str, float]:

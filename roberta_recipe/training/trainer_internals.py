@@ -84,10 +84,5 @@ _PRETRAINING = (
 _FINE_TUNING = (
     Internal("_get_train_sampler", ("self", "train_dataset"), "its indices are sharded over processes by batch"),
     Internal("_load_from_checkpoint", ("self", "resume_from_checkpoint", "model"), "loads the weights alone"),
-    Internal(
-        "prediction_step",
-        ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
-        "gives (loss, scores, labels) of a batch to `predict`",
-    ),
 )
 INTERNALS = _SHARED + _PRETRAINING + _FINE_TUNING

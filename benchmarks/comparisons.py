@@ -1,0 +1,338 @@
+"""What `speed.py` compares: each function measures a way of a comparison, in a process of its own, with the code of the
+checkout that the task names.
+
+Stock is `RobertaForMaskedLM`, `DataCollatorForLanguageModeling`, `Trainer` and chunks of fixed size (`group_texts`), as
+transformers' run_mlm.py has them; examples cut and padded to 128 tokens, as run_glue.py; windows padded to their full
+length, as run_qa.py.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {  # config, sequences, tokens of each
+    "mini": ("presets/model/mini.json", 32, 128),
+    "small": ("presets/model/small.json", 8, 512),
+}
+MASKED = 0.15
+RUN_STEPS = 300
+FINETUNE_BATCH = 16  # examples or windows
+RTE_STEPS, SQUAD_STEPS = 12, 6
+STOCK_LENGTH, OUR_LENGTH = 128, 512  # of GLUE
+SQUAD_LENGTH, SQUAD_STRIDE, QUERY = 384, 128, 64
+SCORED_ROWS, SCORED = 64, 256  # windows: of the longest length in a batch; in all
+
+
+def seconds(task: dict[str, Any], function: Callable[[], Any]) -> float:
+    clock = time.perf_counter if task["clock"] == "wall" else time.process_time
+    start_s = clock()
+    function()
+    return clock() - start_s
+
+
+def peak_gb() -> float:
+    """Most resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def module_of(*names: str) -> ModuleType:
+    """The first module of these names that the checkout has: the packages are younger than some commits."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"roberta_recipe.{name}")
+    raise ImportError(f"this checkout has none of {', '.join(names)}")
+
+
+def prepared(model, bf16: bool):
+    """A model with the attention and the dropout, in a process with the allocator, that a run of this checkout has."""
+    try:
+        from roberta_recipe import hardware
+        from roberta_recipe.training import attention
+        from roberta_recipe.training.arguments import RecipeTrainingArguments
+    except ImportError:  # a commit before
+        return model
+    hardware.keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        args = RecipeTrainingArguments(output_dir=folder, bf16=bf16)
+    args.attn_implementation = attention.choose(model.config, args)
+    attention.set_up(model, args)
+    return model
+
+
+def step(task: dict[str, Any]) -> dict[str, float]:
+    """Tokens a second of forward, backward and optimizer step on one batch."""
+    _, shape, precision = task["of"].split("-")
+    config_name, sequences, length = SHAPES[shape]
+    import torch
+    import transformers
+
+    modeling = module_of("training.modeling", "modeling")
+    config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
+    torch.manual_seed(0)
+    ids = torch.randint(5, config.vocab_size - 1, (sequences, length))
+    batch = {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < MASKED, ids, -100)}
+    if task["way"] == "stock":
+        model = transformers.RobertaForMaskedLM(config)
+        batch["attention_mask"] = torch.ones_like(ids)  # as the stock collator makes it
+    else:
+        model = prepared(modeling.RobertaForMaskedLM(config), precision == "bf16")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, batch = model.train().to(device), {name: tensor.to(device) for name, tensor in batch.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def once() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        once()
+    rate = ids.numel() / statistics.median(seconds(task, once) for _ in range(7))
+    measured = {"rate": rate, "peak_gb": peak_gb()}
+    if task["way"] == "ours" and task["clock"] == "wall":
+        from roberta_recipe import hardware
+
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        flops = modeling.flops_per_token(config, length, MASKED)
+        measured["utilisation"] = rate * flops / hardware.matrix_rate(device, dtype)
+    return measured
+
+
+def run(task: dict[str, Any]) -> dict[str, float]:
+    """Tokens a second of a whole run of the mini shape: raw text to checkpoint, imports included."""
+    folder = Path(task["folder"])
+    text, held_out, tokenizer, config = make_inputs(folder)
+    out = folder / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    sizes = [str(RUN_STEPS), "32", "128", "1e-3"]
+    if task["way"] == "stock":
+        words = [ROOT / "benchmarks" / "stock_mlm.py", text, held_out, tokenizer, config, out, *sizes]
+    else:
+        words = ["train_mlm.py", "--config", "presets/mlm/roberta_mini.yaml", "--train_file", text]
+        words += ["--tokenizer_name", tokenizer, "--config_name", config, "--output_dir", out, "--use_cpu"]
+        words += [
+            "--validation_file",
+            held_out,
+            "--max_steps",
+            sizes[0],
+            "--eval_strategy",
+            "no",
+            "--bf16",
+            "false",
+            "--report_to",
+            "none",
+        ]
+        words += ["--disable_tqdm", "true"]
+    command = [sys.executable, *map(str, words)]
+
+    def once() -> None:
+        done = subprocess.run(command, cwd=task["checkout"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+
+    wall_s = seconds(task | {"clock": "wall"}, once)
+    if task["clock"] == "process":
+        used = os.times()
+        return {"rate": tokens_of(out, task["way"]) / (used.children_user + used.children_system)}
+    return {"rate": tokens_of(out, task["way"]) / wall_s}
+
+
+def tokens_of(out: Path, way: str) -> int:
+    """Tokens of a finished run that are no padding."""
+    if way == "stock":
+        return RUN_STEPS * 32 * 128
+    return json.loads((out / "run_record.json").read_text())["tokens_seen"]
+
+
+def make_inputs(folder: Path) -> tuple[Path, ...]:
+    """Text, held-out text, tokenizer and config, made once from the docstrings of the installed Python."""
+    names = "text.jsonl", "held_out.jsonl", "tokenizer", "config.json"
+    text, held_out, tokenizer, config = (folder / name for name in names)
+    if not text.is_file():
+        from roberta_recipe.data import corpus as corpora
+        from roberta_recipe.data.documents import check_sources, sample_documents
+        from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
+
+        corpus = corpora.read_corpus("presets/corpus/docstrings.yaml")
+        check_sources(corpus)
+        texts = [text for _, text in sample_documents(corpus, "train", max_bytes=8_000_000, seed=0)]
+        values = json.loads((ROOT / "presets" / "model" / "mini.json").read_text())
+        save_tokenizer(train_tokenizer(texts, values["vocab_size"]), str(tokenizer))
+        config.write_text(json.dumps(values))
+        for path, own in ((held_out, texts[::20]), (text, [t for n, t in enumerate(texts) if n % 20])):
+            path.write_text("".join(json.dumps({"text": document}) + "\n" for document in own))
+    return text, held_out, tokenizer, config
+
+
+def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[list[int]]:
+    """The features of each step: at random the stock way; else batches of the sampler, evenly from its shortest to its
+    longest, so that their mean length is that of an epoch."""
+    if task["way"] == "stock":
+        order = np.random.default_rng(0).permutation(len(lengths))
+        return order[: steps * FINETUNE_BATCH].reshape(steps, -1).tolist()
+    sampler = module_of("training.finetune_trainer", "finetuning").LengthGroupedSampler(lengths, FINETUNE_BATCH, seed=0)
+    batches = np.fromiter(sampler, int).reshape(-1, FINETUNE_BATCH)
+    by_length = batches[np.argsort(np.asarray(lengths)[batches].max(1), kind="stable")]
+    return by_length[((np.arange(steps) + 0.5) * len(batches) / steps).astype(int)].tolist()
+
+
+def padded_to(task: dict[str, Any]) -> int | None:
+    """What the checkout pads a batch to a multiple of; the stock way pads to a fixed length."""
+    return (
+        None if task["way"] == "stock" else module_of("training.finetune_trainer", "finetuning").padded_to(OUR_LENGTH)
+    )
+
+
+def fine_tune(
+    task: dict[str, Any], model, loss_of: Callable[[Any, dict], Any], batches: list[dict]
+) -> dict[str, float]:
+    """Examples a second of forward, backward and optimizer step on batches, after two of them."""
+    import torch
+
+    model = (model if task["way"] == "stock" else prepared(model, False)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def once(batch: dict) -> None:
+        loss_of(model, dict(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in batches[:: len(batches) - 1]:
+        once(batch)
+    elapsed_s = seconds(task, lambda: [once(batch) for batch in batches])
+    return {"rate": len(batches) * FINETUNE_BATCH / elapsed_s, "peak_gb": peak_gb()}
+
+
+def rte(task: dict[str, Any]) -> dict[str, float]:
+    """Examples a second of fine-tuning on RTE."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    rows = [line.split("\t") for line in (Path(task["data_dir"]) / "train.tsv").read_text().splitlines()[1:]]
+    padding = (
+        {"padding": "max_length", "max_length": STOCK_LENGTH} if task["way"] == "stock" else {"max_length": OUR_LENGTH}
+    )
+    features = [
+        {**tokenizer(row[1], row[2], truncation=True, **padding), "labels": int(row[3] == "not_entailment")}
+        for row in rows
+    ]
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(task))
+    chosen = batches_of(task, [len(feature["input_ids"]) for feature in features], RTE_STEPS)
+    batches = [collate([features[number] for number in numbers]) for numbers in chosen]
+    model = AutoModelForSequenceClassification.from_pretrained(task["model"], num_labels=2)
+    return fine_tune(task, model, lambda model, batch: model(**batch).loss, batches)
+
+
+def squad(task: dict[str, Any]) -> dict[str, float]:
+    """Windows a second of fine-tuning on SQuAD 1.1."""
+    import torch
+
+    torch.manual_seed(0)
+    script = importlib.import_module("finetune_squad")
+    features, collate, model = windows_of(task, script)
+    lengths = [len(feature["input_ids"]) for feature in features]
+    batches = [collate([features[n] for n in numbers]) for numbers in batches_of(task, lengths, SQUAD_STEPS)]
+
+    def loss(model, batch):
+        if task["way"] == "stock":
+            batch.pop("labels")
+            return model(**batch).loss
+        return script.span_loss(model, batch)[0] / FINETUNE_BATCH
+
+    return fine_tune(task, model, loss, batches)
+
+
+def squad_evaluation(task: dict[str, Any]) -> dict[str, float]:
+    """Windows a second of scoring."""
+    import torch
+
+    script = importlib.import_module("finetune_squad")
+    trainer = module_of("training.finetune_trainer", "finetuning")
+    features, collate, model = windows_of(task, script)
+    features = features[:: len(features) // SCORED][:SCORED]
+    lengths = [len(feature["input_ids"]) for feature in features]
+    if task["way"] == "stock" or not hasattr(trainer, "token_batches"):
+        order = range(SCORED) if task["way"] == "stock" else np.argsort(-np.array(lengths), kind="stable").tolist()
+        chosen = [order[start : start + SCORED_ROWS] for start in range(0, SCORED, SCORED_ROWS)]
+    else:
+        chosen = trainer.token_batches(lengths, SCORED_ROWS)
+    model = (model if task["way"] == "stock" else prepared(model, False)).eval()
+    batches = [collate([features[number] for number in numbers]) for numbers in chosen]
+
+    def once(batch: dict) -> None:
+        with torch.no_grad():
+            script.span_loss(model, dict(batch))
+
+    once(batches[-1])
+    elapsed_s = seconds(task, lambda: [once(batch) for batch in batches])
+    return {"rate": SCORED / elapsed_s, "peak_gb": peak_gb()}
+
+
+def windows_of(task: dict[str, Any], script: ModuleType) -> tuple[list[dict], Callable, Any]:
+    """(the windows of SQuAD 1.1's questions, their collator, the model with a span head) as finetune_squad.py makes
+    them; the stock way, all windows are padded to the same length."""
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
+
+    args = script.SquadArguments(
+        model_name_or_path=task["model"],
+        train_file=task["squad_file"],
+        max_seq_length=SQUAD_LENGTH,
+        doc_stride=SQUAD_STRIDE,
+        max_query_length=QUERY,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    features = script.make_windows(args, script.read_split(args, "train"), tokenizer).features
+    if task["way"] == "stock":
+        collate = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=SQUAD_LENGTH)
+        return features, collate, AutoModelForQuestionAnswering.from_pretrained(task["model"])
+    return features, DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(task)), script.build_model(args)
+
+
+COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]] = {
+    "step-mini-fp32": (step, "tokens; 4 layers of 256, 32 x 128 tokens, fp32"),
+    "step-mini-bf16": (step, "tokens; 4 layers of 256, 32 x 128 tokens, bf16"),
+    "step-small-fp32": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, fp32"),
+    "step-small-bf16": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
+    "run": (run, f"tokens; {RUN_STEPS} steps of the mini shape, fp32, raw text to checkpoint, imports included"),
+    "rte": (
+        rte,
+        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, fp32, the stock way cut and padded to "
+        f"{STOCK_LENGTH}",
+    ),
+    "squad": (
+        squad,
+        f"windows; {SQUAD_STEPS} batches of {FINETUNE_BATCH} of SQuAD 1.1, fp32, the stock way padded to "
+        f"{SQUAD_LENGTH}",
+    ),
+    "squad-evaluation": (
+        squad_evaluation,
+        f"windows; {SCORED} of SQuAD 1.1 scored, as many tokens at once as {SCORED_ROWS} windows of the longest, fp32, "
+        f"the stock way padded to {SQUAD_LENGTH}",
+    ),
+}
+NEEDS = {  # flags of `speed.py` without which a comparison cannot be run
+    "rte": ("model_name_or_path", "data_dir"),
+    "squad": ("model_name_or_path", "squad_file"),
+    "squad-evaluation": ("model_name_or_path", "squad_file"),
+}

@@ -1,0 +1,94 @@
+"""How fast training is: tokens a second, and how much of the machine it uses.
+
+Utilisation is FLOPs of the model by formula / the rate that this machine multiplies matrices at, in the precision of
+the run, as a probe measures it when training begins. FLOPs count a multiply-add as 2, the backward pass as twice the
+forward (Kaplan et al. 2020, appendix B; 6N), real tokens only, and nothing that is computed again.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, TrainingArguments
+
+from roberta_recipe.hardware import forget_peak_memory, matrix_rate
+from roberta_recipe.log import logger
+from roberta_recipe.training import attention
+
+# families whose layers have the matrix products of BERT's, and whose configs have its names
+BERT_LIKE = ("albert", "bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_rate_of = functools.cache(matrix_rate)  # a process fine-tunes with several seeds
+
+
+def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float | None:
+    """FLOPs of forward and backward of an encoder's layers, over sequences with so many tokens in all; `squares` is the
+    sum of their squared lengths. None for a family that is not `BERT_LIKE`.
+
+    Body 6 x 12 x L x h^2 a token (with an intermediate size of 4h), attention 12 x L x S x h a token of S.
+    Padding is no token. Without the head: a classifier's sees a token of each sequence, and a span head has 2 x h
+    weights.
+    """
+    if config.model_type not in BERT_LIKE:
+        return None
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    body = 6 * layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    return float(body * tokens + 12 * layers * hidden * squares)
+
+
+class Throughput:
+    """Tokens and FLOPs of all processes between two log lines, and the seconds that they took."""
+
+    def __init__(self, args: TrainingArguments):
+        self.args = args
+        self.matrix_rate: float | None = None  # FLOP/s of this process's device
+        self._since_s: float | None = None
+        self._outside_s, self._tokens, self._flops = 0.0, 0, 0.0
+
+    def measure_machine(self) -> None:
+        """Set `matrix_rate`, and say it."""
+        precision, device = attention.precision(self.args), self.args.device
+        self.matrix_rate = _rate_of(device, _DTYPES[precision])
+        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
+        if self.args.process_index == 0:
+            on_gpu, threads = device.type == "cuda", torch.get_num_threads()
+            where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"
+            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
+
+    @property
+    def begun(self) -> bool:
+        return self._since_s is not None
+
+    def begin(self) -> None:
+        """Start the clock, at the first batch: what came before, filling a stream, is not throughput."""
+        if not self.begun:
+            self._since_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is done here takes no time of training."""
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._outside_s += time.monotonic() - start_s
+
+    def count(self, tokens: int, flops: float | None) -> None:
+        """Add what all processes have computed; `flops` is None where no formula says it."""
+        self._tokens += tokens
+        self._flops += math.nan if flops is None else flops
+
+    def figures(self) -> tuple[dict[str, float], float]:
+        """(what a log line has: `tokens_per_second` and, where the FLOPs are known, `mfu`; the seconds that it is of).
+        The next line begins here."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._since_s - self._outside_s
+        found: dict[str, float] = {"tokens_per_second": round(self._tokens / elapsed_s)}
+        if not math.isnan(self._flops):
+            found["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
+        self._since_s, self._outside_s, self._tokens, self._flops = now_s, 0.0, 0, 0.0
+        return found, elapsed_s
