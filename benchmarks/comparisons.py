@@ -25,9 +25,14 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {  # config, sequences, tokens of each
-    "mini": ("presets/model/mini.json", 32, 128),
-    "small": ("presets/model/small.json", 8, 512),
+SHAPES = {  # config, what differs from it, sequences, tokens of each
+    "mini": ("presets/model/mini.json", {}, 32, 128),
+    "small": ("presets/model/small.json", {}, 8, 512),
+    "6x384": (
+        "presets/model/small.json",
+        {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
+        *(8, 512),
+    ),
 }
 MASKED = 0.15
 RUN_STEPS = 300
@@ -77,12 +82,13 @@ def prepared(model, bf16: bool):
 def step(task: dict[str, Any]) -> dict[str, float]:
     """Tokens a second of forward, backward and optimizer step on one batch."""
     _, shape, precision = task["of"].split("-")
-    config_name, sequences, length = SHAPES[shape]
+    config_name, changes, sequences, length = SHAPES[shape]
     import torch
     import transformers
 
     modeling = module_of("training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
+    config.update(changes)
     torch.manual_seed(0)
     ids = torch.randint(5, config.vocab_size - 1, (sequences, length))
     batch = {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < MASKED, ids, -100)}
@@ -314,6 +320,8 @@ COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]]
     "step-mini-bf16": (step, "tokens; 4 layers of 256, 32 x 128 tokens, bf16"),
     "step-small-fp32": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, fp32"),
     "step-small-bf16": (step, "tokens; 4 layers of 512, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
+    "step-6x384-fp32": (step, "tokens; 6 layers of 384, dropout, 50,265 entries, 8 x 512 tokens, fp32"),
+    "step-6x384-bf16": (step, "tokens; 6 layers of 384, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
     "run": (run, f"tokens; {RUN_STEPS} steps of the mini shape, fp32, raw text to checkpoint, imports included"),
     "rte": (
         rte,

@@ -22,7 +22,6 @@ from roberta_recipe import durable, lock
 from roberta_recipe.args import fixed_values, parse, setting, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.hardware import forget_peak_memory
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
@@ -268,7 +267,6 @@ def finetune(
     if record and not (unscored and has_weights(run)):
         logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
         return record
-    forget_peak_memory()
     if not record:
         optimization.check_warmup(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
     set_seed(run.seed)
