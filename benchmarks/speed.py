@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
-from benchmarks.comparisons import COMPARISONS, NEEDS
+from benchmarks.comparisons import COMPARISONS, NEEDS, WITHOUT_STOCK
 
 
 def main() -> None:
@@ -69,7 +69,8 @@ def impossible(name: str, args: argparse.Namespace) -> str:
 
 def compare(name: str, args: argparse.Namespace, folder: str) -> dict[str, list[dict[str, float]]]:
     """What each way measured, by way: "stock", "ours", with `--before` "before"."""
-    checkouts = {"stock": ROOT, "ours": ROOT} | ({"before": args.before} if args.before else {})
+    checkouts = {} if name in WITHOUT_STOCK else {"stock": ROOT}
+    checkouts |= {"ours": ROOT} | ({"before": args.before} if args.before else {})
     found: dict[str, list[dict[str, float]]] = {way: [] for way in checkouts}
     for way in itertools.chain.from_iterable([*checkouts] for _ in range(args.repeats)):
         task = {"of": name, "way": way, "checkout": str(Path(checkouts[way]).resolve()), "folder": folder}
@@ -96,16 +97,15 @@ def environment() -> dict[str, str]:
 def table(name: str, found: dict[str, list[dict[str, float]]]) -> str:
     """A line for each way of a comparison."""
     rates = {way: [value["rate"] for value in values] for way, values in found.items()}
-    stock, lines = statistics.median(rates["stock"]), [f"{name} ({COMPARISONS[name][1]})"]
+    stock = statistics.median(rates["stock"]) if "stock" in rates else None
+    lines = [f"{name} ({COMPARISONS[name][1]})"]
     for way, values in rates.items():
         median, others = statistics.median(values), ""
-        for figure in ("utilisation", "peak_gb"):
+        for figure in ("utilisation", "peak_gb", "eval_loss"):
             if figure in found[way][0]:
-                others += f"  {figure} {statistics.median(value[figure] for value in found[way]):.2f}"
-        lines.append(
-            f"  {way:<7}{median:>11,.1f}/s  from {min(values):,.1f} to {max(values):,.1f}  x {median / stock:.2f} of "
-            f"stock{others}"
-        )
+                others += f"  {figure} {statistics.median(value[figure] for value in found[way]):.3g}"
+        of_stock = f"  x {median / stock:.2f} of stock" if stock else ""
+        lines.append(f"  {way:<7}{median:>11,.1f}/s  from {min(values):,.1f} to {max(values):,.1f}{of_stock}{others}")
     if "before" in rates:
         before = statistics.median(rates["before"])
         lines.append(f"  ours x {statistics.median(rates['ours']) / before:.2f} of before")

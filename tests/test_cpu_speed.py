@@ -232,7 +232,7 @@ def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
 
 
 def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
-    monkeypatch.setitem(comparisons.SHAPES, "mini", (config_file, 2, 16))
+    monkeypatch.setitem(comparisons.SHAPES, "mini", (config_file, {}, 2, 16))
     assert set(speed.COMPARISONS) >= {"step-mini-fp32", "step-mini-bf16", "step-small-fp32", "step-small-bf16", "run"}
     task = {"of": "step-mini-fp32", "checkout": str(ROOT), "clock": "wall"}
     found = {way: [comparisons.step({**task, "way": way}) for _ in range(2)] for way in ("stock", "ours")}
