@@ -332,8 +332,8 @@ COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]]
     "step-6x384-bf16": (step, "tokens; 6 layers of 384, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
     "run": (
         run,
-        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, imports included; stock in fp32, which is "
-        "Trainer's default, ours in bf16 where the processor has it",
+        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, imports included; stock in fp32, the "
+        "default of Trainer, ours in bf16 where the processor has it",
     ),
     "demo": (demo, "tokens; the demonstration, raw text to predictions, imports included"),
     "rte": (
