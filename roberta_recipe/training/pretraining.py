@@ -128,6 +128,11 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         "than so many standard deviations above the mean of the 128 steps before, or no number (OLMo-core: 6).",
         "free",
     )
+    blimp_dir: str | None = setting(
+        None,
+        "Folder of BLiMP's *.jsonl: each evaluation scores the first 100 pairs of each paradigm too.",
+        "free",
+    )
     resume_despite_changes: bool = setting(
         False, "Resume from a checkpoint although data, batch, rate or the like have changed.", "start"
     )
@@ -402,6 +407,8 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         f"{metrics['eval_bits']:.3f} bits), {abs(below):.3f} {'below' if below > 0 else 'ABOVE'} the unigram entropy "
         f"of {entropy:.3f}"
     )
+    if "eval_blimp" in metrics:
+        print(f"BLiMP {metrics['eval_blimp']:.1%}, mean over paradigms (chance is near 50%; make blimp has a control)")
     for name, source in by_source.items():
         print(
             f"    {name:<16} {source['loss']:.3f} nats, perplexity {source['perplexity']:.2f}; unigram entropy "
