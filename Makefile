@@ -7,7 +7,7 @@ LAUNCH = $(TOOL).launch
 # stops a target that was started without a variable: $(call need,MODEL,runs/roberta_base)
 need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
 
-.PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race \
+.PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race blimp \
         compare contamination faults bench gpu report push clean
 
 help:             ## this list
@@ -74,6 +74,9 @@ squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/robe
 
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
+
+blimp: setup      ## what a masked LM scores on BLiMP: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
+	$(call need,MODEL,runs/roberta_base)$(TOOL).blimp $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
 	$(call need,MODEL,runs/roberta_base)$(call need,REPO,me/roberta_base)$(TOOL).push --model "$(MODEL)" --repo "$(REPO)" $(ARGS)

@@ -32,6 +32,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
+from roberta_recipe.tasks import blimp
 from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import (
@@ -88,7 +89,6 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
-    watch = StepWatch(args.max_train_minutes, args.rewind_on_spike)
     trainer = MlmTrainer(
         model=model,
         args=training_args,
@@ -99,15 +99,16 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         callbacks=listeners(training_args, publisher),
         fingerprint=fingerprint,
         resumed=resumed,
-        watch=watch,
+        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike),
         skipped=blocks.skipped,
+        also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
     end_if_stopped(trainer, publisher)
-    if is_sent_back(trainer, watch):
+    if is_sent_back(trainer, trainer.watch):
         del trainer, model, blocks  # make room for those of the next start
         return main(argv)
 

@@ -3,6 +3,7 @@
     python results/report.py                                        # or: make report
     python results/report.py --add runs/roberta_mini                # a pretraining run, as results/roberta_mini/
     python results/report.py --add runs/glue/rte --name roberta_mini    # what was fine-tuned from it
+    python results/report.py --add runs/blimp/bert-base        # scores on BLiMP; those of a run are added with it
     python results/report.py --add runs/squad/v1.1 --name roberta_mini --note "3,468 of the 10,570 questions"
 
 It writes results/curves.png, results/scores.png, results/README.md, results/index.html (a single file, opens from
@@ -31,13 +32,15 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.presets import check_mapping, load_yaml
-from roberta_recipe.publishing import markdown, plots
+from roberta_recipe.publishing import markdown, minimal_pairs, plots
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
 from roberta_recipe.publishing.plots import LedgerEntry
 from roberta_recipe.record import (
+    BLIMP_NAME,
     CURVE_NAME,
     RECORD_NAME,
     SUMMARY_NAME,
+    BlimpRecord,
     PretrainingRecord,
     RunRecord,
     decimal,
@@ -79,11 +82,13 @@ class Proof:
 
 
 class Ledger(NamedTuple):
-    """What the folder holds: proofs, pretraining records by model, and fine-tunings by (model, file's name)."""
+    """What the folder holds: proofs, pretraining records by model, fine-tunings by (model, file's name), and scores on
+    BLiMP by model."""
 
     proofs: list[Proof]
     pretrained: dict[str, PretrainingRecord]
     tuned: dict[tuple[str, str], LedgerEntry]
+    blimp: dict[str, BlimpRecord]
 
 
 class Row(NamedTuple):
@@ -128,9 +133,10 @@ class Section(NamedTuple):
 def read(folder: Path) -> Ledger:
     """All records of the ledger, by name."""
     pretrained = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{RECORD_NAME}"))}
-    others = sorted(path for path in folder.glob("*/*.json") if path.name != RECORD_NAME)
+    others = sorted(path for path in folder.glob("*/*.json") if path.name not in (RECORD_NAME, BLIMP_NAME))
     tuned = {(path.parent.name, path.stem): durable.read_json(path) for path in others}
-    return Ledger(read_proofs(folder / PROOFS_NAME), pretrained, tuned)
+    scored = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{BLIMP_NAME}"))}
+    return Ledger(read_proofs(folder / PROOFS_NAME), pretrained, tuned, scored)
 
 
 def read_proofs(path: Path) -> list[Proof]:
@@ -146,8 +152,9 @@ def read_proofs(path: Path) -> list[Proof]:
 
 
 def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
-    """Copy a finished run's record into the ledger, or the summary and the shortened records of a fine-tuning with a
-    `note` on its data; returns the path that was written. Raises `InputError` where `source` is no finished run."""
+    """Copy a finished run's record and its scores on BLiMP into the ledger, whichever of both there is, or the summary
+    and the shortened records of a fine-tuning with a `note` on its data; returns the path that was written. Raises
+    `InputError` where `source` is no finished run."""
     if (source / SUMMARY_NAME).is_file():
         if not name:
             raise InputError(f"{source} is a fine-tuning: say with --name of which model")
@@ -157,14 +164,22 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(target, kept)
         return target
+    target = folder / _file_name("name", name or source.name)
+    if (source / BLIMP_NAME).is_file():
+        scored = read_record(source / BLIMP_NAME, ("scores", "random_weights"), ADVICE)
+        target.mkdir(parents=True, exist_ok=True)
+        durable.write_json(target / BLIMP_NAME, scored)
+        if not (source / RECORD_NAME).is_file():
+            return target
     if not (source / RECORD_NAME).is_file():
-        raise InputError(f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}: name a finished run's folder")
+        raise InputError(
+            f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}, and no {BLIMP_NAME}: name a finished run's folder"
+        )
     record = read_record(source / RECORD_NAME, ("shown_args",), ADVICE)
     if "task" in record:
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
-    target = folder / _file_name("name", name or source.name)
     target.mkdir(parents=True, exist_ok=True)
     durable.write_json(target / RECORD_NAME, record)
     shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
@@ -419,9 +434,12 @@ def sections(ledger: Ledger) -> list[Section]:
     below = [f"Data that are not the official files as they come. {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
     below += [f"Not run: {'; '.join(waiting)}."] * bool(waiting)
     spent = "Hours and tokens are those of all seeds. A degenerate seed learnt to give one answer to everything."
+    pairs_head, pair_lines = minimal_pairs.HEAD, minimal_pairs.lines(ledger.blimp)
+    of_blimp = Section("Minimal pairs of grammar", [minimal_pairs.EXPLAINED], pairs_head, pair_lines)
     return [
         Section("What was proved", (), PROOF_HEAD, proofs),
         Section("What the models score", [*verdict(ledger), explained], SCORE_HEAD, score_table(ledger), below),
+        *[of_blimp] * bool(ledger.blimp),
         Section("Every run beside the paper's tables", [spent], HEAD, table(ledger)),
         Section("Pretraining: loss and perplexity over tokens", picture="curves.png"),
         Section("Held-out perplexity by source", (), SOURCE_HEAD, by_source(ledger)),

@@ -19,6 +19,7 @@ RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_c
 LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
 TIME_LIMIT = "max_train_minutes"  # what ended a run before its last step, which the same command continues
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
+BLIMP_NAME = "blimp.json"  # a model's scores on BLiMP, beside its weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
 
@@ -68,12 +69,44 @@ class PretrainingRecord(RunRecord):
     unigram_entropy: float  # of the held-out text, nats
     global_batch_size: int
     stopped_by: str  # "max_steps", or `TIME_LIMIT`
+    blimp_at_steps: NotRequired[list[list[float]]]  # [step, mean over paradigms]; empty without `blimp_dir`
     passes: dict[str, float]  # by source: how often its text was read
     counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
     skipped_blocks: list[list[int]]  # [first, end) positions that were left out of the order
     # checksums of the data alone, in any order; they say nothing of rate, weights or arithmetic
     blocks_digest: str  # of all blocks consumed, as they were read
     digest: str  # of the same blocks as the model saw them, masks and labels among it
+
+
+class BlimpScores(TypedDict):
+    """Accuracies on BLiMP, 0 to 1; an interval is [lower, upper] end of the middle 95% of a bootstrap over pairs."""
+
+    mean_of_paradigms: float
+    mean_of_paradigms_interval: list[float]
+    mean_of_phenomena: float
+    mean_of_phenomena_interval: list[float]
+    by_phenomenon: dict[str, float]
+    by_phenomenon_interval: dict[str, list[float]]
+    by_paradigm: dict[str, float]
+    ties: int  # pairs that count half
+
+
+class BlimpRecord(TypedDict):
+    """`blimp.json`: what a model scores on BLiMP."""
+
+    model: str  # the folder's name, or the Hub's
+    parameters: int
+    scores: dict[str, BlimpScores]  # by method: "pll", "within_word"
+    random_weights: list[dict[str, BlimpScores]]  # the same of each control, by seed from 1 on; may be empty
+    pairs: int
+    partial: str  # what is missing of the official pairs; empty where nothing is
+    pairs_digest: str  # of the sentences
+    weights: str  # fingerprint of the weight files, or the Hub's commit
+    tokenizer: str  # fingerprint
+    wall_clock_s: float
+    versions: dict[str, str]
+    commit: str | None
+    hardware: Machine
 
 
 class DatasetCard(TypedDict):

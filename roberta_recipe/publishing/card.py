@@ -12,8 +12,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe.hardware import Machine
-from roberta_recipe.publishing import markdown
+from roberta_recipe.publishing import markdown, minimal_pairs
 from roberta_recipe.record import (
+    BlimpRecord,
     FinetuneRecord,
     PretrainingRecord,
     RunRecord,
@@ -52,6 +53,7 @@ def pretrained(
     record: PretrainingRecord,
     summaries: list[Summary],
     revision: str | None = None,
+    blimp_record: BlimpRecord | None = None,
     **metadata: Any,
 ) -> ModelCard:
     """The card of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it;
@@ -75,6 +77,9 @@ def pretrained(
         _training(record),
         "## Evaluation\n\n" + _text_table(record) + "\n\n![loss over steps](loss_curve.png)",
     ]
+    if blimp_record:
+        head, lines = minimal_pairs.HEAD, minimal_pairs.lines({repo.split("/")[-1]: blimp_record})
+        sections.append(f"{minimal_pairs.EXPLAINED}\n\n{_table(head, lines)}")
     if summaries:
         sections.append("Fine-tuned from it, on validation:\n\n" + _score_table(summaries))
     sections.append(

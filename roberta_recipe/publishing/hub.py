@@ -36,6 +36,7 @@ from roberta_recipe.log import logger
 from roberta_recipe.publishing import card
 from roberta_recipe.record import (
     BEST_NAME,
+    BLIMP_NAME,
     CURVE_NAME,
     HUB_NAME,
     LOG_NAME,
@@ -53,7 +54,7 @@ RETRY_AFTER_S = (2, 8, 30)  # on top of the Hub client's own patience with large
 _PATIENCE = (408, 429, 500, 502, 503, 504)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
-_OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME, LOG_NAME)
+_OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME, LOG_NAME, BLIMP_NAME)
 _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's form for a new repository
 _ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
@@ -351,4 +352,5 @@ def contents(
     if missing := [path for path in results if not (path / SUMMARY_NAME).is_file()]:
         raise InputError(f"{missing[0]} has no {SUMMARY_NAME}: name the folder of a finished fine-tuning")
     summaries = [read_record(path / SUMMARY_NAME, _OF_SUMMARY, _ADVICE) for path in results]
-    return files, card.pretrained(repo, config, record, summaries, **metadata)
+    scored = read_record(files[BLIMP_NAME], ("scores",), "run make blimp again") if BLIMP_NAME in files else None
+    return files, card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)

@@ -35,6 +35,12 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
     )
     entropy = record["unigram_entropy"]
     axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
+    if points := record.get("blimp_at_steps"):
+        right = axes.twinx()
+        steps, scores = _columns(points)
+        right.plot(steps, _times_100(scores), color="tab:green", marker="s", markersize=3)
+        right.set_ylabel("BLiMP, mean over paradigms (%)")
+        axes.plot([], [], color="tab:green", marker="s", markersize=3, label="BLiMP (right)")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("masked-LM loss (nats)")
     axes.grid(alpha=0.3)
@@ -67,8 +73,10 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
 
 
 def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None:
-    """Loss and perplexity of pretraining runs, by name, over tokens seen, as a PNG; dashed, the unigram entropy."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    """Loss and perplexity of pretraining runs, by name, over tokens seen, as a PNG; dashed, the unigram entropy. Where
+    a run has BLiMP's curve, a third panel has it."""
+    panels = 2 + any(record.get("blimp_at_steps") for record in records.values())
+    figure, (left, right, *others) = plt.subplots(1, panels, figsize=(5.5 * panels, 4.5), layout="constrained")
     for number, (name, record) in enumerate(records.items()):
         color = f"C{number % 10}"
         logged = _columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
@@ -81,12 +89,17 @@ def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None
         left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
         perplexities = [math.nan if loss is None else math.exp(loss) for loss in losses]
         right.plot(tokens, perplexities, color=color, marker="o", markersize=3, label=label)
+        if points := record.get("blimp_at_steps"):
+            steps, scores = _columns(points)
+            tokens = np.interp(steps, *logged) / 1e6
+            others[0].plot(tokens, _times_100(scores), color=color, marker="o", markersize=3, label=label)
+            others[0].set_ylabel("BLiMP, mean over paradigms (%)")
     left.set_ylabel("masked-LM loss (nats); dots: validation")
     right.set_ylabel("validation perplexity")
     right.set_yscale("log")
     for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
         ticks(ScalarFormatter())
-    for axes in (left, right):
+    for axes in (left, right, *others):
         axes.set_xlabel("million tokens seen")
         axes.grid(alpha=0.3, which="both")
     left.legend(fontsize=8)

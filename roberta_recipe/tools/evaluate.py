@@ -19,6 +19,7 @@ from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import SourceMetrics
+from roberta_recipe.tasks import blimp
 from roberta_recipe.training import environment, modeling, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
             processing_class=tokenizer,
             fingerprint={},
             resumed=None,
+            also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
             flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
         )
         metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)

@@ -6,7 +6,7 @@ The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
-from roberta_recipe.record import SourceMetrics
+from roberta_recipe.record import SourceMetrics, loss_at_steps
 from roberta_recipe.training import optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.step_watch import outlive_a_stop
@@ -36,7 +36,8 @@ class MlmTrainer(DurableTrainer):
     batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
     another objective. Batches carry
     `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the `recipe_state.json` of the checkpoint
-    that training is resumed from, and `skipped` the positions that `train_dataset` leaves out.
+    that training is resumed from, and `skipped` the positions that `train_dataset` leaves out. `also_measured(trainer)`
+    gives metrics that each evaluation of `eval_dataset` has beside the losses; it is called in all processes.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -49,6 +50,7 @@ class MlmTrainer(DurableTrainer):
         flops_per_token: float,
         resumed: dict[str, Any] | None,
         skipped: order.Skipped | None = None,
+        also_measured: Callable[["MlmTrainer"], dict[str, float]] | None = None,
         **kwargs,
     ):
         super().__init__(model=model, objectives=model.objectives, resumed=resumed, **kwargs)
@@ -56,7 +58,7 @@ class MlmTrainer(DurableTrainer):
         self._changed: list[str] = resumed.get("changed", [])  # since the checkpoint, as was asked for
         # of all blocks consumed, in any order: as they were read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
-        self.skipped = skipped or []
+        self.skipped, self.also_measured = skipped or [], also_measured
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self.throughput = Throughput(self.args)
@@ -189,6 +191,7 @@ class MlmTrainer(DurableTrainer):
             "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.watch.stopped_by or "max_steps",
             "skipped_blocks": self._skipped_blocks(),
+            "blimp_at_steps": loss_at_steps(self.state.log_history, "eval_blimp"),
         }
 
     def _skipped_blocks(self) -> list[list[int]]:
@@ -262,6 +265,8 @@ class MlmTrainer(DurableTrainer):
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
         of_document = self.sum_over_processes(of_document).cpu().numpy()
         metrics |= {"loss_error": significance.error_of_ratio(*of_document.T)}
+        if self.also_measured and metric_key_prefix == "eval":  # not for each source again
+            metrics |= self.also_measured(self)
         examples = int(self.sum_over_processes(blocks))
         metrics |= {"documents": int((of_document[:, 1] > 0).sum()), "blocks": examples}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

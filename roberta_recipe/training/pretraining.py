@@ -129,6 +129,11 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         "than so many standard deviations above the mean of the 128 steps before, or no number (OLMo-core: 6).",
         "free",
     )
+    blimp_dir: str | None = setting(
+        None,
+        "Folder of BLiMP's *.jsonl: each evaluation scores the first 100 pairs of each paradigm too.",
+        "free",
+    )
     resume_despite_changes: bool = setting(
         False, "Resume from a checkpoint although data, batch, rate or the like have changed.", "start"
     )
@@ -415,6 +420,8 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         f"{metrics['eval_bits']:.{decimals}f} bits; {metrics['eval_documents']:,} documents), "
         f"{abs(entropy - loss):.{decimals}f} {side} the unigram entropy of {entropy:.3f}"
     )
+    if "eval_blimp" in metrics:
+        print(f"BLiMP {metrics['eval_blimp']:.1%}, mean over paradigms (chance is near 50%; make blimp has a control)")
     for name, source in by_source.items():
         error = source["loss_error"]
         print(

@@ -99,7 +99,11 @@ class Progress(TrainerCallback):
             items += [f"{logs['skipped_steps']} skipped"] if logs.get("skipped_steps") else []
             return "  ".join([*items, *self._remaining(state)])
         shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
-        values = [f"{name} {value:.4g}" for name, value in shown.items() if not name.endswith(_OF_SPEED)]
+        values = [
+            f"{name} {value:{'.1%' if name == 'blimp' else '.4g'}}"
+            for name, value in shown.items()
+            if not name.endswith(_OF_SPEED)
+        ]
         return "  ".join([*items, "validation", *values]) if values else ""
 
     def _remaining(self, state) -> list[str]:

@@ -1,0 +1,139 @@
+"""What a masked language model scores on BLiMP's minimal pairs (Warstadt et al. 2020), by pseudo-log-likelihood.
+
+    python -m roberta_recipe.tools.blimp --model_name_or_path runs/mine --data_dir blimp      # or: make blimp MODEL=...
+    python -m roberta_recipe.tools.blimp --model_name_or_path FacebookAI/roberta-base         # all from the Hub
+    python -m roberta_recipe.tools.blimp --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
+
+Any masked LM with a fast tokenizer. Both scores are given: each token masked alone, and with the later tokens of its
+word. Beside them stands the same architecture with random weights on the same pairs, as pairs differ in length and
+chance is not 50. Always in fp32. It writes blimp.json and blimp.png into the checkpoint's folder, or into --output_dir.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from roberta_recipe import durable
+from roberta_recipe import record as records
+from roberta_recipe.args import RecipeParser
+from roberta_recipe.data import tokenization
+from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.hardware import describe_machine
+from roberta_recipe.input_files import resolve_path
+from roberta_recipe.log import duration, logger, set_up_logging
+from roberta_recipe.publishing import markdown, minimal_pairs
+from roberta_recipe.tasks import blimp, pseudo_likelihood
+from roberta_recipe.training import environment, weights
+
+CHART_NAME = "blimp.png"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a folder or a Hub id")
+    parser.add_argument("--tokenizer_name", help="tokenizer, where the checkpoint has none")
+    parser.add_argument("--data_dir", help=f"folder of BLiMP's *.jsonl; without it, {blimp.HUB_ID} from the Hub")
+    parser.add_argument("--pairs", type=int, help="the first so many pairs of each paradigm only")
+    parser.add_argument(
+        "--methods", nargs="+", choices=pseudo_likelihood.METHODS, default=list(pseudo_likelihood.METHODS),
+        help="scores: each token masked alone (pll), or with the later tokens of its word (within_word)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--random_seeds", type=int, default=1, help="controls with random weights; each takes as long as the model"
+    )
+    parser.add_argument("--output_dir", help="folder for blimp.json and blimp.png")
+    args = parser.parse_args(argv)
+    if not args.output_dir and not resolve_path(args.model_name_or_path).is_dir():
+        args.output_dir = str(Path("runs", "blimp", args.model_name_or_path.replace("/", "-")))
+    args.output_dir = Path(args.output_dir or resolve_path(args.model_name_or_path))
+    return args
+
+
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model, in fp32 and evaluation mode, and tokenizer. Raises `InputError` where they do not fit each other."""
+    name = args.model_name_or_path
+    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or name, needed=())
+    pseudo_likelihood.check_tokenizer(tokenizer)
+    model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path!r} has {len(tokenizer):,} entries, more than the embedding of "
+            f"{name!r}; name the model's own with --tokenizer_name"
+        )
+    return on_device(model), tokenizer
+
+
+def on_device(model: PreTrainedModel) -> PreTrainedModel:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: blimp.Pairs, methods: list[str]
+) -> dict[str, records.BlimpScores]:
+    """The scores of a model by method."""
+    with torch.inference_mode():
+        scores = pseudo_likelihood.score(model, tokenizer, pairs.sentences, methods)
+    return {
+        method: blimp.summarise(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
+        for method in pseudo_likelihood.METHODS
+        if method in methods
+    }
+
+
+def report(record: records.BlimpRecord) -> str:
+    """The tables that are printed."""
+    head = ("phenomenon", *record["scores"], *(f"random, {m}" for m in record["scores"] if record["random_weights"]))
+    ties = ", ".join(f"{scores['ties']:,} by {method}" for method, scores in record["scores"].items())
+    return "\n\n".join(
+        [
+            markdown.table(head, minimal_pairs.by_phenomenon(record)),
+            markdown.table(minimal_pairs.HEAD, minimal_pairs.lines({record["model"]: record})),
+            f"Ties, which count half: {ties}. " + minimal_pairs.EXPLAINED,
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> records.BlimpRecord:
+    """Run the command line `argv`; prints the tables and returns the record. Raises `InputError`."""
+    set_up_logging()
+    environment.set_up_process()
+    args, started_s = parse(argv), time.monotonic()
+    pairs = blimp.read(args.data_dir, args.pairs)
+    model, tokenizer = load(args)
+    name, config = args.model_name_or_path, model.config
+    logger.info(f"BLiMP       {len(pairs.good):,} pairs" + f", partial: {pairs.partial}" * bool(pairs.partial))
+    own, controls = measure(model, tokenizer, pairs, args.methods), []
+    for seed in range(1, args.random_seeds + 1):
+        logger.info(f"Control     random weights, seed {seed}")
+        set_seed(seed)
+        control = on_device(weights.fresh(AutoModelForMaskedLM, name, config))
+        controls.append(measure(control, tokenizer, pairs, args.methods))
+    record: records.BlimpRecord = {
+        "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,
+        "parameters": model.num_parameters(),
+        "scores": own,
+        "random_weights": controls,
+        "pairs": len(pairs.good),
+        "partial": pairs.partial,
+        "pairs_digest": durable.fingerprint([pairs.good, pairs.bad]),
+        "weights": weights.identity(name),
+        "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
+        "wall_clock_s": round(time.monotonic() - started_s, 1),
+        "versions": records.versions(),
+        "commit": records.git_commit(),
+        "hardware": describe_machine(),
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    durable.write_sealed(args.output_dir / records.BLIMP_NAME, records.finite(record))
+    minimal_pairs.plot(record, args.output_dir / CHART_NAME)
+    print(
+        f"{report(record)}\n\n{duration(record['wall_clock_s'])}; {args.output_dir / records.BLIMP_NAME}, {CHART_NAME}"
+    )
+    return record
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

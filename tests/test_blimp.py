@@ -1,0 +1,448 @@
+"""BLiMP: scores equal a plain loop over masks, ties count half, the table of paradigms is the official one, and a run
+is the same run with and without it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from conftest import SUBJECTS, VERBS, end_well, forked_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+import train_mlm
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import hub, minimal_pairs
+from roberta_recipe.record import read_record
+from roberta_recipe.tasks import blimp, protocol, pseudo_likelihood
+from roberta_recipe.tools import blimp as tool
+from roberta_recipe.tools import compare, evaluate
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+
+SENTENCES = [
+    "The cat sees a small dog in the garden.",
+    "The cats sees a small dog in the garden.",
+    "The cat sees a small dog in the garden, doesn't it?",
+    "Every child's old friend remembers the red boat.",
+    "Whom does the teacher-to-be forget?",
+    "My friend.",
+    "No teacher paints this house at night.",
+    "This house paints no teacher at night.",
+    "A unseenword follows the river.",
+    "Katherine can't help herself.",
+]
+
+
+def rows(uid, count, term=None):
+    """Rows of a paradigm in the official form, made up."""
+    for number in range(count):
+        subject, verb = SUBJECTS[number % len(SUBJECTS)], VERBS[(number * 3 + len(uid)) % len(VERBS)]
+        yield {
+            "sentence_good": f"{subject.capitalize()} {verb} the river {number}.",
+            "sentence_bad": f"{subject.capitalize()} the {verb} river {number}.",
+            "field": "syntax",
+            "linguistics_term": term or blimp.PHENOMENON[uid],
+            "UID": uid,
+            "simple_LM_method": True,
+            "one_prefix_method": False,
+            "two_prefix_method": False,
+            "lexically_identical": False,
+            "pairID": str(number),
+        }
+
+
+def write_paradigm(folder, uid, count, **others):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{uid}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(uid, count, **others)))
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """All 67 paradigms, of two pairs each, the terms as in the official files."""
+    for uid in blimp.PHENOMENON:
+        term = "s-selection" if uid.startswith("animate_subject") else None
+        write_paradigm(tmp_path / "blimp", uid, 2, term=term)
+    return tmp_path / "blimp"
+
+
+@pytest.fixture
+def bert(wordpiece):
+    """A BERT with random weights that are large enough for its scores to differ."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(0)
+    return larger(BertForMaskedLM(BertConfig(vocab_size=len(wordpiece), max_position_embeddings=80, **shape)))
+
+
+def larger(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(6)
+    return model.eval()
+
+
+def plain_loop(model, tokenizer, sentence, words=None):
+    """The score by its definition: one mask at a time, the whole forward; with `words` (a number for each token), the
+    later tokens of a word are masked with it."""
+    encoded = tokenizer(sentence, return_special_tokens_mask=True)
+    ids, special, total = encoded["input_ids"], encoded["special_tokens_mask"], 0.0
+    for position, token in enumerate(ids):
+        if special[position]:
+            continue
+        masked = list(ids)
+        masked[position] = tokenizer.mask_token_id
+        for later in range(position + 1, len(ids)):
+            if words and words[later] == words[position]:
+                masked[later] = tokenizer.mask_token_id
+        with torch.no_grad():
+            logits = model(torch.tensor([masked])).logits[0, position].double()
+        total += float(torch.log_softmax(logits, -1)[token])
+    return total
+
+
+def check_scores(model, tokenizer, sentences):
+    scores = pseudo_likelihood.score(model, tokenizer, sentences)
+    for number, sentence in enumerate(sentences):
+        word_ids = tokenizer(sentence).word_ids()
+        assert scores[0, number] == pytest.approx(plain_loop(model, tokenizer, sentence), abs=1e-3)
+        assert scores[1, number] == pytest.approx(plain_loop(model, tokenizer, sentence, word_ids), abs=1e-3)
+    return scores
+
+
+def narrowed(model, tokenizer):
+    group = pseudo_likelihood.encode(tokenizer, SENTENCES)[0]
+    copies = pseudo_likelihood.masked_copies(group, tokenizer.mask_token_id, ("pll",))
+    return pseudo_likelihood.narrowest(model, lambda ids: model(input_ids=ids).logits, copies)
+
+
+# Scores
+
+
+def test_scores_equal_the_plain_loop(model_dir, tokenizer, bert, wordpiece):
+    """Ten sentences, a RoBERTa with byte-level BPE and a BERT with WordPiece, both methods; each works at the masked
+    position alone from behind its last attention on."""
+    roberta = larger(AutoModelForMaskedLM.from_pretrained(model_dir))
+    for model, own in ((roberta, tokenizer), (bert, wordpiece)):
+        assert narrowed(model, own) is model.base_model.encoder.layer[-1].attention.output
+        scores = check_scores(model, own, SENTENCES)
+        assert np.ptp(scores[0]) > 10 and (np.abs(scores[0] - scores[1]) > 0.01).sum() > 5
+        alone = pseudo_likelihood.score(model, own, SENTENCES, ("within_word",))
+        assert not alone[0].any() and alone[1] == pytest.approx(scores[1], abs=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.text("abcdeXYZ 01.,'-?", min_size=1, max_size=20).filter(str.strip), min_size=1, max_size=6))
+def test_scores_of_random_sentences_equal_the_plain_loop(wordpiece, sentences):
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = larger(BertForMaskedLM(BertConfig(vocab_size=len(wordpiece), max_position_embeddings=80, **shape)))
+    check_scores(model, wordpiece, sentences)
+
+
+def test_other_families_are_right_too(wordpiece, monkeypatch):
+    """One whose layers are built otherwise is narrowed at its output embedding, and one where that fails too takes the
+    whole forward."""
+    torch.manual_seed(0)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 80}
+    model = larger(DistilBertForMaskedLM(DistilBertConfig(vocab_size=len(wordpiece), **shape)))
+    assert narrowed(model, wordpiece) is model.vocab_projector
+    check_scores(model, wordpiece, SENTENCES)
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: model.get_input_embeddings())  # takes ids, not states
+    assert narrowed(model, wordpiece) is None
+    check_scores(model, wordpiece, SENTENCES)
+
+
+def test_what_a_word_is(tokenizer, wordpiece):
+    """What the pre-tokenizer splits off: contractions and punctuation are words of their own; no word spans a blank."""
+
+    def words(own, sentence):
+        (group,) = pseudo_likelihood.encode(own, [sentence])
+        found = {}
+        tokens = own.convert_ids_to_tokens(group.ids[0])
+        for token, word in zip(tokens, group.words[0].tolist(), strict=True):
+            found.setdefault(word, []).append(token.removeprefix("##"))
+        special = found.pop(-1)
+        assert len(special) == 2
+        return ["".join(tokens) for tokens in found.values()]
+
+    assert words(tokenizer, "She can't see.") == ["She", "Ġcan", "'t", "Ġsee", "."]
+    assert words(wordpiece, "She can't see.") == ["She", "can", "'", "t", "see", "."]
+    # word ids that never change, as of a pre-tokenizer that does not split
+    offsets = [(0, 0), (0, 3), (4, 6), (6, 7), (0, 0)]
+    assert pseudo_likelihood._words("She see.", [None, 0, 0, 0, None], offsets, [1, 0, 0, 0, 1]) == [-1, 1, 2, 2, -1]
+
+
+def test_equal_copies_are_computed_once(tokenizer):
+    """Two sentences that differ in a single token share the copy in which it is masked."""
+    sentences = ["The cat sees the river.", "The dog sees the river."]
+    (group,) = pseudo_likelihood.encode(tokenizer, sentences)
+    copies = pseudo_likelihood.masked_copies(group, tokenizer.mask_token_id, pseudo_likelihood.METHODS)
+    scored = int((group.words >= 0).sum())
+    assert len(copies.copy) == 2 * scored and len(copies.ids) < scored
+    assert (copies.ids[np.arange(len(copies.ids)), copies.positions] == tokenizer.mask_token_id).all()
+    for copy, sentence, target in zip(copies.copy, copies.sentence, copies.target, strict=True):
+        assert group.ids[sentence, copies.positions[copy]] == target
+
+
+def test_processes_share_the_sentences(model_dir, tokenizer, monkeypatch):
+    monkeypatch.setitem(pseudo_likelihood._BATCH_TOKENS, "cpu", 64)
+    model, calls = AutoModelForMaskedLM.from_pretrained(model_dir).eval(), []
+
+    def call(input_ids):
+        calls.append(len(input_ids))
+        return model(input_ids=input_ids).logits
+
+    whole = pseudo_likelihood.score(model, tokenizer, SENTENCES, call=call)
+    shares, counts = [], []
+    for process in range(3):
+        calls.clear()
+        shares.append(
+            pseudo_likelihood.score(model, tokenizer, SENTENCES, call=call, process=process, processes=3, in_step=True)
+        )
+        counts.append(len(calls))
+    assert sum(shares) == pytest.approx(whole, abs=1e-4) and len(set(counts)) == 1 < counts[0]
+
+
+@pytest.mark.parametrize("sentence", ["A <mask> here.", "  ", "long " * 80])
+def test_sentences_that_cannot_be_scored(tokenizer, sentence):
+    with pytest.raises(InputError, match="take it out"):
+        pseudo_likelihood.encode(tokenizer, ["Fine.", sentence.strip()], max_length=64)
+
+
+# Pairs
+
+
+def test_the_table_of_paradigms():
+    assert len(blimp.PHENOMENON) == sum(map(len, blimp.PARADIGMS.values())) == 67 and len(blimp.PARADIGMS) == 12
+    sizes = {name: len(uids) for name, uids in blimp.PARADIGMS.items()}
+    assert (sizes["argument_structure"], sizes["island_effects"], sizes["ellipsis"]) == (9, 8, 2)
+
+
+def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
+    whole, first = blimp.read(str(data_dir)), blimp.read(str(data_dir), 1)
+    assert list(whole.counts) == list(blimp.PHENOMENON) and set(whole.counts.values()) == {2}
+    assert first.good == whole.good[::2] and first.bad == whole.bad[::2]
+    assert whole.partial == "2 pairs a paradigm"
+    (data_dir / "passive_1.jsonl").unlink()
+    write_paradigm(data_dir, "passive_2", 3)
+    assert blimp.read(str(data_dir)).partial == "2 to 3 pairs a paradigm; 66 of 67 paradigms (without passive_1)"
+    assert blimp.Pairs([], [], dict.fromkeys(blimp.PHENOMENON, 1000)).partial == ""
+
+
+def test_pairs_from_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        protocol, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or rows(uid, 2)
+    )
+    assert len(blimp.read(None).good) == 134
+    assert asked[0] == ("nyu-mll/blimp", "anaphor_gender_agreement", "train") and len(set(asked)) == 67
+
+
+def test_bad_pairs(tmp_path, data_dir):
+    with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
+        blimp.read(str(tmp_path / "absent"))
+    with pytest.raises(InputError, match="pairs=0 must be at least 1"):
+        blimp.read(str(data_dir), 0)
+    (row,) = rows("passive_1", 1)
+    path = data_dir / "passive_1.jsonl"
+    for change, said in (
+        ({"sentence_good": None}, "sentence_good is None"),
+        ({"sentence_bad": " "}, "sentence_bad is ' '"),
+        ({"UID": "pasive_1"}, "'pasive_1' is none of BLiMP's 67 paradigms; did you mean 'passive_1'"),
+        ({"linguistics_term": "binding"}, "linguistics_term 'binding' is not that of passive_1"),
+    ):
+        path.write_text(json.dumps(row | change))
+        with pytest.raises(InputError, match=re.escape(f"{path}, line 1: ") + ".*" + re.escape(said)):
+            blimp.read(str(data_dir))
+    path.write_text("{")
+    with pytest.raises(InputError, match="line 1 is not JSON"):
+        blimp.read(str(data_dir))
+
+
+# Accuracies
+
+
+def test_ties_count_half():
+    pairs = blimp.Pairs(["a", "b", "c", "d"], ["e", "f", "g", "d"], {"passive_1": 3, "wh_island": 1})
+    of = {"a": -1.0, "b": -2.0, "c": -4.0, "d": -5.0, "e": -3.0, "f": -2.0 - 1e-5, "g": -3.0}
+    found = blimp.outcomes(pairs, [of[sentence] for sentence in pairs.sentences])
+    assert {uid: right.tolist() for uid, right in found.items()} == {"passive_1": [1, 0.5, 0], "wh_island": [0.5]}
+    assert blimp.summarise(found)["ties"] == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_means_of_random_outcomes(data):
+    """Against plain sums, for any subset of the paradigms."""
+    uids = data.draw(st.lists(st.sampled_from(sorted(blimp.PHENOMENON)), unique=True, min_size=1, max_size=9))
+    of = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=8)
+    found = {uid: np.array(data.draw(of)) for uid in uids}
+    scores = blimp.summarise(found, samples=200)
+    means = {uid: sum(right) / len(right) for uid, right in found.items()}
+    groups = {}
+    for uid, mean in means.items():
+        groups.setdefault(blimp.PHENOMENON[uid], []).append(mean)
+    of_phenomena = [sum(group) / len(group) for group in groups.values()]
+    assert scores["mean_of_paradigms"] == pytest.approx(sum(means.values()) / len(means))
+    assert scores["mean_of_phenomena"] == pytest.approx(sum(of_phenomena) / len(of_phenomena))
+    low, high = scores["mean_of_paradigms_interval"]
+    assert 0 <= low <= high <= 1 and scores == blimp.summarise(found, samples=200)
+
+
+def test_the_bootstrap_is_over_pairs_within_paradigms():
+    """Its width is that of independent pairs: sqrt(sum of p (1 - p) / n) / paradigms."""
+    found = {uid: np.repeat([0.0, 1.0], [30, 70]) for uid in blimp.PHENOMENON}
+    low, high = blimp.summarise(found, samples=4000)["mean_of_paradigms_interval"]
+    assert (high - low) / 2 == pytest.approx(1.96 * (0.7 * 0.3 / 100 / 67) ** 0.5, rel=0.1)
+
+
+def test_published_figures_say_what_they_are_means_of():
+    lines = minimal_pairs.lines({})
+    figures = {line[0]: line[2:4] for line in lines}
+    assert figures["GPT-2"] == ("83.0", "-") and figures["RoBERTa-base, 10 M words"] == ("-", "69.5")
+    assert len(lines) == 7 and all("filtered" in line[1] for line in lines if "RoBERTa" in line[0])
+
+
+# Command line
+
+
+def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
+    argv = ["--model_name_or_path", model_dir, "--data_dir", str(data_dir), "--random_seeds", "2"]
+    record = tool.main(argv)
+    shown = capsys.readouterr().out
+    again = tool.main([*argv, "--output_dir", str(tmp_path / "other")])
+    timed = {"wall_clock_s", "hardware"}
+    assert {k: v for k, v in again.items() if k not in timed} == {k: v for k, v in record.items() if k not in timed}
+    assert read_record(tmp_path / "model" / "blimp.json", ("scores",), "") == record
+    assert (tmp_path / "other" / "blimp.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path) not in json.dumps(record) and record["pairs"] == 134
+    assert list(record["scores"]) == ["pll", "within_word"] and len(record["random_weights"]) == 2
+    assert record["random_weights"][0] != record["random_weights"][1]
+    assert "| argument_structure |" in shown and "| GPT-2 | published: Warstadt et al. 2020" in shown
+    assert "134 (partial: 2 pairs a paradigm)" in shown and "2 seeds)" in shown and "Ties, which count half" in shown
+    one = tool.main([*argv[:-1], "0", "--methods", "within_word", "--pairs", "1"])
+    assert list(one["scores"]) == ["within_word"] and one["pairs"] == 67 and not one["random_weights"]
+    assert "| not run |" in capsys.readouterr().out
+
+
+def test_bad_models(model_dir, data_dir, tmp_path, tokenizer, monkeypatch, wordpiece):
+    argv = ["--data_dir", str(data_dir), "--model_name_or_path"]
+    with pytest.raises(InputError, match="no tokenizer at"):
+        tool.main([*argv, str(tmp_path / "absent")])
+    wordpiece.save_pretrained(tmp_path / "wordpiece")
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(InputError, match="has no fast form"):
+        tool.main([*argv, model_dir])
+    monkeypatch.undo()
+    settings_path = tmp_path / "model" / "tokenizer_config.json"
+    without = {k: v for k, v in json.loads(settings_path.read_text()).items() if k != "mask_token"}
+    model = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**model, "vocab_size": 10}))
+    with pytest.raises(InputError, match="other sizes"):
+        tool.main([*argv, model_dir])
+    settings_path.write_text(json.dumps({**without, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(InputError, match="has no mask token"):
+        tool.main([*argv, model_dir])
+
+
+def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
+    train_mlm.main(["--config", preset, "--max_steps", "1"])
+    tool.main(["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(data_dir), "--random_seeds", "0"])
+    assert durable.fault(tmp_path / "run") is None  # the model's manifest still holds
+    files, shown = hub.contents("me/mine", tmp_path / "run")
+    assert "blimp.json" in files and "| mine | pseudo-log-likelihood |" in shown.content
+    assert minimal_pairs.EXPLAINED in shown.content
+
+
+def test_no_sentence_of_blimp_is_in_the_repository(root):
+    listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=False).stdout
+    assert not [path for path in listed.splitlines() if path.endswith(".jsonl")]
+
+
+# While training
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_path, capsys, precision):
+    """With dropout, over a resume, with the curve in log, record, trackers' metrics and on stderr."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
+    config.to_json_file(tmp_path / "config.json")
+    flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--bf16", str(precision == "bf16")]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_total_limit", "1"]
+    plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
+    capsys.readouterr()
+    with_blimp = [*flags, "--output_dir", str(tmp_path / "with"), "--blimp_dir", str(data_dir)]
+    scored = train_mlm.main(with_blimp)
+    said = capsys.readouterr()
+    for name in ("state_digests", "digest", "loss_at_steps"):
+        assert scored[name] == plain[name], name
+    assert scored["fingerprint"] == plain["fingerprint"]
+    assert len(re.findall(r"^step \d/4  validation  loss .*  blimp \d+\.\d%", said.err, re.M)) == 2
+    assert "BLiMP       134 pairs, 67 of 67 paradigms, at each evaluation" in said.err and "\nBLiMP " in said.out
+    points = scored["blimp_at_steps"]
+    assert [step for step, _ in points] == [2, 4] and scored["metrics"]["eval_blimp"] == points[-1][1]
+    assert [entry["eval_blimp"] for entry in log_of(tmp_path / "with") if "eval_blimp" in entry] == [
+        score for _, score in points
+    ]
+    assert plain["blimp_at_steps"] == [] and "eval_blimp" not in plain["metrics"]
+    same, lines = compare.compare(*(compare.read_run(tmp_path / name) for name in ("plain", "with")))
+    assert same, lines
+    # the last figure is that of the finished model alone, by the command, in fp32
+    found = tool.main(
+        ["--model_name_or_path", str(tmp_path / "with"), "--data_dir", str(data_dir), "--random_seeds", "0"]
+    )
+    assert found["scores"]["pll"]["mean_of_paradigms"] == points[-1][1]
+    flags = ["--config", preset, "--bf16", "false", "--blimp_dir", str(data_dir)]
+    metrics, _ = evaluate.main([*flags, "--model_name_or_path", str(tmp_path / "with")])
+    assert metrics["eval_blimp"] == points[-1][1]
+
+
+def test_a_run_that_gets_it_at_a_resume(preset, data_dir, tmp_path):
+    flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--eval_strategy", "steps"]
+    flags += ["--eval_steps", "2"]
+    plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
+    (tmp_path / "plain" / "run_record.json").unlink()
+    shutil.rmtree(tmp_path / "plain" / "checkpoint-4")
+    again = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain"), "--blimp_dir", str(data_dir)])
+    assert again["state_digests"] == plain["state_digests"] and [s for s, _ in again["blimp_at_steps"]] == [4]
+
+
+def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tmp_path):
+    monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
+    with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
+        train_mlm.main(["--config", preset, "--blimp_dir", str(tmp_path / "absent")])
+    (row,) = rows("passive_1", 1)
+    (data_dir / "passive_1.jsonl").write_text(json.dumps(row | {"sentence_good": "word " * 200}))
+    with pytest.raises(InputError, match="at most 64 tokens with this model; take it out"):
+        train_mlm.main(["--config", preset, "--blimp_dir", str(data_dir)])
+
+
+def ended(ranks, tmp_path):
+    """The record of a run of two processes."""
+    end_well(ranks)
+    return read_record(tmp_path / "two" / "run_record.json", (), "")
+
+
+def test_two_processes_score_as_one(preset, data_dir, tmp_path):
+    flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]
+    one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
+    two = [*flags, "--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]
+    record = ended(forked_ranks(lambda _: train_mlm.main(two), tmp_path), tmp_path)
+    assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
+
+
+def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
+    """Each process has shards of the weights, which a forward gathers from all."""
+    flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]
+    one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
+    two = [*flags, "--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]
+    ranks = deepspeed_ranks("zero3", lambda _: train_mlm.main(two), tmp_path)
+    record = ended(ranks, tmp_path)
+    assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
