@@ -8,7 +8,7 @@ LAUNCH = $(TOOL).launch
 need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
 
 .PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race blimp \
-        compare contamination faults bench gpu report push clean
+        experiments compare contamination faults bench gpu report push clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -95,6 +95,9 @@ faults: setup     ## 1,000 random faults, and what came of each, in two hours: m
 
 gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu ARGS="--data_dir glue"
 	$(BIN)/python -m benchmarks.gpu --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
+
+experiments: setup  ## a list of runs, stopped and continued at will, and its table: make experiments LIST=my.yaml ARGS="--jobs 2"
+	$(call need,LIST,presets/experiments/rates.yaml)$(TOOL).experiments "$(LIST)" $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
 	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare "$(A)" "$(B)"

@@ -13,7 +13,6 @@ that the fine-tuning scripts print; proofs.yaml lists what was proved, with the 
 
 import base64
 import html
-import itertools
 import math
 import re
 import shutil
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-from roberta_recipe import durable
+from roberta_recipe import durable, significance
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
@@ -67,7 +66,6 @@ TITLE = (
     "[proofs.yaml](proofs.yaml), which says what each command of the first table printed;\n"
     "[index.html](index.html) is the same page."
 )
-ESTABLISHED = 0.05  # p below which a difference between seeds is called one
 _KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _KEPT += ("parameters", "versions", "commit", "hardware")
 
@@ -288,8 +286,8 @@ def verdict(ledger: Ledger) -> list[str]:
     for model, record in ledger.pretrained.items():
         said: dict[str, list[str]] = {}
         judged_pairs = [p for p in pairs(ledger) if p.model == model and p.pretrained and p.random]
-        for pair in judged_pairs:
-            kind, what = judged(pair)
+        for pair, (p, corrected) in zip(judged_pairs, tested(judged_pairs), strict=True):
+            kind, what = judged(pair, p, corrected)
             said.setdefault(kind, []).append(f"{pair.row.name} {what}")
         if not said:
             continue
@@ -298,17 +296,34 @@ def verdict(ledger: Ledger) -> list[str]:
         gains = said.pop("Better than random weights", None)
         sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
                      f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
-        if not gains and (least := least_p(judged_pairs)) > ESTABLISHED:
+        if not gains and (least := least_p(judged_pairs)) > significance.LEVEL:
             sentences.append(f"So few seeds could not show it: p would be {least:.2f} at best.")
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
 
 
-def judged(pair: Pair) -> tuple[str, str]:
+def tested(some: list[Pair]) -> list[tuple[float, float]]:
+    """(p, p corrected for the tasks of this model that have seeds to test) of each pair; 1 for a single seed and for
+    scores that are no numbers."""
+    ps = []
+    for pair in some:
+        sides = seeds_of(pair)
+        testable = min(map(len, sides)) > 1 and all(map(math.isfinite, sides[0] + sides[1]))
+        ps.append(significance.permutation_p(*sides) if testable else None)
+    corrected = iter(significance.holm([p for p in ps if p is not None]))
+    return [(1.0, 1.0) if p is None else (p, next(corrected)) for p in ps]
+
+
+def seeds_of(pair: Pair) -> tuple[list[float], list[float]]:
+    """The seeds' scores with pretraining, and with random weights."""
+    with_it, without = ([_number(run["metrics"][pair.row.metric]) for run in side["runs"]] for side in pair[2:])
+    return with_it, without
+
+
+def judged(pair: Pair, p: float, corrected: float) -> tuple[str, str]:
     """(the verdict on a task, its figures): pretrained against random weights, by the seeds' scores."""
-    metric, sides = pair.row.metric, (pair.pretrained, pair.random)
-    ours, random = ([_number(run["metrics"][metric]) for run in side["runs"]] for side in sides)
+    metric, (ours, random) = pair.row.metric, seeds_of(pair)
     baseline = (pair.any["baseline"] or {"metrics": {}})["metrics"].get(metric)
     medians = statistics.median(ours), statistics.median(random)
     against = " against ".join(percent(median) for median in medians)
@@ -316,33 +331,21 @@ def judged(pair: Pair) -> tuple[str, str]:
         return "A single seed, so no statement", against
     if baseline is not None and max(medians) <= baseline:
         return "Not above the majority answer", f"{against} ({percent(baseline)})"
-    if min(random) <= medians[0] <= max(random):
-        return "Level with random weights", against
-    p = permutation_p(ours, random)
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
     figures = f"{against}, {seeds}, two-sided permutation p {p:.2f}"
-    if medians[0] < min(random):
-        return "Below random weights", figures
-    return "Better than random weights" if p <= ESTABLISHED else "Suggestive, no more", figures
+    gain = statistics.fmean(ours) - statistics.fmean(random)
+    found = significance.verdict(gain, corrected, significance.least_p(len(ours), len(random)))
+    if found in ("better", "worse"):
+        figures += f" ({corrected:.2f} with Holm's correction)" * (corrected != p)
+        return "Better than random weights" if found == "better" else "Below random weights", figures
+    if min(random) <= medians[0] <= max(random):
+        return "Level with random weights", against
+    return "Suggestive, no more", figures
 
 
 def least_p(some: list[Pair]) -> float:
     """The least p that the seeds of any of these pairs could give."""
-    counts = [[len(side["runs"]) for side in (pair.pretrained, pair.random)] for pair in some]
-    return min(permutation_p([1.0] * ours, [0.0] * random) for ours, random in counts)
-
-
-def permutation_p(first: list[float], second: list[float]) -> float:
-    """Two-sided p of the difference of means, exact: the share of all ways to split the scores into two groups of these
-    sizes that differ at least as much."""
-    scores, size = first + second, len(first)
-
-    def gap(chosen: tuple[int, ...]) -> float:
-        others = [score for number, score in enumerate(scores) if number not in chosen]
-        return abs(statistics.fmean(scores[number] for number in chosen) - statistics.fmean(others))
-
-    seen = gap(tuple(range(size))) - 1e-12  # equal but for rounding
-    return statistics.fmean(gap(chosen) >= seen for chosen in itertools.combinations(range(len(scores)), size))
+    return min(significance.least_p(len(pair.pretrained["runs"]), len(pair.random["runs"])) for pair in some)
 
 
 def _number(score: float | None) -> float:

@@ -21,6 +21,10 @@ _OWNER_READS = 10
 _held: dict[tuple[int, int], int] = {}  # descriptor by the (device, inode) of a lock file that this process holds
 
 
+class InUse(InputError):
+    """Another process holds the lock."""
+
+
 def _close_in_child() -> None:
     """A data worker that outlives its trainer for a moment must not keep the trainer's lock."""
     for descriptor in _held.values():
@@ -34,8 +38,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     """Hold `<folder>/<name>` until this process ends; the folder must exist. A lock that it holds already stays.
 
-    Raises `InputError` that names the owner where another process has it, and where the file cannot be written. A file
-    system without locks is warned of.
+    Raises `InUse` that names the owner where another process has it, and `InputError` where the file cannot be written.
+    A file system without locks is warned of.
     """
     path = Path(folder, name)
     try:
@@ -52,7 +56,7 @@ def take(folder: str | Path, name: str = LOCK_NAME) -> None:
         owner, command = _owner(path)
         os.close(descriptor)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise InputError(
+            raise InUse(
                 f"{folder} is in use by {owner}; wait for it, end it, or name another folder{command}"
             ) from None
         logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")

@@ -1,9 +1,26 @@
 """How sure a figure is: the one place that tables, pages and cards take their errors and tests from
 (docs/statistics.md)."""
 
+import itertools
 import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+LEVEL = 0.05  # p, corrected for the comparisons beside it, up to which a difference is called one
+PAIRS = 8  # seeds from which on scores are compared in pairs; five pairs give p = 0.06 at best, eight 0.008
+MOST_SEEDS = 16  # of a setting: the tests are exact, and go through all arrangements
+Verdict = Literal["reproduced", "reversed", "better", "worse", "within noise", "too few seeds"]
+
+
+class Comparison(NamedTuple):
+    """Scores of several seeds against those of a first setting."""
+
+    difference: float  # of means
+    error: float | None  # its standard error; None for a single seed
+    p: float  # two-sided, of this comparison alone
+    least_p: float  # that so many seeds could give at best
 
 
 def error_of_ratio(sums: np.ndarray, counts: np.ndarray) -> float | None:
@@ -39,3 +56,77 @@ def with_error(value: float | None, error: float | None, most: int = 3) -> str:
 def perplexity_with_error(perplexity: float | None, error_of_loss: float | None) -> str:
     """A perplexity, with the error that follows from that of its loss in nats."""
     return with_error(perplexity, perplexity * error_of_loss if perplexity and error_of_loss else None, most=2)
+
+
+def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
+    """The mean over seeds, and its standard error: standard deviation (n - 1) / sqrt(n); None for a single seed."""
+    error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
+    return float(np.mean(scores)), error
+
+
+def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
+    """`scores` against `first`, both in the order of the same seeds: by `sign_flip_p` from `PAIRS` seeds on, else by
+    `permutation_p`. The number of seeds decides, and nothing that was measured."""
+    count = len(scores)
+    if len(first) != count:
+        raise ValueError(f"{count} scores and {len(first)} are not of the same seeds")
+    if count >= PAIRS:
+        differences = [ours - theirs for ours, theirs in zip(scores, first, strict=True)]
+        return Comparison(*mean_and_error(differences), sign_flip_p(differences), least_paired_p(count))
+    (mean, error), (other, other_error) = mean_and_error(scores), mean_and_error(first)
+    together = None if error is None or other_error is None else math.hypot(error, other_error)
+    return Comparison(mean - other, together, permutation_p(scores, first), least_p(count, count))
+
+
+def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p of the difference of means, exact: the share of all ways to split the scores into two groups of these
+    sizes that differ at least as much."""
+    scores, size = np.array([*first, *second], dtype=float), len(first)
+    chosen = np.array(list(itertools.combinations(range(len(scores)), size)))  # the first is `first`
+    sums = scores[chosen].sum(1)
+    gaps = np.abs(sums / size - (scores.sum() - sums) / (len(scores) - size))
+    return float(np.mean(gaps >= gaps[0] - _rounding(scores)))
+
+
+def least_p(first: int, second: int) -> float:
+    """The least p that `permutation_p` gives for groups of these sizes: 0.10 for three and three, 0.008 for five."""
+    return (2 if first == second else 1) / math.comb(first + second, first)
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of a mean difference of pairs, exact: the share of all ways to give the differences signs whose sum
+    is at least as far from 0."""
+    values = np.array(differences, dtype=float)
+    signs = 1 - 2 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)  # the first are all +1
+    sums = np.abs(signs @ values)
+    return float(np.mean(sums >= sums[0] - _rounding(values)))
+
+
+def least_paired_p(pairs: int) -> float:
+    """The least p that `sign_flip_p` gives for so many pairs: 0.06 for five, 0.008 for eight."""
+    return 2.0 ** (1 - pairs)
+
+
+def _rounding(values: np.ndarray) -> float:
+    """Below this, two sums of `values` are equal but for rounding."""
+    return 1e-12 * float(np.abs(values).sum())
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The p of each comparison of a table, corrected for all of them: the chance that any is called a difference where
+    none is one stays at the level (Holm 1979, in the order of `ps`)."""
+    corrected, before = [0.0] * len(ps), 0.0
+    for rank, number in enumerate(sorted(range(len(ps)), key=lambda number: ps[number])):
+        before = corrected[number] = max(before, min(1.0, (len(ps) - rank) * ps[number]))
+    return corrected
+
+
+def verdict(gain: float, p: float, least: float, claim: Literal["better", "worse"] | None = None) -> Verdict:
+    """What a comparison is called, by its corrected `p` and the `least` that the seeds could give; `gain` is above 0
+    where the score is the better one, `claim` what the source says of it."""
+    if least > LEVEL:
+        return "too few seeds"
+    if p > LEVEL:
+        return "within noise"
+    found = "better" if gain > 0 else "worse"
+    return found if claim is None else "reproduced" if found == claim else "reversed"

@@ -1,0 +1,360 @@
+"""A list of experiments: what the YAML says, what becomes of it (rows, commands), and the check of all of it before
+anything runs. `roberta_recipe.tools.experiments` runs it, `experiment_table` makes its table (docs/statistics.md)."""
+
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from roberta_recipe import durable
+from roberta_recipe.args import flags_of
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.input_files import resolve_path
+from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
+from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
+from roberta_recipe.significance import MOST_SEEDS
+from roberta_recipe.training.checkpoint import newest_first
+
+RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
+_OF_RUNNER = {  # flag: what to write in its place
+    "output_dir": "output_dir belongs to the list",
+    "config": "write config: PRESET beside the flags",
+    "seed": "write seeds: [1, 2, ...] in the list",
+    "seeds": "write seeds: [1, 2, ...] in the list",
+    "max_train_minutes": "stop the runner, and start it again",
+    "sweep": "write a row for each setting",
+}
+_HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
+_AGAIN = "move its folder away to have it run again, or give the changed row another name"
+
+
+class Measure(NamedTuple):
+    """A figure of a finished run."""
+
+    title: str  # with its unit
+    better: Literal["lower", "higher"]
+    of: Literal["pretraining", "fine-tuning"]
+    tool: str | None  # of roberta_recipe.tools, which writes --output FILE; None: the run's own record has it
+    keys: tuple[str, ...]  # of the figure in that file
+    times: float = 1.0
+
+
+MEASURES = {
+    "loss": Measure("validation loss, nats", "lower", "pretraining", None, ("metrics", "eval_loss")),
+    "words": Measure("masked words, bits a word", "lower", "pretraining", "words", ("bits_per_word",)),
+    "blimp": Measure("BLiMP, %", "higher", "pretraining", "blimp", ("scores", "pll", "mean_of_paradigms"), 100.0),
+    "score": Measure("validation score x 100", "higher", "fine-tuning", None, ("median",), 100.0),
+}
+
+
+@dataclass
+class Setting:
+    """A name of the list: a preset and what differs from it."""
+
+    name: str
+    config: str = ""
+    flags: dict[str, Any] = field(default_factory=dict)
+    script: str = ""
+    claim: Literal["better", "worse"] | None = None  # what the source says of it, against the first
+
+
+@dataclass
+class _Written:
+    """The keys of the YAML."""
+
+    output_dir: str
+    seeds: list[int]
+    measures: dict[str, Any]
+    rows: list[Any]
+    config: str = ""
+    flags: dict[str, Any] = field(default_factory=dict)
+    script: str = "train_mlm.py"
+    search: bool = False
+
+
+class Resolved(NamedTuple):
+    """What a script's own parser makes of a setting."""
+
+    values: dict[str, Any]  # what makes its runs what they are; no seed, no folder, no flag that changes no bit
+    seed_flag: str  # "seed", or "seeds" of the fine-tuning scripts
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting with a seed: a folder, and commands."""
+
+    name: str
+    seed: int
+    folder: Path
+    train: list[str]  # command
+    measures: dict[str, list[str]]  # flags of each measure that has a tool
+    settings: dict[str, Any]  # what must not change
+
+    @property
+    def run(self) -> Path:
+        """The output folder of the script."""
+        return self.folder / RUN_FOLDER
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / LOG_FILE
+
+    def stored(self) -> dict[str, Any]:
+        """`row.json`: what was run, and how long it took; empty before. Raises `InputError`."""
+        return self._read(ROW_NAME) or {"settings": None, "measures": {}, "seconds": 0.0}
+
+    def failure(self) -> dict[str, Any] | None:
+        """How the last start failed: its exit code and last line; None where it did not."""
+        return self._read(FAILED_NAME)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return durable.read_sealed(self.folder / name)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.folder / name} cannot be read ({error}); {_AGAIN}") from None
+
+    def is_trained(self) -> bool:
+        if (self.run / SUMMARY_NAME).is_file():
+            return True
+        record = self.run / RECORD_NAME
+        return record.is_file() and read_record(record, ("steps",), _AGAIN).get("stopped_by") != TIME_LIMIT
+
+    def output_of(self, measure: str) -> Path:
+        """The file that a measure's tool writes."""
+        return self.folder / f"{measure}.json"
+
+    def to_do(self) -> dict[str, list[str]]:
+        """The commands that have not been run to their end, by what they give: "run", or a measure."""
+        left = {} if self.is_trained() else {"run": self.train}
+        for name, words in self.measures.items():
+            if left or not self.output_of(name).is_file():
+                tool = [sys.executable, "-m", f"roberta_recipe.tools.{MEASURES[name].tool}"]
+                model, output = ["--model_name_or_path", str(self.run)], ["--output", str(self.output_of(name))]
+                left[name] = [*tool, *model, *words, *output]
+        return left
+
+    def step(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        found = newest_first(self.run) or [path for folder in self.run.glob("*/") for path in newest_first(folder)]
+        return max((int(path.name.split("-")[1]) for path in found), default=0)
+
+    def state(self) -> str:
+        """In words, what a start of the row would find."""
+        if changed := self.changes():
+            return "changed: " + "; ".join(changed)
+        missing = list(self.to_do())
+        if not missing:
+            return "finished"
+        if failure := self.failure():
+            return f"failed (exit code {failure['exit_code']}): {failure['line']}"
+        if "run" not in missing:
+            return f"trained; to be measured: {', '.join(missing)}"
+        return f"to be resumed at step {self.step()}" if self.step() else "not begun"
+
+    def changes(self) -> list[str]:
+        """What differs between the list and what the row was run with."""
+        stored = self.stored()
+        if stored["settings"] is None:
+            return []
+        found = [*durable.differences(stored["settings"], self.settings).values()]
+        for name, words in self.measures.items():
+            if (before := stored["measures"].get(name, words)) != words:
+                found.append(f"measure {name} was `{shlex.join(before)}`, is `{shlex.join(words)}`")
+        return found
+
+    def figure(self, measure: str) -> float | None:
+        """A figure of the finished row, times `Measure.times`; nan for one that is no number, None where it is missing.
+        Raises `InputError` for a record that is not what was written."""
+        of = MEASURES[measure]
+        if not self.is_trained() or (of.tool and not self.output_of(measure).is_file()):
+            return None
+        if of.tool:
+            found = durable.read_json(self.output_of(measure))
+        elif of.of == "fine-tuning":
+            found = picked_setting(read_record(self.run / SUMMARY_NAME, ("settings", "picked"), _AGAIN))
+        else:
+            found = read_record(self.run / RECORD_NAME, ("metrics",), _AGAIN)
+        for key in of.keys:
+            found = found[key]
+        return float("nan") if found is None else of.times * found
+
+
+class Experiments(NamedTuple):
+    """A checked list."""
+
+    path: Path
+    folder: Path
+    settings: list[Setting]
+    seeds: list[int]
+    measures: list[str]
+    search: bool
+    rows: list[Row]  # seed by seed, so that an unfinished list has as many of each name as can be
+
+
+def read(path: str) -> Experiments:
+    """The list of a YAML file, all of it checked. Raises `InputError` that names the row, the value and the fix."""
+    written = _Written(**_checked(load_yaml(path), _Written, path))
+    _check_seeds(written.seeds, path)
+    settings = [_setting(entry, number, written, path) for number, entry in enumerate(written.rows, 1)]
+    _check_names(settings, path)
+    tools = _measure_words(written.measures, path)
+    folder = Path(written.output_dir).expanduser()
+    resolved = _in_child(_resolve_all, settings, written.measures, tools, path)
+    rows = [
+        _row(setting, seed, folder, of_setting, tools)
+        for seed in written.seeds
+        for setting, of_setting in zip(settings, resolved, strict=True)
+    ]
+    return Experiments(Path(path), folder, settings, written.seeds, list(written.measures), written.search, rows)
+
+
+def _checked(values: Any, cls: type, where: str) -> dict[str, Any]:
+    """`values` by the fields of `cls`, each of its type and none missing."""
+    if not isinstance(values, dict):
+        raise InputError(f"{where} must be `key: value` lines, not {values!r}")
+    checked = check_mapping(values, [cls], where)
+    needed = [name for name in ("output_dir", "seeds", "measures", "rows", "name") if name in cls.__annotations__]
+    if missing := [name for name in needed if not checked.get(name)]:
+        raise InputError(f"{where}: {missing[0]} is missing or empty")
+    return checked
+
+
+def _check_seeds(seeds: list[int], path: str) -> None:
+    if len(set(seeds)) != len(seeds) or min(seeds) < 0 or len(seeds) > MOST_SEEDS:
+        raise InputError(f"{path}: seeds={seeds} must be different numbers from 0 on, at most {MOST_SEEDS} of them")
+
+
+def _setting(entry: Any, number: int, written: _Written, path: str) -> Setting:
+    """An entry of `rows`, with what the list says for all rows."""
+    setting = Setting(**_checked(entry, Setting, f"{path}, row {number}"))
+    setting.config, setting.script = setting.config or written.config, setting.script or written.script
+    setting.flags = {**written.flags, **setting.flags}
+    where = f"{path}, row {setting.name!r}"
+    for name in setting.flags:
+        if name in _OF_RUNNER:
+            raise InputError(f"{where}: flag {name}={setting.flags[name]} is the runner's: {_OF_RUNNER[name]}")
+    if not re.fullmatch(r"\w[\w.+-]*", setting.name):
+        raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter or digit first")
+    if number == 1 and setting.claim:
+        raise InputError(f"{where}: claim={setting.claim}: the first row is what the others are compared with; drop it")
+    return setting
+
+
+def _check_names(settings: list[Setting], path: str) -> None:
+    names = [setting.name for setting in settings]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"{path}: two rows have the name {twice[0]!r}: each has a folder of its own; rename one")
+
+
+def words_of(flags: dict[str, Any], where: str) -> list[str]:
+    """Flags as a command line has them."""
+    words = []
+    for name, value in flags.items():
+        if value is None or value == []:
+            raise InputError(f"{where}: flag {name} has no value; leave it out")
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+    return words
+
+
+def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
+    """The flags of each measure that has a tool."""
+    words = {}
+    for name, flags in measures.items():
+        where = f"{path}, measure {name!r}"
+        if name not in MEASURES:
+            raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(str(name), MEASURES)}")
+        if not isinstance(flags or {}, dict) or (flags and not MEASURES[name].tool):
+            takes = "flags of its tool, as `key: value` lines" if MEASURES[name].tool else "no flags: write null"
+            raise InputError(f"{where} is {flags!r}, and takes {takes}")
+        if MEASURES[name].tool:
+            words[name] = words_of(flags or {}, where)
+    return words
+
+
+def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: dict[str, list[str]]) -> Row:
+    folder = folder / setting.name / f"seed-{seed}"
+    flags = [*(["--config", setting.config] if setting.config else []), *words_of(setting.flags, setting.name)]
+    command = [sys.executable, str(resolve_path(setting.script)), *flags, f"--{resolved.seed_flag}", str(seed)]
+    command += ["--output_dir", str(folder / RUN_FOLDER)]
+    return Row(setting.name, seed, folder, command, tools, resolved.values)
+
+
+def _in_child(call: Callable, *args: Any) -> Any:
+    """`call(*args)` in a child: the libraries' state that flags set, in the environment too, would reach every run."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, context, initializer=_begin_child, initargs=(os.getpid(),)) as pool:
+        return pool.submit(call, *args).result()
+
+
+def _begin_child(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
+    end_with_parent(parent, signal.SIGKILL)
+
+
+def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[str]], path: str) -> list[Resolved]:
+    """What the scripts' parsers make of all settings; the tools' parsers take the measures' flags."""
+    for name, words in tools.items():
+        tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[name].tool}")
+        _named(f"{path}, measure {name!r}", tool.parse, ["--model_name_or_path", "run", *words, "--output", "file"])
+    found = []
+    for setting in settings:
+        where = f"{path}, row {setting.name!r}"
+        found.append(_named(where, _resolve, setting, where))
+        kind = "fine-tuning" if found[-1].seed_flag == "seeds" else "pretraining"
+        if wrong := [name for name in measures if MEASURES[name].of != kind]:
+            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {setting.script} is not")
+    return found
+
+
+def _named(where: str, call: Callable, *args: Any) -> Any:
+    """`call(*args)`, where an error says where in the list its cause stands."""
+    try:
+        return call(*args)
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _resolve(setting: Setting, where: str) -> Resolved:
+    path = resolve_path(setting.script)
+    if not path.is_file():
+        raise InputError(f"script={setting.script}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    if not hasattr(script, "read_arguments"):
+        raise InputError(f"script={setting.script} has no read_arguments: name train_mlm.py or a fine-tuning script")
+    argv = ["--config", setting.config] if setting.config else []
+    filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
+    flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
+    of_seed = {"output_dir", "seed", "seeds"}
+    values = {name: value for name, value in resolved.items() if flags[name].resume != "free" and name not in of_seed}
+    for name in [name for name in values if flags[name].resume == "content"]:
+        values |= {f"content of {file}": durable.sha256(file) for file in _small_files(values[name])}
+    as_stored = json.loads(json.dumps({"script": path.name, **values}))
+    return Resolved(as_stored, "seeds" if "seeds" in flags else "seed")
+
+
+def _small_files(value: Any) -> list[str]:
+    """The local files that a flag names, such as a corpus preset or a model's config, if they are small."""
+    named = [resolve_path(str(item)) for item in (value if isinstance(value, list) else [value]) if item]
+    return [str(path) for path in named if path.is_file() and path.stat().st_size <= _HASHED_BYTES]

@@ -1,0 +1,150 @@
+"""The table of a list of experiments: for each name and figure the mean over seeds with its standard error, the
+difference from the first name, p by exact permutation with Holm's correction, and the verdict (docs/statistics.md)."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from roberta_recipe import durable, significance
+from roberta_recipe.publishing import markdown
+from roberta_recipe.record import RECORD_NAME, finite
+from roberta_recipe.significance import PAIRS, Comparison, with_error
+from roberta_recipe.tools.experiment_list import MEASURES, Experiments
+
+TABLE_NAME = "table"  # .md and .json in the list's folder
+NOT_RUN, UNFINISHED, NO_NUMBER = "not run", "unfinished", "no number"
+
+
+class Cell(NamedTuple):
+    """A figure of a name. What is missing, as rows are, is None."""
+
+    by_seed: dict[int, float]
+    mean: float | None
+    error: float | None
+    against_first: Comparison | None  # only where all rows of both names are finished, and all figures numbers
+    corrected_p: float | None
+    verdict: str
+
+
+def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
+    """By measure and name. Each measure is a family of comparisons by itself."""
+    names = [setting.name for setting in listed.settings]
+    found = {}
+    for measure in listed.measures:
+        scores: dict[str, dict[int, float]] = {name: {} for name in names}
+        for row in listed.rows:
+            if (figure := row.figure(measure)) is not None:
+                scores[row.name][row.seed] = figure
+        found[measure] = _compared(scores, listed, measure)
+    return found
+
+
+def _compared(scores: dict[str, dict[int, float]], listed: Experiments, measure: str) -> dict[str, Cell]:
+    first, *others = scores
+    whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
+    in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
+    compared = {
+        name: significance.compare(in_order[name], in_order[first])
+        for name in others
+        if whole[name] and whole[first] and not listed.search
+    }
+    # those that are not finished count too: with them, a corrected p can only become smaller
+    ps = [compared[name].p if name in compared else 1.0 for name in others]
+    corrected = dict(zip(others, significance.holm(ps), strict=True))
+    better = -1 if MEASURES[measure].better == "lower" else 1
+    claims = {setting.name: setting.claim for setting in listed.settings}
+    found = {}
+    for name, of in scores.items():
+        verdict = ""
+        if name in compared:
+            one = compared[name]
+            verdict = significance.verdict(
+                better * one.difference, corrected[name], one.least_p * len(others), claims[name]
+            )
+        elif name != first and not listed.search:
+            verdict = _why_none(of, scores[first])
+        mean, error = significance.mean_and_error([*of.values()]) if of else (None, None)
+        found[name] = Cell(of, mean, error, compared.get(name), corrected[name] if name in compared else None, verdict)
+    return found
+
+
+def _why_none(*sides: dict[int, float]) -> str:
+    """Why two names are not compared."""
+    if not all(sides):
+        return NOT_RUN
+    return UNFINISHED if all(math.isfinite(value) for side in sides for value in side.values()) else NO_NUMBER
+
+
+def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[str], list[list[str]]]:
+    """The head, and a line for each name."""
+    first, count = listed.settings[0].name, len(listed.seeds)
+    head = ["name", "seeds"]
+    for measure in listed.measures:
+        head.append(MEASURES[measure].title)
+        head += [] if listed.search else [f"{measure}: against {first}", "p (Holm)", "verdict"]
+    table = []
+    for setting in listed.settings:
+        of = [found[measure][setting.name] for measure in listed.measures]
+        done = min(len(cell.by_seed) for cell in of)
+        line = [setting.name, str(count) if done == count else f"{done} of {count}"]
+        for cell in of:
+            line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
+            if not listed.search:
+                line += ["-"] * 3 if setting.name == first else _against(cell)
+        table.append(line)
+    return head, table
+
+
+def _against(cell: Cell) -> list[str]:
+    """Difference, corrected p, verdict."""
+    if cell.against_first is None:
+        return ["-", "-", cell.verdict]
+    difference, error, *_ = cell.against_first
+    return ["+" * (difference > 0) + with_error(difference, error), f"{cell.corrected_p:.2g}", cell.verdict]
+
+
+def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
+    """What a reader of the table needs beside it."""
+    said = ["± is the standard error over seeds."]
+    if listed.search:
+        measure = listed.measures[0]
+        whole = {name: cell.mean for name, cell in found[measure].items() if len(cell.by_seed) == len(listed.seeds)}
+        numbers = {name: mean for name, mean in whole.items() if math.isfinite(mean)}
+        if numbers:
+            pick = min if MEASURES[measure].better == "lower" else max
+            said.append(
+                f"A search, so no verdicts: {pick(numbers, key=numbers.get)} has the best mean {measure}, which "
+                "flatters it; what is picked here is reported from other seeds, and other data."
+            )
+    elif len(listed.settings) > 1:
+        seeds = len(listed.seeds)
+        test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
+        said.append(
+            f"p: exact permutation {test}, two-sided, with Holm's correction over the {len(listed.settings) - 1} "
+            "comparisons of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
+        )
+    commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
+    if len(commits) > 1:
+        said.append(f"The runs are of {len(commits)} commits.")
+    return said
+
+
+def write(listed: Experiments) -> str:
+    """Write `table.md` and `table.json` into the list's folder; returns the former's text."""
+    found = cells(listed)
+    text = f"{markdown.table(*lines(listed, found))}\n\n{' '.join(notes(listed, found))}\n"
+    listed.folder.mkdir(parents=True, exist_ok=True)
+    durable.write_text(_path(listed, ".md"), text)
+    values = {
+        measure: {
+            name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}
+            for name, cell in of_measure.items()
+        }
+        for measure, of_measure in found.items()
+    }
+    durable.write_json(_path(listed, ".json"), finite(values))  # a figure that is no number is null
+    return text
+
+
+def _path(listed: Experiments, suffix: str) -> Path:
+    return listed.folder / f"{TABLE_NAME}{suffix}"

@@ -1,0 +1,343 @@
+"""Lists of experiments: run side by side, stopped and killed at any time, continued, never twice; one table of them.
+
+The rows are children that are forked from a process that has loaded the libraries, as loading them takes ten seconds of
+each; `test_command_line` starts one as it is."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from conftest import Forked, run_python
+
+import train_mlm
+from roberta_recipe import durable, hardware, lock, significance
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.tools import compare, experiment_list, experiment_table, experiments, words
+from roberta_recipe.tools.experiment_list import MEASURES
+
+SLOW = {"max_steps": 100000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+class ForkedProcess:
+    """What `experiments.start` returns, forked and not executed."""
+
+    def __init__(self, command, log, cores):
+        runner, main = os.getpid(), train_mlm.main if command[1].endswith(".py") else words.main
+        argv = command[2:] if command[1].endswith(".py") else command[3:]
+
+        def call():
+            os.setpgid(0, 0)
+            os.sched_setaffinity(0, cores)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            hardware.end_with_parent(runner, signal.SIGTERM)
+            main(argv)
+
+        self.child, self.code = Forked(call, log), None
+        self.send_signal = lambda number: os.kill(self.child.pid, number)
+
+    def poll(self):
+        if self.code is None:
+            pid, status = os.waitpid(self.child.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(experiments, "start", ForkedProcess)
+    monkeypatch.setattr(experiments, "_POLL_S", 0.02)
+    monkeypatch.setattr(experiments, "_IN_USE_S", 0.05)
+
+
+@pytest.fixture
+def write(tmp_path, preset):
+    """A function: a list of two rates and two seeds, with other values on top; returns its path."""
+
+    def of(**others):
+        rows = [{"name": "low"}, {"name": "high", "flags": {"learning_rate": 0.005}, "claim": "better"}]
+        values = {
+            "output_dir": str(tmp_path / "out"), "config": preset, "seeds": [1, 2], "measures": {"loss": None},
+            "rows": rows, **others,
+        }  # fmt: skip
+        path = tmp_path / "list.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return str(path)
+
+    return of
+
+
+def records(folder):
+    return sorted(Path(folder).glob("*/seed-*/run/run_record.json"))
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_command_line(write, tmp_path, root):
+    """As it is typed: a process of its own, on a core of its own."""
+    path = write(seeds=[3], rows=[{"name": "high", "flags": {"learning_rate": 0.005}}])
+    jobs = min(2, len(os.sched_getaffinity(0)))
+    done = run_python("-m", "roberta_recipe.tools.experiments", path, "--jobs", jobs, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "begins  high, seed 3: not begun; core" in done.stderr, done.stderr
+    assert "done    high, seed 3: validation loss, nats" in done.stderr and "it was the last" in done.stderr
+    record = durable.read_json(tmp_path / "out/high/seed-3/run/run_record.json")
+    assert record["hardware"]["cpu_cores"] == len(os.sched_getaffinity(0)) // jobs
+    assert record["resolved_args"]["seed"] == 3 and record["steps"] == 4
+    assert f"| high | 1 | {record['metrics']['eval_loss']:.3f} |" in done.stdout
+    log = (tmp_path / "out/high/seed-3/log.txt").read_text()
+    assert log.startswith("$ ") and "--learning_rate 0.005 --seed 3 " in log
+
+
+def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(write, tmp_path, forked, capsys):
+    path = write()
+    experiments.main([path, "--dry_run"])
+    assert capsys.readouterr().out.count(": not begun\n") == 4
+    experiments.main([path, "--jobs", "1"])
+    printed, said = capsys.readouterr()
+    found = records(tmp_path / "out")
+    assert len(found) == 4
+    begun = [line.split(":")[0] for line in said.splitlines() if line.startswith("begins")]
+    assert begun == [f"begins  {name}, seed {seed}" for seed in (1, 2) for name in ("low", "high")]
+    assert "3 left, ETA" in said
+    losses = {
+        name: [durable.read_json(tmp_path / f"out/{name}/seed-{seed}/run/run_record.json") for seed in (1, 2)]
+        for name in ("low", "high")
+    }
+    losses = {name: [record["metrics"]["eval_loss"] for record in of] for name, of in losses.items()}
+    stored = json.loads((tmp_path / "out/table.json").read_text())["loss"]
+    for name, (one, two) in losses.items():
+        assert stored[name]["mean"] == pytest.approx((one + two) / 2)
+        assert stored[name]["error"] == pytest.approx(abs(one - two) / 2)  # standard deviation / sqrt(2)
+    difference = sum(losses["high"]) / 2 - sum(losses["low"]) / 2
+    assert stored["high"]["against_first"]["difference"] == pytest.approx(difference)
+    assert stored["high"]["against_first"]["p"] in (pytest.approx(2 / 6), pytest.approx(4 / 6), 1.0)
+    assert stored["high"]["verdict"] == "too few seeds" and (tmp_path / "out/table.md").read_text() == printed
+    # again: no run, no change of a file
+    before = {record: record.stat().st_mtime_ns for record in found}
+    experiments.main([path])
+    assert {record: record.stat().st_mtime_ns for record in found} == before
+    assert capsys.readouterr().out == printed
+    # another seed is one more row of each name; a new measure is measured of what is trained
+    experiments.main([write(seeds=[1, 2, 3]), "--table"])
+    assert "| low | 2 of 3 |" in capsys.readouterr().out
+    texts = tmp_path / "text.jsonl"
+    texts.write_text(json.dumps({"text": "the cat sees a dog " * 3}) + "\n")
+    path = write(measures={"loss": None, "words": {"text_file": [str(texts)]}})
+    experiments.main([path, "--dry_run"])
+    assert capsys.readouterr().out.count(": trained; to be measured: words\n") == 4
+    experiments.main([path])
+    figures = [durable.read_json(tmp_path / f"out/low/seed-{seed}/words.json")["bits_per_word"] for seed in (1, 2)]
+    mean, half = sum(figures) / 2, abs(figures[0] - figures[1]) / 2
+    assert f" | {significance.with_error(mean, half)} | - | - | - |\n" in capsys.readouterr().out
+    assert {record: record.stat().st_mtime_ns for record in found} == before
+    # what a row was run with is what it stays
+    experiments.main([write(rows=[{"name": "low"}, {"name": "high"}]), "--dry_run"])
+    assert "high, seed 1: changed: learning_rate was 0.005, is 0.001" in capsys.readouterr().out
+    config = Path(yaml.safe_load((tmp_path / "preset.yaml").read_text())["config_name"])
+    for change in (
+        lambda: write(rows=[{"name": "low"}, {"name": "high", "flags": {"learning_rate": 0.005, "max_steps": 5}}]),
+        lambda: (config.write_text(config.read_text() + "\n"), write())[1],
+    ):
+        with pytest.raises(
+            InputError, match=r"row (high|low), seed 1: (max_steps was 4, is 5|content of .*config.json)"
+        ):
+            experiments.main([change()])
+
+
+def test_stopped_and_continued_the_weights_are_those_of_an_uninterrupted_list(write, tmp_path, forked, monkeypatch):
+    flags = {"save_strategy": "steps", "save_steps": 50, "max_steps": 40}
+    experiments.main([write(flags=flags, output_dir=str(tmp_path / "whole"))])
+    path = write(flags=flags)
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        seen = len(records(tmp_path / "out"))
+        runner = Forked(lambda: experiments.main([path]), tmp_path / "runner.log")
+        wait_until(lambda: any(log.read_text().count("  loss ") > 1 for log in unfinished(tmp_path / "out")))
+        os.kill(runner.pid, number)
+        assert runner.end() == code, runner.log
+        assert len(records(tmp_path / "out")) - seen <= 1
+        stopped = runner.log.splitlines()
+        assert stopped[-1].startswith(f"stopped by {'SIGTERM' if code == 75 else 'Ctrl-C'}: "), runner.log
+        assert any(" to be resumed at step " in line for line in stopped)
+    experiments.main([path])
+    resumed = 0
+    for record in records(tmp_path / "whole"):
+        other = tmp_path / "out" / record.relative_to(tmp_path / "whole")
+        assert compare.main([str(record.parent), str(other.parent)])
+        weights = [path.parent.joinpath("model.safetensors").read_bytes() for path in (record, other)]
+        assert weights[0] == weights[1]
+        resumed += durable.read_json(other)["resumes"]
+    assert resumed == 2
+
+
+def unfinished(folder):
+    return [log for log in Path(folder).glob("*/seed-*/log.txt") if not (log.parent / "run/run_record.json").exists()]
+
+
+def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(write, tmp_path, forked):
+    path = write(flags=SLOW, seeds=[1])
+    jobs = min(2, len(os.sched_getaffinity(0)))
+    runner = Forked(lambda: experiments.main([path, "--jobs", str(jobs)]), tmp_path / "runner.log")
+    checkpoints = lambda: {found.parts[-4] for found in (tmp_path / "out").glob("*/*/run/checkpoint-*/manifest.json")}  # noqa: E731
+    wait_until(lambda: len(checkpoints()) == jobs)
+    children = psutil.Process(runner.pid).children(recursive=True)
+    assert len(children) == jobs and len({tuple(child.cpu_affinity()) for child in children}) == jobs
+    runner.kill()
+    runner.end()
+    wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
+    listed = experiment_list.read(path)
+    states = [row.state() for row in listed.rows[:jobs]]
+    assert all(state.startswith("to be resumed at step ") for state in states), states
+    logs = [row.log.read_text() for row in listed.rows[:jobs]]
+    assert all("stopped by SIGTERM: step " in log for log in logs)
+    experiments.take(listed.rows[0])  # no lock is left
+    lock.release(listed.rows[0].folder)
+
+
+def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, capsys):
+    rows = [{"name": "bad", "flags": {"tokenizer_name": str(tmp_path / "none")}}, {"name": "good"}]
+    path = write(rows=rows, seeds=[1])
+    with pytest.raises(RunError, match=r"1 of 2 rows failed: bad, seed 1\. .*Continue with: "):
+        experiments.main([path])
+    printed, said = capsys.readouterr()
+    assert "| bad | 0 of 1 | not run |" in printed and len(records(tmp_path / "out")) == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("failed")]
+    assert line.startswith("failed  bad, seed 1 (run, exit code 2): error: ") and "none" in line
+    experiments.main([path, "--dry_run"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("bad, seed 1: failed (exit code 2): error: ") and shown[-1] == "good, seed 1: finished"
+
+
+def test_two_runners_share_a_list(write, tmp_path, forked):
+    path = write(flags={"max_steps": 20})
+    runners = [Forked(lambda: experiments.main([path]), tmp_path / f"runner{number}.log") for number in (1, 2)]
+    assert [runner.end() for runner in runners] == [0, 0], runners[0].log + runners[1].log
+    begun = [line for runner in runners for line in runner.log.splitlines() if line.startswith("begins")]
+    assert len(begun) == len({line.split(":")[0] for line in begun}) == 4
+    assert all("| high | 2 |" in runner.log for runner in runners)
+    assert any("waits   " in runner.log and " is in use by process " in runner.log for runner in runners)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rows": [{"name": "a", "flags": {"learning_rat": 1}}]}, "row 'a': unknown argument '--learning_rat'; did"),
+        ({"rows": [{"name": "a", "flags": {"max_steps": "many"}}]}, "row 'a': argument --max_steps: invalid int value"),
+        ({"rows": [{"name": "a", "config": "presets/mlm/none.yaml"}]}, "row 'a': no such file: presets/mlm/none.yaml"),
+        ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py: no such file"),
+        ({"rows": [{"name": "a", "flags": {"seed": 3}}]}, "row 'a': flag seed=3 is the runner's: write seeds"),
+        ({"rows": [{"name": "a", "flags": {"corpus": None}}]}, "row 'a': flag corpus has no value; leave it out"),
+        ({"rows": [{"name": "a"}, {"name": "a"}]}, "two rows have the name 'a'"),
+        ({"rows": [{"name": "../a"}]}, "row '../a': a name becomes a folder"),
+        ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better: the first row is what the others"),
+        ({"rows": [{"name": "a", "claim": "best"}]}, "row 1: claim is 'best', and must be one of 'better', 'worse'"),
+        ({"rows": [{"nam": "a"}]}, "row 1: unknown key 'nam'; did you mean 'name'?"),
+        ({"rows": []}, "rows is missing or empty"),
+        ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, at most 16"),
+        ({"measures": {"los": None}}, "measure 'los' is none of loss, words, blimp, score; did you mean 'loss'"),
+        ({"measures": {"loss": {"a": 1}}}, "measure 'loss' is {'a': 1}, and takes no flags"),
+        ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
+        ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
+    ],
+)  # fmt: skip
+def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, said):
+    with pytest.raises(InputError, match=said):
+        experiments.main([write(**changed)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
+    rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py"}]
+    listed = experiment_list.read(write(rows=rows, seeds=[7], measures={"score": None}))
+    (row,) = listed.rows
+    assert row.train[-4:] == ["--seeds", "7", "--output_dir", str(tmp_path / "out/rte/seed-7/run")]
+    assert row.settings["task_name"] == "rte" and "seeds" not in row.settings and row.figure("score") is None
+
+
+def test_jobs_are_at_most_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2, 9, 11, 4})
+    assert experiments.split_cores(2) == [[2, 4], [5, 9]] and experiments.split_cores(1) == [[2, 4, 5, 9, 11]]
+    with pytest.raises(InputError, match="jobs=6 must be from 1 to 5, the cores that this process may use"):
+        experiments.split_cores(6)
+
+
+@pytest.fixture
+def listed(tmp_path, monkeypatch):
+    """A function: a list whose rows have the given figures, by measure and name; None for a row that is missing."""
+
+    def of(figures, claims=(), search=False):
+        measures, names = list(figures), list(next(iter(figures.values())))
+        seeds = list(range(1, 1 + max(len(of) for of in figures[measures[0]].values())))
+        settings = [experiment_list.Setting(name, claim=dict(claims).get(name)) for name in names]
+        rows = [experiment_list.Row(name, seed, tmp_path, [], {}, {}) for seed in seeds for name in names]
+        monkeypatch.setattr(
+            experiment_list.Row, "figure", lambda row, measure: figures[measure][row.name][row.seed - 1]
+        )
+        return experiment_list.Experiments(tmp_path / "l.yaml", tmp_path, settings, seeds, measures, search, rows)
+
+    return of
+
+
+def lines_of(text):
+    return {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in text.splitlines() if "|" in line
+    }
+
+
+LOW, HIGH = [3.0, 3.1, 3.2, 3.3, 3.4], [4.0, 4.1, 4.2, 4.3, 4.4]
+
+
+def test_the_table_by_hand(listed):
+    """Five and five seeds that do not overlap: 2 of 252 splits, and Holm's correction of three comparisons."""
+    near = [3.05, 3.15, 3.1, 3.3, 3.45]
+    names = {"first": LOW, "high": HIGH, "near": near, "higher": [4.1, 4.2, 4.3, 4.4, 4.5]}
+    text = experiment_table.write(listed({"loss": names}, claims={"high": "worse", "higher": "better"}))
+    rows = lines_of(text)
+    # the standard error of 3.0 ... 3.4 is sqrt(0.025) / sqrt(5) = 0.0707, of the difference of two such 0.1
+    assert rows["first"][1:] == ["5", "3.200 ± 0.071", "-", "-", "-"]
+    assert rows["high"][1:] == ["5", "4.200 ± 0.071", "+1.00 ± 0.10", "0.024", "reproduced"]  # 3 x 2 / 252
+    assert rows["higher"][1:] == ["5", "4.300 ± 0.071", "+1.10 ± 0.10", "0.024", "reversed"]
+    assert rows["near"][3:] == ["+0.01 ± 0.10", rows["near"][4], "within noise"] and float(rows["near"][4]) > 0.5
+    assert "exact permutation of 5 and 5 seeds, two-sided, with Holm's correction over the 3 comparisons" in text
+
+
+def test_rows_that_are_missing_leave_cells_unfinished(listed):
+    names = {"first": LOW, "begun": [3.0, None, None, None, None], "none": [None] * 5, "lost": [float("nan")] + LOW[1:]}
+    rows = lines_of(experiment_table.write(listed({"loss": names, "blimp": dict.fromkeys(names, [60.0] * 5)})))
+    assert rows["begun"][1:6] == ["1 of 5", "3.000", "-", "-", "unfinished"]
+    assert rows["none"][1:6] == ["0 of 5", "not run", "-", "-", "not run"]
+    assert rows["lost"][1:6] == ["5", "nan", "-", "-", "no number"]
+    assert rows["lost"][6:] == ["60.000", "0.000", "1", "within noise"]
+
+
+def test_from_eight_seeds_on_a_seed_is_a_pair(listed):
+    first = [3.0, 5.0, 7.0, 9.0, 2.0, 4.0, 6.0, 8.0]
+    text = experiment_table.write(listed({"score": {"first": first, "more": [one + 0.1 for one in first]}}))
+    assert lines_of(text)["more"][4:] == ["0.0078", "better"] and "of the 8 pairs of a seed" in text  # 2 / 2^8
+
+
+def test_a_search_picks_and_says_nothing_else(listed):
+    text = experiment_table.write(listed({"loss": {"first": HIGH, "low": LOW}}, search=True))
+    assert "A search, so no verdicts: low has the best mean loss" in text
+    assert lines_of(text)["low"] == ["low", "5", "3.200 ± 0.071"]
+
+
+def test_measures_are_of_tools_that_take_their_flags(root):
+    for measure in MEASURES.values():
+        if measure.tool and (root / f"roberta_recipe/tools/{measure.tool}.py").is_file():
+            assert "--output" in (root / f"roberta_recipe/tools/{measure.tool}.py").read_text()
+
+
+def test_the_example_list_is_one(root, monkeypatch):
+    monkeypatch.chdir(root)
+    listed = experiment_list.read("presets/experiments/rates.yaml")
+    assert len(listed.rows) == 10 and listed.measures == ["loss", "words"] and listed.rows[1].seed == 1
