@@ -82,8 +82,8 @@ def plot(record: BlimpRecord, path: str | Path) -> None:
         control = [100 * _mean(record["random_weights"], method, name) for name in names]
         left.barh([p - 0.2 for p in places], control, 0.4, color="C7", label="random weights")
     left.set_yticks(list(places), [name.replace("_", " ") for name in names])
-    left.set_xlabel(f"pairs in which the acceptable sentence scores higher, % ({_SHOWN[method]})")
-    left.legend(fontsize=8, loc="lower left")
+    left.set_xlabel(f"acceptable sentence higher, %, by {_SHOWN[method]}", fontsize=9)
+    left.legend(fontsize=8, loc="lower right")
     bars = [(f"{record['model']}, {mean.replace('_', ' ')}", 100 * scores[mean], "C0")
             for mean in ("mean_of_paradigms", "mean_of_phenomena")]  # fmt: skip
     bars += [(f"random weights {seed}, mean of paradigms", 100 * control[method]["mean_of_paradigms"], "C7")

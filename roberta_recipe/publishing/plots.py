@@ -40,6 +40,8 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
         steps, scores = _columns(points)
         right.plot(steps, _times_100(scores), color="tab:green", marker="s", markersize=3)
         right.set_ylabel("BLiMP, mean over paradigms (%)")
+        axes.set_zorder(1)  # the legend above both
+        axes.patch.set_visible(False)
         axes.plot([], [], color="tab:green", marker="s", markersize=3, label="BLiMP (right)")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("masked-LM loss (nats)")

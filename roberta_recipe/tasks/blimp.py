@@ -155,7 +155,7 @@ def _rows_of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
             f"blimp, data/), or leave it out to load {HUB_ID} from the Hub"
         )
     for path in paths:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).split("\n")
         yield from (
             (where, parse_json(line, where))
             for number, line in enumerate(lines, 1)
