@@ -59,9 +59,12 @@ def perplexity_with_error(perplexity: float | None, error_of_loss: float | None)
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
-    """The mean over seeds, and its standard error: standard deviation (n - 1) / sqrt(n); None for a single seed."""
-    error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
-    return float(np.mean(scores)), error
+    """The mean over seeds, and its standard error: standard deviation (n - 1) / sqrt(n); None for a single seed, and
+    where a score is no number."""
+    mean = float(np.mean(scores))
+    if len(scores) < 2 or not math.isfinite(mean):
+        return mean, None
+    return mean, float(np.std(scores, ddof=1)) / math.sqrt(len(scores))
 
 
 def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
