@@ -25,6 +25,7 @@ from roberta_recipe.training.throughput import Throughput, encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
+_PADDING_SHARE = 16  # of the tokens that fit into a batch that is scored, 1 / this is padding at most
 _NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
 
@@ -68,13 +69,19 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
 
 
 def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
-    """The numbers of all features in batches for a forward pass, the longest first: each as many features as have, with
-    padding up to a multiple of 8, no more tokens than `of_longest` features of the longest length."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    room, batches, at = of_longest * round_up(max(lengths), 8), [], 0
-    while at < len(order):
-        batches.append(order[at : at + room // round_up(lengths[order[at]], 8)])
-        at += len(batches[-1])
+    """The numbers of all features in batches for a forward pass, the longest first.
+
+    A batch has, padded to a multiple of 8, no more tokens than `of_longest` features of the longest length, and no more
+    padding than a sixteenth of that: with more, features of different lengths make fewer passes of more work.
+    """
+    room, padding, batches = of_longest * round_up(max(lengths), 8), 0, []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        width = lengths[batches[-1][0]] if batches else 0
+        padding += width - lengths[number]
+        if not batches or (len(batches[-1]) + 1) * round_up(width, 8) > room or padding > room // _PADDING_SHARE:
+            batches.append([])
+            padding = 0
+        batches[-1].append(number)
     return batches
 
 
