@@ -7,7 +7,7 @@ LAUNCH = $(TOOL).launch
 # stops a target that was started without a variable: $(call need,MODEL,runs/roberta_base)
 need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
 
-.PHONY: help setup demo test lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race blimp \
+.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race blimp \
         experiments compare contamination faults bench gpu report push clean
 
 help:             ## this list
@@ -28,6 +28,9 @@ demo: setup       ## a small RoBERTa from raw text in minutes, or what is left o
 
 test: setup       ## the whole suite, CPU, offline: about 14 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 lint: setup       ## ruff: checks and format
 	$(BIN)/ruff check .

@@ -430,6 +430,7 @@ def ended(ranks, tmp_path):
     return read_record(tmp_path / "two" / "run_record.json", (), "")
 
 
+@pytest.mark.slow
 def test_two_processes_score_as_one(preset, data_dir, tmp_path):
     flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]
     one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
@@ -438,6 +439,7 @@ def test_two_processes_score_as_one(preset, data_dir, tmp_path):
     assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
 
 
+@pytest.mark.slow
 def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
     """Each process has shards of the weights, which a forward gathers from all."""
     flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]

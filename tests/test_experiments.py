@@ -87,6 +87,7 @@ def wait_until(condition):
     assert condition()
 
 
+@pytest.mark.slow
 def test_command_line(write, tmp_path, root):
     """As it is typed: a process of its own, on a core of its own."""
     path = write(seeds=[3], rows=[{"name": "high", "flags": {"learning_rate": 0.005}}])
@@ -103,6 +104,7 @@ def test_command_line(write, tmp_path, root):
     assert log.startswith("$ ") and "--learning_rate 0.005 --seed 3 " in log
 
 
+@pytest.mark.slow
 def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(write, tmp_path, forked, capsys):
     path = write()
     experiments.main([path, "--dry_run"])
@@ -159,6 +161,7 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
             experiments.main([change()])
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_the_weights_are_those_of_an_uninterrupted_list(write, tmp_path, forked):
     flags = {"save_strategy": "steps", "save_steps": 50, "max_steps": 40}
     experiments.main([write(flags=flags, output_dir=str(tmp_path / "whole"))])
@@ -188,6 +191,7 @@ def unfinished(folder):
     return [log for log in Path(folder).glob("*/seed-*/log.txt") if not (log.parent / "run/run_record.json").exists()]
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(write, tmp_path, forked):
     path = write(flags=SLOW, seeds=[1])
     jobs = min(2, len(os.sched_getaffinity(0)))
@@ -208,6 +212,7 @@ def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(wri
     lock.release(listed.rows[0].folder)
 
 
+@pytest.mark.slow
 def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, capsys):
     rows = [{"name": "bad", "flags": {"tokenizer_name": str(tmp_path / "none")}}, {"name": "good"}]
     path = write(rows=rows, seeds=[1])
@@ -222,6 +227,7 @@ def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, cap
     assert shown[0].startswith("bad, seed 1: failed (exit code 2): error: ") and shown[-1] == "good, seed 1: finished"
 
 
+@pytest.mark.slow
 def test_two_runners_share_a_list(write, tmp_path, forked):
     path = write(flags={"max_steps": 20})
     runners = [Forked(lambda: experiments.main([path]), tmp_path / f"runner{number}.log") for number in (1, 2)]

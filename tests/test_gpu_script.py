@@ -68,6 +68,7 @@ def done(tmp_path_factory, tokenizer_dir):
     return folder
 
 
+@pytest.mark.slow
 def test_the_steps_give_throughput_memory_a_curve_and_five_seeds(done):
     found = read(done)
     assert found["tiny"] and list(found["steps"]) == FIRST and found["hardware"]["gpus"] == []
@@ -86,6 +87,7 @@ def test_the_steps_give_throughput_memory_a_curve_and_five_seeds(done):
     assert set(tuned["seeds"]) == set("12345") and len(tuned["peak_gib"]) == 5 and tuned["data"].startswith("made up")
 
 
+@pytest.mark.slow
 def test_the_ledger_takes_the_runs(done, tmp_path):
     assert report.add(tmp_path, done / "gpu_base", None) == tmp_path / "gpu_base"
     note = "made up in RTE's layout"
@@ -94,6 +96,7 @@ def test_the_ledger_takes_the_runs(done, tmp_path):
     assert f"--add {done / 'gpu_base'}" in said and f"--add {done / 'gpu_curve'}" in said and "made_up" not in said
 
 
+@pytest.mark.slow
 def test_another_start_runs_what_has_not_passed(done, capsys, monkeypatch):
     before = (done / "gpu_base" / "run_record.json").stat().st_mtime_ns
     flags = ["--tiny", "--output_dir", done]
@@ -107,6 +110,7 @@ def test_another_start_runs_what_has_not_passed(done, capsys, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_zero_is_started_by_accelerate_and_has_the_curves_losses(done, tokenizer_dir):
     zero = Runs(done, TINY, tokenizer=tokenizer_dir)
     zero.begin(280, time.monotonic() + 280)  # on a CPU, DeepSpeed may have to build its extension first
