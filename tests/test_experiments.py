@@ -168,6 +168,8 @@ def test_stopped_and_continued_the_weights_are_those_of_an_uninterrupted_list(wr
     path = write(flags=flags)
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
         seen = len(records(tmp_path / "out"))
+        for log in unfinished(tmp_path / "out"):
+            log.write_text("")  # so that what is waited for is of this start
         runner = Forked(lambda: experiments.main([path]), tmp_path / "runner.log")
         wait_until(lambda: any(log.read_text().count("  loss ") > 1 for log in unfinished(tmp_path / "out")))
         os.kill(runner.pid, number)

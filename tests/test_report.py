@@ -244,7 +244,7 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
     assert verdict.count("permutation p 0.01 (0.02 with Holm's correction)") == 2 and "is better than" in verdict
     same = [0.7, 0.61, 0.72, 0.63, 0.74], [0.7, 0.61, 0.72, 0.63, 0.74]
-    for task in ("qnli", "wnli", "qqp", "sst2", "mnli"):
+    for task in ("qnli", "qqp", "sst2", "wnli", "mnli"):
         write_pair(ledger, tmp_path, task, *same)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
     assert "not shown to be better" in verdict and verdict.count("Suggestive") == 1
@@ -383,43 +383,3 @@ def test_the_committed_verdict_says_what_the_seeds_say(ledger, root):
     f1 = [100 * scores(f"squad_1.1{kind}_max_train_samples_4000")[0]["f1"] for kind in ("", "_random_weights")]
     single = verdict.split("A single seed, so no statement: ")[1]
     assert f"SQuAD 1.1 {f1[0]:.1f} against {f1[1]:.1f}" in single and "RACE" in single
-
-
-def test_scores_on_blimp_have_a_section(ledger, tmp_path):
-    """Of a run, added with it, and of a model from elsewhere; beside the published figures, each said of which mean."""
-    scores = {f"mean_of_{of}": 0.625 for of in ("paradigms", "phenomena")}
-    scores |= {f"mean_of_{of}_interval": [0.6, 0.65] for of in ("paradigms", "phenomena")}
-    control = {"pll": scores | {"mean_of_paradigms": 0.51}}
-    record = {"model": "mini", "scores": {"pll": scores}, "random_weights": [control], "pairs": 134, "partial": "half"}
-    write_pretraining(tmp_path / "runs" / "mini")
-    for name in ("mini", "other"):
-        (tmp_path / "runs" / name).mkdir(exist_ok=True)
-        durable.write_sealed(tmp_path / "runs" / name / "blimp.json", record)
-    readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs/mini", tmp_path / "runs/other")
-    assert (tmp_path / "results/mini/run_record.json").is_file() and "Minimal pairs" not in readme
-    whole = (tmp_path / "results" / "README.md").read_text()
-    for name in ("mini", "other"):
-        row = ["pseudo-log-likelihood", *["62.5 (60.0 to 65.0)"] * 2, "51.0 (1 seed)", "134 (partial: half)"]
-        assert f"| {name} | {' | '.join(row)} |" in whole.splitlines()
-    assert cells(whole, "GPT-2")[1:4] == [
-        "published: Warstadt et al. 2020, probabilities of whole sentences",
-        "83.0",
-        "-",
-    ]
-    assert "Minimal pairs of grammar" in TextOf(page).text
-
-
-def test_a_curve_of_blimp_is_a_third_panel(tmp_path, monkeypatch):
-    write_pretraining(tmp_path / "mini")
-    record = durable.read_json(tmp_path / "mini/run_record.json") | {"blimp_at_steps": [[50, 0.5], [100, 0.6]]}
-    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
-    plots.plot_curves({"mini": record}, tmp_path / "curves.png")
-    *_, pairs = plots.plt.gcf().axes
-    plots.plot_loss(record, tmp_path / "loss.png")
-    loss, right = plots.plt.gcf().axes
-    monkeypatch.undo()
-    plots.plt.close("all")
-    assert pairs.lines[0].get_xdata() == pytest.approx([0.5, 2.0])
-    for axes in (pairs, right):
-        assert axes.lines[0].get_ydata() == pytest.approx([50, 60]) and "BLiMP" in axes.get_ylabel()
-    assert "BLiMP (right)" in [line.get_label() for line in loss.lines]
