@@ -146,8 +146,8 @@ class Row:
         for name, words in self.measures.items():
             if left or not self.output_of(name).is_file():
                 tool = [sys.executable, "-m", f"roberta_recipe.tools.{MEASURES[name].tool}"]
-                model, output = ["--model_name_or_path", str(self.run)], ["--output", str(self.output_of(name))]
-                left[name] = [*tool, *model, *words, *output]
+                model = ["--model_name_or_path", str(self.run)]
+                left[name] = [*tool, *model, *words, *_written_to(name, self.output_of(name))]
         return left
 
     def step(self) -> int:
@@ -309,11 +309,20 @@ def _begin_child(parent: int) -> None:
     end_with_parent(parent, signal.SIGKILL)
 
 
+def _written_to(measure: str, path: Path) -> list[str]:
+    """The flag that has a measure's tool write `path`; `tools/blimp.py` names the file itself, in a folder."""
+    return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
+
+
 def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[str]], path: str) -> list[Resolved]:
     """What the scripts' parsers make of all settings; the tools' parsers take the measures' flags."""
     for name, words in tools.items():
         tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[name].tool}")
-        _named(f"{path}, measure {name!r}", tool.parse, ["--model_name_or_path", "run", *words, "--output", "file"])
+        _named(
+            f"{path}, measure {name!r}",
+            tool.parse,
+            ["--model_name_or_path", "run", *words, *_written_to(name, Path("run", f"{name}.json"))],
+        )
     found = []
     for setting in settings:
         where = f"{path}, row {setting.name!r}"
