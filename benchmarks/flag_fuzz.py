@@ -33,7 +33,7 @@ import flags
 import torch
 import yaml
 from conftest import Forked, make_documents, write_jsonl, write_parquet, write_text
-from official_files import write_race, write_squad
+from official_files import write_paradigm, write_race, write_squad
 
 from roberta_recipe.args import RecipeParser
 
@@ -64,7 +64,10 @@ def loaded(folder: str, name: str) -> Any:
 
 def commands() -> dict[str, Command]:
     """Every script and tool, by name. Paths are relative: a start has a copy of the inputs as its folder."""
-    tools = {path.stem for path in (ROOT / "roberta_recipe" / "tools").glob("[a-z]*.py")} - {"launch"}  # accelerate's
+    tools = {
+        path.stem for path in (ROOT / "roberta_recipe" / "tools").glob("[a-z]*.py") if "def main(" in path.read_text()
+    }
+    tools.remove("launch")  # accelerate's own parser
     mlm = f"--config preset.yaml --use_cpu --disable_tqdm true --output_dir out --max_steps {flags.STEPS // 3}"
     text = " --train_file text/train.parquet --validation_file text/valid.parquet"
     tuned = "--model_name_or_path model --output_dir out --max_seq_length 64 --max_steps 2 --warmup_steps 1 --seeds 1 "
@@ -81,6 +84,9 @@ def commands() -> dict[str, Command]:
         "pack": (f"{mlm}{text} --token_cache cache --num_proc 1", "text/train.parquet"),
         "evaluate": (f"{mlm}{text} --model_name_or_path model", "model"),
         "estimate": (mlm + text, "preset.yaml", "config.json"),
+        "words": ("--model_name_or_path model --text_file text/valid.jsonl --output words.json", "text", "model"),
+        "blimp": ("--model_name_or_path model --data_dir blimp --output_dir out", "blimp", "model"),
+        "experiments": ("experiments.yaml --table", "experiments.yaml", "preset.yaml"),
         "compare": ("run run", "run"),
         "explain": ("--output_dir run --step 1", "run"),
         "contamination": ("--corpus corpus.yaml --glue_dir glue", "corpus.yaml"),
@@ -134,6 +140,12 @@ def prepare(folder: Path) -> None:
     as_yaml(folder / "corpus.yaml", {"sources": [source], "language": "en"})
     write_squad(folder / "squad", share=0.0002)
     write_race(folder / "race", share=0.001)
+    for uid in ("passive_1", "passive_2"):
+        write_paradigm(folder / "blimp", uid, pairs=2)
+    listed = {"output_dir": "experiments", "config": "preset.yaml", "flags": {"max_steps": 2}, "seeds": [1]}
+    as_yaml(
+        folder / "experiments.yaml", {**listed, "measures": {"loss": None}, "rows": [{"name": "low"}, {"name": "high"}]}
+    )
     for task, preset in (("glue", "glue/rte"), ("squad", "squad/v1.1"), ("race", "race/paper")):
         text = (ROOT / f"presets/{preset}.yaml").read_text(encoding="utf-8")
         (folder / f"{task}.yaml").write_text(re.sub(r"(?m)^(output_dir|model_name_or_path): .*\n", "", text))

@@ -125,7 +125,7 @@ def prepare(folder: Path) -> None:
     }
     (folder / "preset.yaml").write_text("seed: 42\nmlm_probability: 0.15\n", encoding="utf-8")
     RobertaConfig(
-        **{"vocab_size": len(tokenizer), "max_position_embeddings": 66, "type_vocab_size": 1, **shape}
+        **{"vocab_size": len(tokenizer), "max_position_embeddings": 130, "type_vocab_size": 1, **shape}
     ).to_json_file(folder / "config.json")
     torch.manual_seed(0)
     model = build_model(tokenizer, config_name=str(folder / "config.json"), max_seq_length=64)

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from roberta_recipe.errors import InputError
+
 MANIFEST = "manifest.json"
 SEAL = "checksum"  # key of a JSON file that carries a checksum of its other values
 
@@ -59,6 +61,16 @@ def remove_left(folder: Path, of: str = "*") -> None:
         if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def make_folder(path: Path, named: str = "output_dir") -> None:
+    """Make a folder, and those around it. Raises `InputError` where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InputError(f"{named}={path} is a file; name a folder") from None
+    except OSError as error:
+        raise InputError(f"{named}={path} cannot be made: {error.strerror}") from None
 
 
 def write_json(path: str | Path, values: Any) -> None:

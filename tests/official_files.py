@@ -1,4 +1,5 @@
-"""Made-up files of the official shapes, at the official sizes or a share of them: GLUE, SuperGLUE's WSC, RACE, SQuAD.
+"""Made-up files of the official shapes, at the official sizes or a share of them: GLUE, SuperGLUE's WSC, RACE,
+SQuAD, BLiMP.
 
     python tests/official_files.py --output_dir DIR                     # all of it at full size: 400 MB
     python tests/official_files.py --output_dir DIR --share 0.001
@@ -11,8 +12,11 @@ column counts (QQP), files without header (CoLA), hypotheses that rewrite their 
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from roberta_recipe.tasks import blimp
 
 NAMES = ["Abel", "Berta", "Caspar", "Dorothea", "Emil", "Frieda", "Gustav", "Hedwig", "Ignaz", "Johanna"]
 THINGS = ["kettle", "lantern", "wagon", "violin", "ladder", "basket", "mirror", "anchor", "blanket", "hammer"]
@@ -290,6 +294,35 @@ def answer_in(context: str, draw: random.Random) -> dict:
     return {"text": text, "answer_start": starts[first]} if text else answer_in(context, draw)
 
 
+def blimp_rows(uid: str, pairs: int, term: str | None = None) -> Iterator[dict[str, Any]]:
+    """Pairs of a paradigm of BLiMP, no two alike."""
+    for number in range(pairs):
+        name, verb, thing = NAMES[number % len(NAMES)], VERBS[(number * 3 + len(uid)) % len(VERBS)], THINGS[number % 7]
+        yield {
+            "sentence_good": f"{name} {verb} the {thing} {number}.",
+            "sentence_bad": f"{name} the {verb} {thing} {number}.",
+            "field": "syntax",
+            "linguistics_term": term or blimp.PHENOMENON[uid],
+            "UID": uid,
+            "simple_LM_method": True,
+            "one_prefix_method": False,
+            "two_prefix_method": False,
+            "lexically_identical": False,
+            "pairID": str(number),
+        }
+
+
+def write_paradigm(folder: Path, uid: str, pairs: int, term: str | None = None) -> None:
+    write_lines(folder / f"{uid}.jsonl", [json.dumps(row) for row in blimp_rows(uid, pairs, term)])
+
+
+def write_blimp(folder: Path, pairs: int = blimp.PAIRS) -> None:
+    """BLiMP's 67 paradigms, two of them with a term that is none of the 12 phenomena, as in the official files."""
+    for uid in blimp.PHENOMENON:
+        term = "s-selection" if uid.startswith("animate_subject") else None
+        write_paradigm(folder, uid, pairs, term)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -300,6 +333,7 @@ def main() -> None:
     write_wsc(args.output_dir / "wsc", args.output_dir / "glue", args.share, args.seed)
     write_race(args.output_dir / "race", args.share, args.seed)
     write_squad(args.output_dir / "squad", args.share, args.seed)
+    write_blimp(args.output_dir / "blimp", share_of(blimp.PAIRS, args.share))
     print(f"{args.output_dir}: {', '.join(sorted(path.name for path in args.output_dir.iterdir()))}")
 
 

@@ -9,9 +9,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import SUBJECTS, VERBS, end_well, forked_ranks
+from conftest import end_well, forked_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from official_files import blimp_rows, write_blimp, write_paradigm
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 import train_mlm
@@ -38,35 +39,10 @@ SENTENCES = [
 ]
 
 
-def rows(uid, count, term=None):
-    """Rows of a paradigm in the official form, made up."""
-    for number in range(count):
-        subject, verb = SUBJECTS[number % len(SUBJECTS)], VERBS[(number * 3 + len(uid)) % len(VERBS)]
-        yield {
-            "sentence_good": f"{subject.capitalize()} {verb} the river {number}.",
-            "sentence_bad": f"{subject.capitalize()} the {verb} river {number}.",
-            "field": "syntax",
-            "linguistics_term": term or blimp.PHENOMENON[uid],
-            "UID": uid,
-            "simple_LM_method": True,
-            "one_prefix_method": False,
-            "two_prefix_method": False,
-            "lexically_identical": False,
-            "pairID": str(number),
-        }
-
-
-def write_paradigm(folder, uid, count, **others):
-    folder.mkdir(exist_ok=True)
-    (folder / f"{uid}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(uid, count, **others)))
-
-
 @pytest.fixture
 def data_dir(tmp_path):
-    """All 67 paradigms, of two pairs each, the terms as in the official files."""
-    for uid in blimp.PHENOMENON:
-        term = "s-selection" if uid.startswith("animate_subject") else None
-        write_paradigm(tmp_path / "blimp", uid, 2, term=term)
+    """All 67 paradigms, of two pairs each."""
+    write_blimp(tmp_path / "blimp", pairs=2)
     return tmp_path / "blimp"
 
 
@@ -235,7 +211,7 @@ def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
 def test_pairs_from_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        protocol, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or rows(uid, 2)
+        protocol, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or blimp_rows(uid, 2)
     )
     assert len(blimp.read(None).good) == 134
     assert asked[0] == ("nyu-mll/blimp", "anaphor_gender_agreement", "train") and len(set(asked)) == 67
@@ -246,7 +222,7 @@ def test_bad_pairs(tmp_path, data_dir):
         blimp.read(str(tmp_path / "absent"))
     with pytest.raises(InputError, match="pairs=0 must be at least 1"):
         blimp.read(str(data_dir), 0)
-    (row,) = rows("passive_1", 1)
+    (row,) = blimp_rows("passive_1", 1)
     path = data_dir / "passive_1.jsonl"
     for change, said in (
         ({"sentence_good": None}, "sentence_good is None"),
@@ -418,7 +394,7 @@ def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tm
     monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
     with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
         train_mlm.main(["--config", preset, "--blimp_dir", str(tmp_path / "absent")])
-    (row,) = rows("passive_1", 1)
+    (row,) = blimp_rows("passive_1", 1)
     (data_dir / "passive_1.jsonl").write_text(json.dumps(row | {"sentence_good": "word " * 200}))
     with pytest.raises(InputError, match="at most 64 tokens with this model; take it out"):
         train_mlm.main(["--config", preset, "--blimp_dir", str(data_dir)])
@@ -448,3 +424,9 @@ def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
     ranks = deepspeed_ranks("zero3", lambda _: train_mlm.main(two), tmp_path)
     record = ended(ranks, tmp_path)
     assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
+
+
+def test_an_output_folder_that_is_a_file_is_told_before_the_work(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(InputError, match="output_dir=.*taken is a file"):
+        tool.main(["--model_name_or_path", "none", "--output_dir", str(tmp_path / "taken")])

@@ -363,3 +363,12 @@ def test_packing_processes_end_with_the_packer(corpus, tokenizer, tmp_path, monk
     for process in alive:
         process.kill()
     assert len(gone) == 2
+
+
+def test_a_cache_whose_blocks_name_no_document_is_refused(corpus, tokenizer, tmp_path, monkeypatch):
+    """As it was packed before validation had errors over documents."""
+    with monkeypatch.context() as before:
+        before.setattr(token_cache, "_FORMAT", {"cache_format": "a checksum for each block"})
+        token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=1)
+    with pytest.raises(InputError, match="was made from something else: cache_format"):
+        token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=1)

@@ -510,3 +510,13 @@ def test_two_processes_give_the_curve_of_one_process(preset, tmp_path, root):
     assert two["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
     assert two["tokens_seen"] == single["tokens_seen"]
     assert done.stdout.count("checkpoint  ") == 1  # only process 0 logs
+
+
+def test_held_out_text_of_a_single_document_has_no_error(preset, tmp_path, capsys):
+    """A standard error over documents needs two; the log line, which shows numbers, leaves it out."""
+    held_out = " ".join(make_documents(60, seed=7)).replace("\n", " ")
+    (tmp_path / "one.txt").write_text(held_out, encoding="utf-8")
+    flags = ["--validation_file", tmp_path / "one.txt", "--per_device_eval_batch_size", 2]
+    record = train(preset, *flags, "--max_steps", 2, "--eval_strategy", "steps", "--eval_steps", 1)
+    assert record["metrics"]["eval_documents"] == 1 and "eval_loss_error" not in record["metrics"]
+    assert "±" not in capsys.readouterr().out

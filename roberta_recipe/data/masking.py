@@ -116,11 +116,9 @@ def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     return checksum
 
 
-def validation_collator(tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None = None) -> MlmCollator:
+def validation_collator(tokenizer: PreTrainedTokenizerBase) -> MlmCollator:
     """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
-    return MlmCollator(
-        tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, pad_to_multiple_of=pad_to_multiple_of
-    )
+    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED)
 
 
 def fixed_masks(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -100,15 +100,17 @@ def drawn_evenly(counts: list[int], shares: list[float], limit: int | None, seed
     drawn = []
     for number, (count, taken) in enumerate(zip(counts, wanted, strict=True)):
         ends = np.arange(taken + 1) * count // max(taken, 1)
-        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, DRAW, number])))
-        drawn.append(draws.integers(ends[:-1], ends[1:]))
+        drawn.append(_generator(seed, DRAW, number).integers(ends[:-1], ends[1:]))
     return drawn
 
 
 def random_order(seed: int, purpose: int, key: tuple[int, ...], count: int) -> np.ndarray:
     """A permutation of `count` items, drawn from (seed, purpose, key): (count,) int64."""
-    sequence = np.random.SeedSequence([seed, purpose, *key, len(key)])
-    return np.random.Generator(np.random.Philox(sequence)).permutation(count)
+    return _generator(seed, purpose, *key, len(key)).permutation(count)
+
+
+def _generator(*entropy: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def file_order(source: int, files: int, *, seed: int, epoch: int) -> list[int]:

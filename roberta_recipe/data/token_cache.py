@@ -53,7 +53,7 @@ from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import logger
 
 FINGERPRINT = "fingerprint.json"
-_FORMAT = {"cache_format": "a checksum for each block"}  # for the fingerprint of a cache
+_FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
 _CHECKSUM = "crc32"  # the column of a shard
 _REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
 _ROWS_PER_BATCH = 1024  # blocks: about 1 MB

@@ -241,10 +241,7 @@ def run_all(
 
 def take_folder(folder: Path) -> None:
     """Hold the folder of a protocol's runs until this process ends (`lock.take`)."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output_dir={folder} cannot be made: {error.strerror}") from None
+    durable.make_folder(folder)
     lock.take(folder)
     durable.remove_left(folder)
 

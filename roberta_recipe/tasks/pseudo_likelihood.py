@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import weights
+from roberta_recipe.training import predictions, weights
 
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
@@ -47,16 +47,6 @@ class Copies(NamedTuple):
     method: np.ndarray  # (items,): the number of one of METHODS
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` for a tokenizer that is slow, or has no mask."""
-    if not tokenizer.is_fast or tokenizer.mask_token_id is None:
-        lacks = "mask token" if tokenizer.is_fast else "fast form, which says which tokens are a word"
-        raise InputError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}: name the model's own with --tokenizer_name, or "
-            "another masked LM"
-        )
-
-
 def encode(
     tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str], max_length: int | None = None
 ) -> list[Sentences]:
@@ -66,7 +56,7 @@ def encode(
     blank: with RoBERTa's, "can't." is the three words can, 't and the full stop; with BERT's, the four words can, the
     apostrophe, t and the full stop; a pre-tokenizer that splits at blanks only leaves it whole.
     """
-    check_tokenizer(tokenizer)
+    predictions.check_tokenizer(tokenizer)
     encoded = tokenizer(list(sentences), return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
     by_length: dict[int, list[tuple[int, list[int], list[int]]]] = {}
     for number, (sentence, ids) in enumerate(zip(sentences, encoded["input_ids"], strict=True)):

@@ -20,13 +20,13 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
-from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.errors import exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import markdown, minimal_pairs
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.training import environment, weights
+from roberta_recipe.training import environment, predictions, weights
 
 CHART_NAME = "blimp.png"
 
@@ -49,25 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.output_dir and not resolve_path(args.model_name_or_path).is_dir():
         args.output_dir = str(Path("runs", "blimp", args.model_name_or_path.replace("/", "-")))
     args.output_dir = Path(args.output_dir or resolve_path(args.model_name_or_path))
+    durable.make_folder(args.output_dir)
     return args
-
-
-def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model, in fp32 and evaluation mode, and tokenizer. Raises `InputError` where they do not fit each other."""
-    name = args.model_name_or_path
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or name, needed=())
-    pseudo_likelihood.check_tokenizer(tokenizer)
-    model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise InputError(
-            f"the tokenizer {tokenizer.name_or_path!r} has {len(tokenizer):,} entries, more than the embedding of "
-            f"{name!r}; name the model's own with --tokenizer_name"
-        )
-    return on_device(model), tokenizer
-
-
-def on_device(model: PreTrainedModel) -> PreTrainedModel:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def measure(
@@ -102,14 +85,14 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     environment.set_up_process()
     args, started_s = parse(argv), time.monotonic()
     pairs = blimp.read(args.data_dir, args.pairs)
-    model, tokenizer = load(args)
+    model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
     name, config = args.model_name_or_path, model.config
     logger.info(f"BLiMP       {len(pairs.good):,} pairs" + f", partial: {pairs.partial}" * bool(pairs.partial))
     own, controls = measure(model, tokenizer, pairs, args.methods), []
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")
         set_seed(seed)
-        control = on_device(weights.fresh(AutoModelForMaskedLM, name, config))
+        control = predictions.ready(weights.fresh(AutoModelForMaskedLM, name, config))
         controls.append(measure(control, tokenizer, pairs, args.methods))
     record: records.BlimpRecord = {
         "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,
@@ -126,7 +109,6 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
         "commit": records.git_commit(),
         "hardware": describe_machine(),
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     durable.write_sealed(args.output_dir / records.BLIMP_NAME, records.finite(record))
     minimal_pairs.plot(record, args.output_dir / CHART_NAME)
     print(

@@ -133,7 +133,7 @@ def write(listed: Experiments) -> str:
     """Write `table.md` and `table.json` into the list's folder; returns the former's text."""
     found = cells(listed)
     text = f"{markdown.table(*lines(listed, found))}\n\n{' '.join(notes(listed, found))}\n"
-    listed.folder.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(listed.folder, f"{listed.path}: output_dir")
     durable.write_text(_path(listed, ".md"), text)
     values = {
         measure: {

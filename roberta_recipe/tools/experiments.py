@@ -271,10 +271,7 @@ def main(argv: list[str] | None = None) -> Any:
 
 def run(listed: Experiments, jobs: int) -> None:
     """Run what is not finished. Raises `RunError`, with the table written, where rows failed, and `Stopped`."""
-    try:
-        listed.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{listed.path}: output_dir={listed.folder} cannot be made: {error.strerror}") from None
+    durable.make_folder(listed.folder, f"{listed.path}: output_dir")
     runner = Runner(listed, jobs)
     finished = len(listed.rows) - len(runner.waiting)
     logger.info(f"{listed.path}: {len(listed.rows)} rows, {finished} of them finished; {jobs} side by side\n")

@@ -457,7 +457,7 @@ def convert_to_fairseq(args: argparse.Namespace) -> None:
     if len(tokenizer) > model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     checkpoint = checkpoint_of(model, len(tokenizer), args.head)
-    folder.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(folder)
     write_vocabulary(tokenizer, folder)
     torch.save(checkpoint, folder / "model.pt")
     if args.head:

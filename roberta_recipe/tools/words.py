@@ -11,7 +11,6 @@ said. An uncased model need not tell Paris from paris, and has an easier task.
 """
 
 import argparse
-import hashlib
 import math
 import re
 import sys
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import corpus_of_files, read_corpus
-from roberta_recipe.data.documents import check_sources, documents
+from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import set_up_logging
 from roberta_recipe.significance import error_of_ratio, with_error
@@ -65,8 +64,7 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
     from the document's text."""
     for number, text in enumerate(texts):
         words = text.split()
-        key = int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest(), "little")
-        draws = np.random.Generator(np.random.Philox(key=key))
+        draws = np.random.Generator(np.random.Philox(key=int(text_digest(" ".join(words)), 16)))
         total = -(-len(words) // WINDOW)
         for index in sorted(draws.permutation(total)[:WINDOWS].tolist()):
             window = " ".join(words[index * WINDOW : (index + 1) * WINDOW])
@@ -164,9 +162,7 @@ def read_windows(args: argparse.Namespace) -> list[Window]:
         check_sources(corpus)
     for source in corpus.sources:
         own = list(documents(corpus, source, "validation", seed=0))
-        # the same documents whatever the order of the files is
-        own.sort(key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
-        texts += own[: args.max_documents]
+        texts += sorted(own, key=text_digest)[: args.max_documents]  # the same whatever the order of the files is
     windows = list(windows_of(texts))
     if not windows:
         raise InputError("the held-out text has no words to mask: name another corpus or text_file")
@@ -194,8 +190,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     environment.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
     model, tokenizer = predictions.load(args.model_name_or_path)
-    if torch.cuda.is_available():
-        model = model.cuda()
     figures = summarise(losses(model, tokenizer, read_windows(args)))
     word, character = (
         with_error(figures[f"bits_per_{unit}"], figures[f"bits_per_{unit}_error"]) for unit in ("word", "character")

@@ -67,15 +67,10 @@ def take_output_dir(args: TrainingArguments, extend: bool) -> None:
 
 def _take(output_dir: str, max_steps: int) -> None:
     path = Path(output_dir)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"output_dir={output_dir} is a file; name a folder")
     if (path / lock.LOCK_NAME).exists():  # who works there, before what is there
         lock.take(path)
     _check_content(path, max_steps)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output_dir={output_dir} cannot be made: {error.strerror}") from None
+    durable.make_folder(path)
     lock.take(path)
     durable.remove_left(path)
     _check_content(path, max_steps)  # another run may have begun and ended in between

@@ -34,10 +34,10 @@ class MlmTrainer(DurableTrainer):
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
-    another objective. Batches carry
-    `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the `recipe_state.json` of the checkpoint
-    that training is resumed from, and `skipped` the positions that `train_dataset` leaves out. `also_measured(trainer)`
-    gives metrics that each evaluation of `eval_dataset` has beside the losses; it is called in all processes.
+    another objective. Batches carry `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the
+    `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
+    `train_dataset` leaves out. `also_measured(trainer)` gives metrics that each evaluation of `eval_dataset` has beside
+    the losses; it is called in all processes.
     """
 
     memory_advice = ", or let --auto_find_batch_size find what fits"
@@ -226,7 +226,7 @@ class MlmTrainer(DurableTrainer):
             metrics = self.evaluate(masked, metric_key_prefix=prefix)
             found[source.name] = {
                 **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits", "documents")},
-                "loss_error": metrics[f"{prefix}_loss_error"],
+                "loss_error": metrics.get(f"{prefix}_loss_error"),
                 "unigram_entropy": masking.unigram_entropy(
                     [validation[index] for index in indices], self.processing_class
                 ),
@@ -264,7 +264,8 @@ class MlmTrainer(DurableTrainer):
         totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
         of_document = self.sum_over_processes(of_document).cpu().numpy()
-        metrics |= {"loss_error": significance.error_of_ratio(*of_document.T)}
+        if (error := significance.error_of_ratio(*of_document.T)) is not None:  # a log line has numbers only
+            metrics["loss_error"] = error
         if self.also_measured and metric_key_prefix == "eval":  # not for each source again
             metrics |= self.also_measured(self)
         examples = int(self.sum_over_processes(blocks))

@@ -11,17 +11,32 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.training import weights
 
 
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A masked LM of any family, in evaluation mode, and its own tokenizer. Raises `InputError`."""
-    tokenizer = tokenization.load_tokenizer(name, needed=("mask_token", "pad_token"))
-    if not tokenizer.is_fast:
-        raise InputError(f"model_name_or_path={name!r} has a slow tokenizer, which does not say where its pieces are")
+def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A masked LM of any family, `ready`, and its tokenizer. Raises `InputError` where they do not fit each other."""
+    tokenizer = tokenization.load_tokenizer(tokenizer_name or name, needed=("pad_token",))
+    check_tokenizer(tokenizer)
     model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
-    if len(tokenizer) > model.config.vocab_size:
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise InputError(
-            f"vocabularies disagree: {name!r} has vocab_size={model.config.vocab_size}, its tokenizer {len(tokenizer)}"
+            f"the tokenizer {tokenizer.name_or_path!r} has {len(tokenizer):,} entries, more than the embedding of "
+            f"{name!r}; name the model's own tokenizer"
         )
-    return model.eval(), tokenizer
+    return ready(model), tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `InputError` for a tokenizer that is slow, or has no mask."""
+    if not tokenizer.is_fast or tokenizer.mask_token_id is None:
+        lacks = "mask token" if tokenizer.is_fast else "fast form, which says which tokens are a word"
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}: name the model's own tokenizer, or another "
+            "masked LM"
+        )
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` on the device, in evaluation mode."""
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def log_probabilities(

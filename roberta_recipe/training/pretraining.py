@@ -411,7 +411,7 @@ def saving_in_words(training_args: MlmTrainingArguments) -> str:
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
     """The loss on the held-out text, with its standard error over documents, beside its unigram entropy (nats); and the
     loss of each source."""
-    loss, error = metrics["eval_loss"], metrics["eval_loss_error"]
+    loss, error = metrics["eval_loss"], metrics.get("eval_loss_error")
     shown = f"masked perplexity at {masking.EVAL_PROBABILITY:.0%} "
     decimals, side = decimals_of(error), "below" if loss < entropy else "ABOVE"
     print(
