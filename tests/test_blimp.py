@@ -428,5 +428,5 @@ def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
 
 def test_an_output_folder_that_is_a_file_is_told_before_the_work(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match="output_dir=.*taken is a file"):
+    with pytest.raises(InputError, match=r"output_dir=.*taken is a file"):
         tool.main(["--model_name_or_path", "none", "--output_dir", str(tmp_path / "taken")])

@@ -76,7 +76,9 @@ def test_zero_gives_the_curve_and_the_weights_of_one_process(
         assert (model.lm_head.bias[400:] < -9e3).all()
 
 
-@pytest.mark.parametrize("launch_file", ["zero1", pytest.param("zero3_offload", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "launch_file", ["zero1", pytest.param("zero3_offload", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path, deepspeed_ranks):
     single = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "single")])
     argv = ["--config", preset, *start, "--bf16", "true"]
