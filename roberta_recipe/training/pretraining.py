@@ -15,6 +15,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, token_cache, tokenization
+from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
@@ -92,6 +93,22 @@ class BlockArguments:
         "fixed",
         shown=True,
     )
+    masking_unit: Unit = setting(
+        "token",
+        "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words.",
+        "fixed",
+        shown=True,
+    )
+    static_masks: int = setting(
+        0, "Masks of a block, which its passes take in turn (BERT: 10); 0: a new one each pass.", "fixed", shown=True
+    )
+    mask_replace_prob: float = setting(0.8, "Share of the predicted positions that show <mask>.", "fixed", shown=True)
+    random_replace_prob: float = setting(
+        0.1,
+        "Share of them that show a random token; the rest show their own (BabyBERTa: none does).",
+        "fixed",
+        shown=True,
+    )
 
 
 @dataclass
@@ -159,6 +176,7 @@ def check_text(args: MlmArguments) -> None:
             f"mlm_probability={args.mlm_probability} must be below 1, and predict at least one of the "
             f"{args.max_seq_length} positions of a block; the paper has 0.15"
         )
+    check_masks(args)
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
@@ -171,6 +189,20 @@ def check_text(args: MlmArguments) -> None:
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
+
+
+def check_masks(args: MlmArguments) -> None:
+    """Raise `InputError` for masks that cannot be."""
+    if (shares := args.mask_replace_prob + args.random_replace_prob) > 1 + 1e-9:
+        raise InputError(
+            f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
+            f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
+        )
+    if args.mask_count == "exact" and args.masking_unit in LENGTHS:
+        raise InputError(
+            f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
+            "positions, which is exact already"
+        )
 
 
 def check_model(args: MlmArguments) -> None:
@@ -318,6 +350,10 @@ def build_collator(
         pad_to_multiple_of=8,
         seed=data_seed(training_args),
         mask_count=args.mask_count,
+        masking_unit=args.masking_unit,
+        static_masks=args.static_masks,
+        mask_replace_prob=args.mask_replace_prob,
+        random_replace_prob=args.random_replace_prob,
     )
 
 
