@@ -101,6 +101,7 @@ class BlimpRecord(TypedDict):
     pairs: int
     partial: str  # what is missing of the official pairs; empty where nothing is
     pairs_digest: str  # of the sentences
+    bf16: bool  # the precision of matrix products
     weights: str  # fingerprint of the weight files, or the Hub's commit
     tokenizer: str  # fingerprint
     wall_clock_s: float

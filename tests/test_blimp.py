@@ -109,6 +109,13 @@ def test_scores_equal_the_plain_loop(model_dir, tokenizer, bert, wordpiece):
         assert not alone[0].any() and alone[1] == pytest.approx(scores[1], abs=1e-4)
 
 
+def test_bf16_moves_scores_a_little(model_dir, tokenizer):
+    """The head still runs at the masked position alone, which is found out in fp32."""
+    model = larger(AutoModelForMaskedLM.from_pretrained(model_dir))
+    whole, half = (pseudo_likelihood.score(model, tokenizer, SENTENCES, bf16=bf16) for bf16 in (False, True))
+    assert half == pytest.approx(whole, rel=0.02) and (half != whole).all()
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.text("abcdeXYZ 01.,'-?", min_size=1, max_size=20).filter(str.strip), min_size=1, max_size=6))
 def test_scores_of_random_sentences_equal_the_plain_loop(wordpiece, sentences):

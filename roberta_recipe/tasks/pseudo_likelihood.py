@@ -178,11 +178,13 @@ def score(
     process: int = 0,
     processes: int = 1,
     in_step: bool = False,
+    bf16: bool = False,
     disable_bar: bool | None = None,
 ) -> np.ndarray:
     """(len(METHODS), sentences): the scores in nats, float64; zeros for a method that is not in `methods`.
 
-    `model` is in evaluation mode; `call` takes the place of its forward (`input_ids` to logits). Of several
+    `model` is in evaluation mode; `call` takes the place of its forward (`input_ids` to logits). With `bf16`, matrix
+    products are in it, and scores move by hundredths of a nat; the softmax is in fp32 always. Of several
     `processes`, each computes its share of the batches, and their sum is the result; with `in_step` all make equally
     many forwards, which ZeRO 3 needs. Raises `InputError`.
     """
@@ -194,7 +196,8 @@ def score(
     totals = np.zeros((len(METHODS), len(sentences)))
     tokens = sum(int((group.words >= 0).sum()) * group.ids.shape[1] for group in groups) * len(methods)
     bar = tqdm(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
-    with at_one_position(module, call) as logits, bar:
+    precision = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
+    with at_one_position(module, call) as logits, precision, bar:
         for turn, batch in enumerate(_batches(groups, tokenizer.mask_token_id, methods, batch_tokens)):
             if turn % processes == process:
                 np.add.at(totals, (batch.method, batch.sentence), _log_probs(model, logits, batch))
