@@ -10,12 +10,16 @@ long as `input_ids`, of the type that it should have on disk (`token_type_ids`).
 collator, fixed masks and evaluation carry all columns without knowing them.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 Document = list[list[int]]
 Columns = dict[str, Any]  # of a block
+_BLOCKS_IN_WORK = 16  # unfinished blocks of `doc_sentences`
 
 
 @dataclass
@@ -32,7 +36,8 @@ class PackState:
     tokens: int = 0
     blocks: int = 0
     begun_in: int = 0  # the document in which the block being filled begins
-    extra: dict[str, Any] = field(default_factory=dict)  # what another format has to remember, as JSON can hold it
+    # what another format has to remember, as JSON can hold it; its values are replaced and never changed
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def full_sentences(
@@ -99,7 +104,71 @@ def contiguous(
         yield _close(state, bos_id)
 
 
-PACKERS = {"full_sentences": full_sentences, "contiguous": contiguous}
+def doc_sentences(
+    documents: Iterable[Document], state: PackState, *, max_seq_length: int, bos_id: int, eos_id: int
+) -> Iterator[Columns]:
+    """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`).
+
+    Sequences are short then, so a block is as many of them as fit: `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, with the
+    column `sequence`, the number of each token's sequence in the block, by which the model keeps them apart. So a block
+    has as many tokens as one of `full_sentences`, and a step of so many blocks too (paper, section 4.2), while the
+    order of blocks stays a function of their positions. A finished sequence goes into the fullest of the unfinished
+    blocks (`_BLOCKS_IN_WORK` at most) that has room for it.
+    """
+    room = max_seq_length - 1  # after <s>
+    state.open = state.open or [bos_id]
+    for sentences in documents:
+        items = [sentence + [eos_id] for sentence in sentences]
+        while state.item < len(items):
+            item = items[state.item][state.token :]
+            if len(state.open) > 1 and len(state.open) + min(len(item), room) > max_seq_length:
+                yield from _put_away(state, max_seq_length, bos_id)
+                continue
+            state.split_sentences += state.token == 0 and len(item) > room
+            taken = item[:room]
+            state.open += taken
+            state.tokens += len(taken) - (len(taken) == len(item))
+            if len(taken) == len(item):
+                state.sentences += 1
+                state.item, state.token = state.item + 1, 0
+            else:
+                state.token += len(taken)
+        if len(state.open) > 1:
+            yield from _put_away(state, max_seq_length, bos_id)
+        _next_document(state, sentences)
+    while state.extra.get("in_work"):
+        yield _fullest(state)
+
+
+def _put_away(state: PackState, max_seq_length: int, bos_id: int) -> Iterator[Columns]:
+    """Put the finished sequence `state.open` into a block; yields the fullest block where there are too many."""
+    sequence, state.open = state.open, [bos_id]
+    in_work = state.extra.get("in_work", [])  # (document of the first sequence, the sequences) of each block
+    sizes = [sum(map(len, sequences)) for _, sequences in in_work]
+    fitting = [n for n, size in enumerate(sizes) if size + len(sequence) <= max_seq_length]
+    if fitting:
+        best = max(fitting, key=sizes.__getitem__)
+        document, sequences = in_work[best]
+        in_work = [*in_work[:best], [document, [*sequences, sequence]], *in_work[best + 1 :]]
+    else:
+        in_work = [*in_work, [state.documents, [sequence]]]
+    state.extra = {**state.extra, "in_work": in_work}
+    if len(in_work) > _BLOCKS_IN_WORK:
+        yield _fullest(state)
+
+
+def _fullest(state: PackState) -> Columns:
+    """Take the block with the most tokens out of those in work."""
+    in_work = state.extra["in_work"]
+    best = max(range(len(in_work)), key=lambda n: sum(map(len, in_work[n][1])))
+    document, sequences = in_work[best]
+    state.extra = {**state.extra, "in_work": [*in_work[:best], *in_work[best + 1 :]]}
+    state.blocks += 1
+    numbers = np.repeat(np.arange(len(sequences)), [*map(len, sequences)]).astype(np.uint16)
+    return {"input_ids": [*itertools.chain.from_iterable(sequences)], "sequence": numbers, "document": document}
+
+
+PACKERS = {"full_sentences": full_sentences, "doc_sentences": doc_sentences, "contiguous": contiguous}
 
 
 def _close(state: PackState, bos_id: int) -> Columns:

@@ -6,7 +6,6 @@ proportion to size would hand a corpus of books a thousand times its share). `to
 same order from disk.
 """
 
-import copy
 import itertools
 import os
 from collections import deque
@@ -72,7 +71,7 @@ class SourceState:
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # as in COUNTS, without this file's `pack`
 
     def copy(self) -> "SourceState":
-        pack = replace(self.pack, open=[*self.pack.open], extra=copy.deepcopy(self.pack.extra))
+        pack = replace(self.pack, open=[*self.pack.open])
         return replace(self, pack=pack, counts=[*self.counts])
 
     def count(self, name: str, number: int) -> None:

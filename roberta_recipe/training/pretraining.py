@@ -79,9 +79,9 @@ class BlockArguments:
     _argument_group_name = "blocks and masks"
 
     tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
-    input_format: Literal["full_sentences", "contiguous"] = setting(
+    input_format: Literal["full_sentences", "doc_sentences", "contiguous"] = setting(
         "full_sentences",
-        "Whole sentences across documents (paper, section 4.2), or chunks of fixed size.",
+        "Whole sentences across documents or of one document (paper, section 4.2), or chunks of fixed size.",
         "data",
         shown=True,
     )
