@@ -36,7 +36,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
     `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
     them ("exact"); spans or n-grams up to floor(mlm_probability x text tokens + u) positions. What replaces them is
     drawn by token, of a span (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask of pass
-    e mod K (BERT: 10); 0 gives each pass its own.
+    e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of spans
+    (predicted positions side by side) that have a token at both sides.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
     `num_tokens`, the number of positions that are not padding, and `blocks_digest` and `digest`, sums over blocks of a
@@ -49,6 +50,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
     masking_unit: Unit = "token"
     static_masks: int = 0
+    span_boundary: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,6 +125,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
         if "labels" not in columns:
             masked = self.mask_block(example["input_ids"], example["epoch"], example["block_id"])
             columns["input_ids"], columns["labels"] = masked
+            if self.span_boundary:
+                columns["sbo_labels"] = _within(columns["labels"])
         return columns
 
     def _stacked(self, name: str, values: list[Any], width: int) -> torch.Tensor:
@@ -136,6 +140,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return torch.from_numpy(rows)
 
 
+def _within(labels: np.ndarray) -> np.ndarray:
+    """`labels` without those of a span that touches the block's first or last position."""
+    shown = np.flatnonzero(labels == IGNORED)
+    within = np.full_like(labels, IGNORED)
+    if len(shown):
+        within[shown[0] : shown[-1]] = labels[shown[0] : shown[-1]]
+    return within
+
+
 def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     """A checksum of a block's `columns`, as they were read or as the model sees them, and of its number."""
     checksum = example.get("block_id", 0) & 0xFFFFFFFF
@@ -147,15 +160,17 @@ def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     return checksum
 
 
-def validation_collator(tokenizer: PreTrainedTokenizerBase) -> MlmCollator:
+def validation_collator(tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False) -> MlmCollator:
     """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
-    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED)
+    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, span_boundary=span_boundary)
 
 
-def fixed_masks(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def fixed_masks(
+    blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False
+) -> list[dict[str, Any]]:
     """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
     with the number of its `CLUSTER`."""
-    fixed, clusters = validation_collator(tokenizer), {}
+    fixed, clusters = validation_collator(tokenizer, span_boundary), {}
     examples = []
     for block in blocks:
         source, file, _ = place_of(block["block_id"])

@@ -35,6 +35,7 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
     """
 
     objectives: ClassVar[dict[str, str]] = {"mlm": "labels"}
+    heads_of_objectives: tuple[str, ...] = ()  # how the names of weights begin that the stock class has no place for
 
     def forward(
         self,
@@ -140,7 +141,10 @@ def build_model(
             f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
         )
     if model_name_or_path:
-        model, _ = weights.load(cls, model_name_or_path, config=config)
+        # the heads of other objectives are not in a finished model
+        model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
+        if any(name.startswith("lm_head.") for name in info["missing_keys"]):
+            raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
     else:

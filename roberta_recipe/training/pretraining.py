@@ -22,7 +22,16 @@ from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import attention, digests, environment, libraries, modeling, optimization, spikes
+from roberta_recipe.training import (
+    attention,
+    digests,
+    environment,
+    libraries,
+    modeling,
+    objectives,
+    optimization,
+    spikes,
+)
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -83,6 +92,12 @@ class BlockArguments:
         "full_sentences",
         "Whole sentences across documents or of one document (paper, section 4.2), or chunks of fixed size.",
         "data",
+        shown=True,
+    )
+    objective: list[str] = setting(
+        ["mlm"],
+        "The masked LM, and beside it sbo (SpanBERT: a span's tokens from the two beside it).",
+        "fixed",
         shown=True,
     )
     max_seq_length: int = setting(512, "Tokens in a block, <s> and </s> included.", "data", shown=True)
@@ -177,6 +192,7 @@ def check_text(args: MlmArguments) -> None:
             f"{args.max_seq_length} positions of a block; the paper has 0.15"
         )
     check_masks(args)
+    check_objective(args)
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
@@ -202,6 +218,17 @@ def check_masks(args: MlmArguments) -> None:
         raise InputError(
             f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
             "positions, which is exact already"
+        )
+
+
+def check_objective(args: MlmArguments) -> None:
+    """Raise `InputError` for objectives that are none, or that masks or blocks do not give."""
+    if tuple(args.objective) not in objectives.MODELS:
+        known = ", or ".join(" ".join(names) for names in objectives.MODELS)
+        raise InputError(f"objective={' '.join(args.objective)!r} must be {known}")
+    if "sbo" in args.objective and args.masking_unit != "span":
+        raise InputError(
+            f"objective sbo goes with masking_unit=span, whose spans have a token at each side, not {args.masking_unit}"
         )
 
 
@@ -321,10 +348,10 @@ def build_model(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    cls: type[modeling.RobertaForMaskedLM] = modeling.RobertaForMaskedLM,
+    cls: type[modeling.RobertaForMaskedLM] | None = None,
 ) -> modeling.RobertaForMaskedLM:
-    """A `cls` with fresh weights, or with those of a checkpoint; whole on every process. `training_args` is told which
-    attention it has."""
+    """The model of the objectives, or a `cls`, with fresh weights, or with those of a checkpoint; whole on every
+    process. `training_args` is told which attention it has."""
     environment.build_models_whole()
     set_seed(training_args.seed)
     model = modeling.build_model(
@@ -333,7 +360,7 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        cls=cls,
+        cls=cls or objectives.MODELS[tuple(args.objective)],
     )
     training_args.attn_implementation = attention.choose(model.config, training_args)
     attention.set_up(model, training_args)
@@ -352,6 +379,7 @@ def build_collator(
         mask_count=args.mask_count,
         masking_unit=args.masking_unit,
         static_masks=args.static_masks,
+        span_boundary="sbo" in args.objective,
         mask_replace_prob=args.mask_replace_prob,
         random_replace_prob=args.random_replace_prob,
     )
@@ -416,7 +444,7 @@ def mask_validation(
 ) -> list[dict[str, Any]]:
     """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
     which nothing is."""
-    examples = masking.fixed_masks(blocks, tokenizer)
+    examples = masking.fixed_masks(blocks, tokenizer, span_boundary="sbo" in args.objective)
     if not masking.predicts(examples):
         raise InputError(
             f"none of the positions of {len(blocks)} validation blocks is among the {masking.EVAL_PROBABILITY:.0%} "
