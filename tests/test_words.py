@@ -121,7 +121,20 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
         words.main(flags[:2])
 
 
-def test_a_window_that_is_too_long_is_refused(config, tokenizer):
-    model = transformers.RobertaForMaskedLM(config)
-    with pytest.raises(InputError, match="positions"):
-        words.losses(model, tokenizer, list(words.windows_of(["antidisestablishmentarianism " * 64])))
+def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, caplog):
+    """Of 64 positions and of 24: windows are divided, and each loss is that of its part's definition."""
+    torch.manual_seed(0)
+    windows = list(words.windows_of([" ".join(TEXTS), "No antidisestablishment.today.".replace("t", "tt") * 30]))
+    asked = [window.text[first:end] for window in windows for first, end in window.spans]
+    for positions in (66, 26):
+        config.max_position_embeddings, config.initializer_range = positions, 0.5
+        model = transformers.RobertaForMaskedLM(config).eval()
+        parts = [part for window in windows for part in words.divided(tokenizer, window, positions - 2)]
+        assert [part.text[first:end] for part in parts for first, end in part.spans] == asked
+        found = words.losses(model, tokenizer, windows)
+        assert len(found) == len(parts) > len(windows)
+        for part, loss in zip(parts, found, strict=True):
+            assert loss.bits == pytest.approx(by_definition(model, tokenizer, part), rel=1e-4)
+    assert "Divided" in caplog.text and "the model has 24 positions" in caplog.text
+    with pytest.raises(InputError, match=r"the word 'Nebucha.* has more pieces than the model's 24 positions"):
+        words.divided(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)

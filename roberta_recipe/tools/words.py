@@ -5,9 +5,10 @@
 
 A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
 is summed over the pieces. Which words are masked depends on the text alone, so every masked LM with a fast tokenizer
-answers the same questions, whatever its pieces. Words are runs of letters with no letter, digit, underscore or
-apostrophe beside them, which no common tokenizer joins with what is beside them; where one does, that is counted and
-said. An uncased model need not tell Paris from paris, and has an easier task.
+answers the same questions, whatever its pieces; a model of few positions has less of a window around them. Words are
+runs of letters with no letter, digit, underscore or apostrophe beside them, which no common tokenizer joins with what
+is beside them; where one does, that is counted and said. An uncased model need not tell Paris from paris, and has an
+easier task.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import corpus_of_files, read_corpus
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import set_up_logging
+from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.significance import error_of_ratio, with_error
 from roberta_recipe.training import environment, predictions, weights
 
@@ -90,15 +91,34 @@ def masked(tokenizer: PreTrainedTokenizerBase, window: Window) -> tuple[list[int
     return ids, targets, joined
 
 
+def divided(tokenizer: PreTrainedTokenizerBase, window: Window, positions: int) -> list[Window]:
+    """`window`, or where it has more pieces than a model has positions, its halves, and theirs: the same words are
+    masked, and less stands around them. Raises `InputError` where a word alone is too long."""
+    text, spans = window.text, window.spans
+    if not spans:
+        return []
+    if len(tokenizer(text, verbose=False)["input_ids"]) <= positions:
+        return [window]
+    blanks = [match.start() for match in re.finditer(" ", text)]
+    # at a blank; within a long word, as an address is, outside of what is masked
+    cuts = blanks or [at for at in range(1, len(text)) if not any(first < at < end for first, end in spans)]
+    if not cuts:
+        raise InputError(f"the word {text[:40]!r} has more pieces than the model's {positions} positions")
+    cut = min(cuts, key=lambda at: abs(at - len(text) / 2))
+    start = cut + bool(blanks)
+    of_right = [(first - start, end - start) for first, end in spans if first >= start]
+    halves = (text[:cut], spans[: len(spans) - len(of_right)]), (text[start:], of_right)
+    return [part for half in halves for part in divided(tokenizer, Window(window.document, *half), positions)]
+
+
 def losses(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window]) -> list[Loss]:
     """What the model says of each window; windows of like length are computed together."""
+    if limit := weights.positions(model.config):
+        whole = len(windows)
+        windows = [part for window in windows for part in divided(tokenizer, window, limit)]
+        if len(windows) > whole:
+            logger.info(f"Divided     {whole:,} windows into {len(windows):,}: the model has {limit} positions")
     asked = [masked(tokenizer, window) for window in windows]
-    longest, limit = max(len(ids) for ids, _, _ in asked), weights.positions(model.config)
-    if limit and longest > limit:
-        raise InputError(
-            f"a window of {WINDOW} words has {longest} pieces, and the model {limit} positions: this figure needs a "
-            "model of longer input"
-        )
     found: dict[int, Loss] = {}
     look = {"unit": " windows", "desc": "Masked words", "mininterval": 1, "leave": False, "disable": None}
     with tqdm(total=len(windows), **look) as bar:
