@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roberta_recipe.data.packing import PACKERS, PackState, contiguous, doc_sentences, full_sentences
+from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data.packing import PackState, contiguous, doc_sentences, full_sentences
 
 BOS, EOS = 0, 2
 IDS = {"bos_id": BOS, "eos_id": EOS}

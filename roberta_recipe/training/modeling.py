@@ -54,6 +54,8 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         With `sequence` (batch, seq_len), the number of each token's sequence in its row, the result is that of a batch
         in which every sequence is a row of its own.
         """
+        if self.config.type_vocab_size == 1:  # as RoBERTa: separators alone tell segments apart
+            kwargs.pop("token_type_ids", None)
         if sequence is not None:
             attention_mask, kwargs["position_ids"] = apart(
                 sequence, attention_mask, self.config.pad_token_id, self.config._attn_implementation

@@ -1,10 +1,11 @@
-"""Objectives beside the masked LM: SpanBERT's span-boundary objective (arXiv 1907.10529, section 3.2).
+"""Objectives beside the masked LM: SpanBERT's span-boundary objective (arXiv 1907.10529, section 3.2), BERT's next
+sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, section 3.1).
 
 Each has a head of its own, which is trained and kept in the checkpoints that a run is resumed from; the stock class has
 no place for it, so the finished model is saved without it.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn import functional
 from transformers import RobertaConfig
 
 from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.training import modeling
 
 _PLACES = 64  # in a span, tokens; those further on share the last
@@ -42,25 +44,53 @@ class SpanBoundaryHead(nn.Module):
         return self.second_norm(functional.gelu(self.second(states)))
 
 
-class SpanBoundaryModel(modeling.RobertaForMaskedLM):
-    """Masked LM and span-boundary objective. The latter's output layer is tied to the former's."""
+class PairHead(nn.Module):
+    """Tells the label of a pair of segments from its `<s>`, as BERT's pooler and the layer behind it."""
 
-    objectives: ClassVar = {"mlm": "labels", "sbo": "sbo_labels"}
-    heads_of_objectives = ("sbo_head.",)
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.pooler, self.output = nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 2)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(pairs, 2) of `states` (pairs, hidden_size)."""
+        return self.output(torch.tanh(self.pooler(states)))
+
+
+COLUMNS = {"mlm": "labels", "sbo": "sbo_labels", "nsp": NSP, "sop": SOP}  # of each objective's labels
+
+
+class ObjectivesModel(modeling.RobertaForMaskedLM):
+    """Masked LM and other objectives, those of `objectives`. The output layer of the span-boundary objective is tied to
+    the masked LM's."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
-        self.sbo_head = SpanBoundaryHead(config)
+        if "sbo" in self.objectives:
+            self.sbo_head = SpanBoundaryHead(config)
+        if self.objectives.keys() & {"nsp", "sop"}:
+            self.pair_head = PairHead(config)
         self.post_init()
 
-    def other_losses(self, hidden, sbo_labels):
-        predicted = sbo_labels != IGNORED
-        logits = self.lm_head.decoder(self.sbo_head(hidden, predicted))  # (predicted positions, vocab_size)
-        return {"sbo": functional.cross_entropy(logits.float(), sbo_labels[predicted], reduction="sum")}
+    def other_losses(self, hidden, **targets):
+        found = {}
+        for name, column in self.objectives.items():
+            if name == "mlm":
+                continue
+            asked = targets[column] != IGNORED
+            if name == "sbo":
+                logits = self.lm_head.decoder(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
+            else:
+                logits = self.pair_head(hidden[asked])  # (pairs, 2)
+            found[name] = functional.cross_entropy(logits.float(), targets[column][asked], reduction="sum")
+        return found
 
 
-SpanBoundaryModel.__name__ = modeling.RobertaForMaskedLM.__name__  # of the class that its checkpoint is
-MODELS: dict[tuple[str, ...], type[modeling.RobertaForMaskedLM]] = {
-    ("mlm",): modeling.RobertaForMaskedLM,
-    ("mlm", "sbo"): SpanBoundaryModel,
-}
+def model_class(objectives: Sequence[str]) -> type[modeling.RobertaForMaskedLM]:
+    """The class of a model for some objectives, "mlm" among them; its checkpoints are those of the stock class."""
+    if list(objectives) == ["mlm"]:
+        return modeling.RobertaForMaskedLM
+    of_class = {
+        "objectives": {name: COLUMNS[name] for name in COLUMNS if name in objectives},
+        "heads_of_objectives": ("sbo_head.", "pair_head."),
+    }
+    return type(modeling.RobertaForMaskedLM.__name__, (ObjectivesModel,), of_class)

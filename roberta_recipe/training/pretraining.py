@@ -38,6 +38,8 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 # of two alternatives, a flag for one replaces the preset's value for the other
 ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
 
+PAIRS = ("segment_pair", "sentence_pair")  # of the input formats
+
 Reader = TextReader | token_cache.TokenCache
 
 
@@ -88,15 +90,16 @@ class BlockArguments:
     _argument_group_name = "blocks and masks"
 
     tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
-    input_format: Literal["full_sentences", "doc_sentences", "contiguous"] = setting(
+    input_format: Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "contiguous"] = setting(
         "full_sentences",
-        "Whole sentences across documents or of one document (paper, section 4.2), or chunks of fixed size.",
+        "Whole sentences across documents or of one document, pairs of segments or of sentences (paper, section 4.2); "
+        "or chunks of fixed size.",
         "data",
         shown=True,
     )
     objective: list[str] = setting(
         ["mlm"],
-        "The masked LM, and beside it sbo (SpanBERT: a span's tokens from the two beside it).",
+        "mlm; and beside it nsp (BERT) or sop (ALBERT), sbo (SpanBERT: the tokens of a span from the two beside it).",
         "fixed",
         shown=True,
     )
@@ -222,14 +225,30 @@ def check_masks(args: MlmArguments) -> None:
 
 
 def check_objective(args: MlmArguments) -> None:
-    """Raise `InputError` for objectives that are none, or that masks or blocks do not give."""
-    if tuple(args.objective) not in objectives.MODELS:
-        known = ", or ".join(" ".join(names) for names in objectives.MODELS)
-        raise InputError(f"objective={' '.join(args.objective)!r} must be {known}")
-    if "sbo" in args.objective and args.masking_unit != "span":
+    """Raise `InputError` for objectives that masks or blocks do not give."""
+    named, pairs = set(args.objective), args.input_format in PAIRS
+    if unknown := named - objectives.COLUMNS.keys():
+        raise InputError(f"objective {unknown.pop()!r} is none of {', '.join(objectives.COLUMNS)}")
+    if "mlm" not in named or len(named) < len(args.objective):
+        raise InputError(f"objective={' '.join(args.objective)!r}: name mlm, and what is beside it, once each")
+    if "sbo" in named and args.masking_unit != "span":
         raise InputError(
             f"objective sbo goes with masking_unit=span, whose spans have a token at each side, not {args.masking_unit}"
         )
+    if {"nsp", "sop"} <= named:
+        raise InputError("objectives nsp and sop exclude each other: a second segment is either another's, or its own")
+    if named & {"nsp", "sop"} and not pairs:
+        raise InputError(
+            f"objective {' '.join(sorted(named & {'nsp', 'sop'}))} goes with input_format={' or '.join(PAIRS)}, not "
+            f"{args.input_format}, which has no second segments"
+        )
+
+
+def packer_name(args: MlmArguments) -> str:
+    """The name of `formats.PACKERS`: pairs are made for an objective, also where none uses their labels."""
+    if args.input_format not in PAIRS:
+        return args.input_format
+    return f"{args.input_format} {'sop' if 'sop' in args.objective else 'nsp'}"
 
 
 def check_model(args: MlmArguments) -> None:
@@ -286,7 +305,7 @@ def text_reader(
     return TextReader(
         corpus,
         tokenizer,
-        input_format=args.input_format,
+        input_format=packer_name(args),
         max_seq_length=args.max_seq_length,
         seed=seed,
         shuffle_window=args.shuffle_window,
@@ -360,7 +379,7 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        cls=cls or objectives.MODELS[tuple(args.objective)],
+        cls=cls or objectives.model_class(args.objective),
     )
     training_args.attn_implementation = attention.choose(model.config, training_args)
     attention.set_up(model, training_args)

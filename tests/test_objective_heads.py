@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError
-from roberta_recipe.training.objectives import SpanBoundaryModel
+from roberta_recipe.training.objectives import model_class
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 
@@ -22,7 +22,7 @@ SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 def model(config):
     torch.manual_seed(0)
     config.initializer_range = 0.3
-    return SpanBoundaryModel(config).eval()
+    return model_class(["mlm", "sbo"])(config).eval()
 
 
 def by_definition(model, ids, labels):
@@ -108,10 +108,66 @@ def test_a_finished_model_is_the_stock_classs(preset, tmp_path):
     ("flags", "message"),
     [
         (["--objective", "mlm", "sbo"], "objective sbo goes with masking_unit=span, .* not token"),
-        (["--objective", "sbo"], "objective='sbo' must be mlm, or mlm sbo"),
-        (["--objective", "mlm", "nps"], "objective='mlm nps' must be mlm, or mlm sbo"),
+        (["--objective", "sbo"], "objective='sbo': name mlm, and what is beside it, once each"),
+        (["--objective", "mlm", "nps"], "objective 'nps' is none of mlm, sbo, nsp, sop"),
+        (["--objective", "mlm", "nsp", "sop"], "nsp and sop exclude each other"),
+        (["--objective", "mlm", "nsp"], "objective nsp goes with input_format=segment_pair or sentence_pair, not full"),
     ],
 )
 def test_objectives_that_cannot_be_are_told(preset, flags, message):
     with pytest.raises(InputError, match=message):
         train_mlm.main(["--config", preset, *flags])
+
+
+@pytest.mark.parametrize("types", [1, 2])
+def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, tmp_path, types):
+    """With segment types where the model has them."""
+    config.initializer_range, config.type_vocab_size = 0.3, types
+    torch.manual_seed(0)
+    model = model_class(["mlm", "nsp"])(config).eval()
+    rng = np.random.default_rng(0)
+    blocks = [
+        {
+            "input_ids": np.array([0, *rng.integers(261, 390, 9), 2, 2, *rng.integers(261, 390, n), 2]),
+            "token_type_ids": np.array([0] * 11 + [1] * (n + 2)),
+            "next_sentence_labels": np.array([n % 3 - 1 if n % 3 else IGNORED] + [IGNORED] * (n + 12)),
+            **{"epoch": 0, "block_id": n},
+        }
+        for n in range(4, 16)
+    ]
+    batch = MlmCollator(tokenizer)(blocks)
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    found = model(**given).loss_sums["nsp"].item()
+    expected = 0.0
+    for block in blocks:
+        seen = torch.from_numpy(MlmCollator(tokenizer).seen_by_model(block)["input_ids"])[None]
+        segments = {"token_type_ids": torch.from_numpy(block["token_type_ids"])[None]} if types == 2 else {}
+        state = model.roberta(seen, **segments)[0][0, 0]
+        logits = model.pair_head.output(torch.tanh(model.pair_head.pooler(state)))
+        label = block["next_sentence_labels"][0]
+        expected -= torch.log_softmax(logits, -1)[label].item() if label != IGNORED else 0.0
+    assert found == pytest.approx(expected, rel=1e-4) and expected > 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--input_format", "segment_pair", "--objective", "mlm", "nsp"],
+        ["--input_format", "sentence_pair", "--objective", "mlm", "sop"],
+        ["--input_format", "segment_pair"],
+    ],
+)
+def test_runs_over_pairs_whole_resumed_split_and_cached_are_one(preset, tmp_path, flags):
+    flags = ["--config", preset, *flags, "--save_strategy", "steps", "--save_steps", "2", "--output_dir"]
+    whole = train_mlm.main([*flags, str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, str(tmp_path / "again")])
+    cached = train_mlm.main([*flags, str(tmp_path / "cached"), "--token_cache", str(tmp_path / "cache")])
+    split = train_mlm.main([*flags, str(tmp_path / "split"), "--per_device_train_batch_size", "2"])
+    assert resumed["resumes"] == 1
+    assert resumed["state_digests"] == cached["state_digests"] == whole["state_digests"]
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-4) and split["digest"] == whole["digest"]
+    named = {name for name in whole["metrics"] if name.endswith(("nsp_loss", "sop_loss"))}
+    assert len(named) == len({"nsp", "sop"} & set(flags))
+    _, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
