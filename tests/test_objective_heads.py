@@ -1,4 +1,4 @@
-"""SpanBERT's span-boundary objective: its targets, its head by the plain definition, and runs with it."""
+"""Span-boundary, next-sentence and sentence-order objectives: targets, heads by the plain definition, runs."""
 
 import json
 import shutil
@@ -6,13 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import end_well, forked_ranks
+from conftest import end_well, forked_ranks, write_parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError
+from roberta_recipe.tools import evaluate
 from roberta_recipe.training.objectives import model_class
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
@@ -93,13 +94,16 @@ def test_runs_whole_resumed_split_and_in_two_processes_are_one(preset, tmp_path)
 
 
 def test_a_finished_model_is_the_stock_classs(preset, tmp_path):
-    train_mlm.main(["--config", preset, *SBO, "--save_strategy", "steps", "--save_steps", "4"])
+    record = train_mlm.main(["--config", preset, *SBO, "--save_strategy", "steps", "--save_steps", "4"])
     kept, finished = (load_file(tmp_path / "run" / folder / "model.safetensors") for folder in ("checkpoint-4", "."))
     assert {name for name in kept if name not in finished} == {name for name in kept if name.startswith("sbo_head.")}
     assert len(kept) > len(finished) and all(torch.equal(kept[name], weight) for name, weight in finished.items())
     _, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
-    # and trains on with a new head
+    # is measured as a masked LM, and trains on with a new head
+    metrics, _ = evaluate.main(["--config", preset, *SBO, "--model_name_or_path", str(tmp_path / "run")])
+    assert metrics["eval_loss"] == pytest.approx(record["metrics"]["eval_loss"], rel=1e-5)
+    assert "eval_sbo_loss" not in metrics
     again = ["--config", preset, *SBO, "--model_name_or_path", str(tmp_path / "run")]
     assert train_mlm.main([*again, "--output_dir", str(tmp_path / "on")])["steps"] == 4
 
@@ -171,3 +175,20 @@ def test_runs_over_pairs_whole_resumed_split_and_cached_are_one(preset, tmp_path
     assert len(named) == len({"nsp", "sop"} & set(flags))
     _, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "texts", "needs"),
+    [
+        ("nsp", [" ".join(["A dog sees the cat."] * 200)], "files of several documents"),
+        ("sop", ["A dog sees the cat near the sea."] * 200, "documents of two sentences or more"),
+    ],
+)
+def test_text_without_pairs_is_told(preset, tmp_path, objective, texts, needs):
+    path = write_parquet(tmp_path / "text.parquet", texts)
+    held_out = write_parquet(tmp_path / "held_out.parquet", [text.replace("dog", "cat") for text in texts])
+    flags = ["--train_file", path, "--validation_file", held_out, "--input_format", "segment_pair"]
+    with pytest.raises(
+        InputError, match=f"objective {objective}: none of .* has a pair with a label; it needs {needs}"
+    ):
+        train_mlm.main(["--config", preset, *flags, "--objective", "mlm", objective])

@@ -39,6 +39,10 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
 
 PAIRS = ("segment_pair", "sentence_pair")  # of the input formats
+PAIR_NEEDS = {
+    "nsp": "files of several documents of two sentences or more: second segments come from the documents before",
+    "sop": "documents of two sentences or more",
+}
 
 Reader = TextReader | token_cache.TokenCache
 
@@ -424,6 +428,11 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
+    for name, needs in PAIR_NEEDS.items():
+        labels = objectives.COLUMNS[name]
+        if name in args.objective and not any((block[labels] != masking.IGNORED).any() for block in blocks):
+            found = f"none of the {len(blocks)} validation blocks has a pair with a label"
+            raise InputError(f"objective {name}: {found}; it needs {needs}")
     return blocks
 
 
