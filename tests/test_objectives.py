@@ -11,7 +11,7 @@ from conftest import KeepGradients, end_well, forked_ranks, make_documents, writ
 from toy_objective import ToyArguments, ToyModel, halves
 
 import train_mlm
-from roberta_recipe.data import packing, token_cache
+from roberta_recipe.data import formats, token_cache
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import MlmCollator, fixed_masks
 from roberta_recipe.data.stream import TextReader, TrainBlocks
@@ -31,7 +31,7 @@ def toy_config(config):
 
 @pytest.fixture
 def reader(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setitem(packing.PACKERS, "halves", halves)
+    monkeypatch.setitem(formats.PACKERS, "halves", halves)
     path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
     corpus = Corpus("c", [Source("s", files=path)], validation_share=0.3)
     return TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1, shuffle_window=16)
@@ -164,7 +164,7 @@ def losses_of(folder):
 def train_toy(preset, toy_config, tmp_path, monkeypatch):
     """train_mlm.py with the toy's objective, in this process."""
     toy_config.to_json_file(tmp_path / "config.json")
-    monkeypatch.setitem(packing.PACKERS, "halves", halves)
+    monkeypatch.setitem(formats.PACKERS, "halves", halves)
     monkeypatch.setattr(train_mlm, "MlmArguments", ToyArguments)
     monkeypatch.setattr(train_mlm, "build_model", functools.partial(build_model, cls=ToyModel))
 

@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roberta_recipe.data.packing import PACKERS, PackState, contiguous, full_sentences
+from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data.packing import PackState, contiguous, doc_sentences, full_sentences
 
 BOS, EOS = 0, 2
 IDS = {"bos_id": BOS, "eos_id": EOS}
@@ -81,6 +83,39 @@ def test_full_sentences_loses_nothing_and_cuts_only_what_cannot_fit(documents, l
             first = following[1 : following.index(EOS, 1) + 1]
             assert len(block) + len(first) > length
     assert (state.blocks, state.documents, state.empty_documents) == (len(blocks), len(documents), documents.count([]))
+
+
+def sequences_of(columns):
+    """The sequences of a block, by its column."""
+    pairs = zip(columns["input_ids"], columns["sequence"].tolist(), strict=True)
+    return [[token for token, _ in own] for _, own in itertools.groupby(pairs, key=lambda pair: pair[1])]
+
+
+@given(some_documents, st.integers(4, 40))
+def test_sequences_of_doc_sentences_are_those_of_each_document_alone(documents, length):
+    state = PackState()
+    blocks = list(doc_sentences(documents, state, max_seq_length=length, **IDS))
+    alone = [pack(full_sentences, [document], length) for document in documents]
+    expected = [sequence for sequences, _ in alone for sequence in sequences]
+    assert sorted(sequence for columns in blocks for sequence in sequences_of(columns)) == sorted(expected)
+    for columns in blocks:
+        assert 2 <= len(columns["input_ids"]) <= length and columns["sequence"].dtype == "uint16"
+        first = sequences_of(columns)[0]
+        assert first in alone[columns["document"]][0]
+    assert state.blocks == len(blocks) and state.documents == len(documents)
+    for name in ("sentences", "split_sentences", "tokens"):
+        assert getattr(state, name) == sum(getattr(its, name) for _, its in alone)
+
+
+def test_blocks_of_doc_sentences_are_as_full_as_those_of_full_sentences():
+    """Documents of 40 to 900 tokens in blocks of 512: a step has as many tokens."""
+    rng = random.Random(0)
+    documents = [[[9] * rng.randint(5, 40) for _ in range(rng.randint(2, 40))] for _ in range(400)]
+    fill = {}
+    for packer in (doc_sentences, full_sentences):
+        blocks, _ = pack(packer, documents, 512)
+        fill[packer.__name__] = sum(map(len, blocks)) / (512 * len(blocks))
+    assert fill["doc_sentences"] > 0.97 * fill["full_sentences"] > 0.9, fill
 
 
 @given(some_documents, st.integers(4, 40))

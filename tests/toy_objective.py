@@ -18,7 +18,7 @@ from roberta_recipe.training.pretraining import MlmArguments
 def halves(documents, state, **how):
     """FULL-SENTENCES with two further columns."""
     for columns in packing.full_sentences(documents, state, **how):
-        state.extra["turn"] = state.extra.get("turn", 0) + 1
+        state.extra = {"turn": state.extra.get("turn", 0) + 1}
         length = len(columns["input_ids"])
         token_type_ids = (np.arange(length) >= length // 2).astype(np.uint8)
         yield {**columns, "token_type_ids": token_type_ids, "toy_label": (-100, 0, 1)[state.extra["turn"] % 3]}

@@ -13,7 +13,9 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
+from roberta_recipe.data.mask_units import Unit, begins_of, chosen_spans, chosen_words, words_of
 from roberta_recipe.data.order import place_of
+from roberta_recipe.data.word_starts import word_starts
 
 IGNORED = -100  # the label of a position that is not predicted
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
@@ -27,8 +29,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     `mask_count="bernoulli"` (Hugging Face): every position that is no special token is predicted with probability
     `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u), u uniform in
-    [0, 1), positions without replacement, `<s>` and `</s>` among them. Of the predicted positions 80% show `<mask>`,
-    10% a random token (no special token, no padding row of the embedding), 10% themselves.
+    [0, 1), positions without replacement, `<s>` and `</s>` among them. Of the predicted positions 80% show `<mask>`
+    (`mask_replace_prob`), 10% a random token (`random_replace_prob`; no special token, no padding row of the
+    embedding), 10% themselves.
+
+    `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
+    them ("exact"); spans or n-grams up to floor(mlm_probability x text tokens + u) positions. What replaces them is
+    drawn by token, of a span (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask of pass
+    e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of spans
+    (predicted positions side by side) that have a token at both sides.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
     `num_tokens`, the number of positions that are not padding, and `blocks_digest` and `digest`, sums over blocks of a
@@ -39,6 +48,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     seed: int = 0
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
+    masking_unit: Unit = "token"
+    static_masks: int = 0
+    span_boundary: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,6 +58,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
         self._is_special[special] = True
         self._replacements = np.flatnonzero(~self._is_special)
+        self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting it takes a fifth of the time of a new generator
 
@@ -53,21 +66,41 @@ class MlmCollator(DataCollatorForLanguageModeling):
         """The block as the model sees it, and its labels; both (length,) int64."""
         ids = input_ids.astype(np.int64)
         # key and counter name the block: three draws a position
+        epoch = epoch % self.static_masks if self.static_masks else epoch
         self._philox["state"]["counter"] = np.array([0, block_id, epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
-        if self.mask_count == "exact":
-            count = int(self.mlm_probability * len(ids) + self._draws.random())
-            predicted = np.zeros(len(ids), dtype=bool)
-            predicted[np.argsort(pick)[:count]] = True
-        else:
-            predicted = (pick < self.mlm_probability) & ~self._is_special[ids]
+        predicted = self._predicted(ids, pick, action)
         labels = np.where(predicted, ids, IGNORED)
         random_from = 1.0 - self.random_replace_prob
         ids[predicted & (action < self.mask_replace_prob)] = self.tokenizer.mask_token_id
         replaced = predicted & (action >= random_from)
         ids[replaced] = self._replacements[(token[replaced] * len(self._replacements)).astype(np.int64)]
         return ids, labels
+
+    def _predicted(self, ids: np.ndarray, pick: np.ndarray, action: np.ndarray) -> np.ndarray:
+        """(length,) bool: the predicted positions; `action` becomes that of its first token in a span."""
+        special = self._is_special[ids]
+        if self.masking_unit == "token" and self.mask_count == "bernoulli":
+            return (pick < self.mlm_probability) & ~special
+        if self.masking_unit == "token":
+            predicted = np.zeros(len(ids), dtype=bool)
+            predicted[np.argsort(pick)[: self._count(len(ids))]] = True
+            return predicted
+        begins = begins_of(self._starts(ids), special)
+        if self.masking_unit == "whole_word":
+            count = self._count(int(begins.sum())) if self.mask_count == "exact" else None
+            return chosen_words(begins, special, pick, self.mlm_probability, count)
+        predicted = np.zeros(len(ids), dtype=bool)
+        budget = self._count(len(ids) - int(special.sum()))
+        for begin, behind in chosen_spans(*words_of(begins, special), self.masking_unit, budget, self._draws):
+            predicted[begin:behind] = True
+            if self.masking_unit == "span":
+                action[begin:behind] = action[begin]
+        return predicted
+
+    def _count(self, of: int) -> int:
+        return int(self.mlm_probability * of + self._draws.random())
 
     def maskable(self, input_ids: np.ndarray) -> np.ndarray:
         """The ids at the positions that may be predicted: all, or all that are no special token."""
@@ -92,6 +125,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
         if "labels" not in columns:
             masked = self.mask_block(example["input_ids"], example["epoch"], example["block_id"])
             columns["input_ids"], columns["labels"] = masked
+            if self.span_boundary:
+                columns["sbo_labels"] = _within(columns["labels"])
         return columns
 
     def _stacked(self, name: str, values: list[Any], width: int) -> torch.Tensor:
@@ -105,6 +140,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return torch.from_numpy(rows)
 
 
+def _within(labels: np.ndarray) -> np.ndarray:
+    """`labels` without those of a span that touches the block's first or last position."""
+    shown = np.flatnonzero(labels == IGNORED)
+    within = np.full_like(labels, IGNORED)
+    if len(shown):
+        within[shown[0] : shown[-1]] = labels[shown[0] : shown[-1]]
+    return within
+
+
 def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     """A checksum of a block's `columns`, as they were read or as the model sees them, and of its number."""
     checksum = example.get("block_id", 0) & 0xFFFFFFFF
@@ -116,15 +160,17 @@ def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
     return checksum
 
 
-def validation_collator(tokenizer: PreTrainedTokenizerBase) -> MlmCollator:
+def validation_collator(tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False) -> MlmCollator:
     """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
-    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED)
+    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, span_boundary=span_boundary)
 
 
-def fixed_masks(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def fixed_masks(
+    blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False
+) -> list[dict[str, Any]]:
     """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
     with the number of its `CLUSTER`."""
-    fixed, clusters = validation_collator(tokenizer), {}
+    fixed, clusters = validation_collator(tokenizer, span_boundary), {}
     examples = []
     for block in blocks:
         source, file, _ = place_of(block["block_id"])

@@ -6,7 +6,6 @@ proportion to size would hand a corpus of books a thousand times its share). `to
 same order from disk.
 """
 
-import copy
 import itertools
 import os
 from collections import deque
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
 from roberta_recipe.data.documents import Row, file_rows, text_file_rule
+from roberta_recipe.data.formats import PACKERS
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
@@ -34,7 +34,7 @@ from roberta_recipe.data.order import (
     source_of,
     taken_of_source,
 )
-from roberta_recipe.data.packing import PACKERS, Columns, PackState
+from roberta_recipe.data.packing import Columns, PackState
 from roberta_recipe.data.tokenization import corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
@@ -72,7 +72,7 @@ class SourceState:
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # as in COUNTS, without this file's `pack`
 
     def copy(self) -> "SourceState":
-        pack = replace(self.pack, open=[*self.pack.open], extra=copy.deepcopy(self.pack.extra))
+        pack = replace(self.pack, open=[*self.pack.open])
         return replace(self, pack=pack, counts=[*self.counts])
 
     def count(self, name: str, number: int) -> None:
@@ -374,4 +374,7 @@ def _tokenize(
 
 def _sentences(text: str, input_format: str, language: str) -> list[str]:
     """The pieces of a document that are tokenized separately."""
-    return [text] if input_format == "contiguous" else split_sentences(text, language)
+    if input_format == "contiguous":
+        return [text]
+    before = " " if "_pair" in input_format else ""  # of sentences that stand side by side in a segment
+    return [before + sentence for sentence in split_sentences(text, language)]

@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     with training_args.main_process_first():
         check_sources(corpus)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
-    model = pretraining.build_model(args, training_args, tokenizer)
+    # a finished model has no heads of other objectives
+    model = pretraining.build_model(args, training_args, tokenizer, cls=modeling.RobertaForMaskedLM)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)

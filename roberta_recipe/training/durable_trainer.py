@@ -107,6 +107,7 @@ class DurableTrainer(Trainer):
                 + " ".join(str(error).split())
             ) from None
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
+        self.left_out: tuple[str, ...] = ()  # of the weights that are saved: how their names begin
         self.resumes: int = resumed.get("resumes", 0) + 1 if resumed else 0
         self._first_step: int = resumed.get("step", 0)
         # losses since the last log line: of this process, by objective; and what the checkpoint had of them
@@ -437,6 +438,9 @@ class DurableTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         if self.is_deepspeed_enabled:
             state_dict = self._master_weights()
+        if self.left_out:
+            state_dict = self.model.state_dict() if state_dict is None else state_dict
+            state_dict = {name: weight for name, weight in state_dict.items() if not name.startswith(self.left_out)}
         with weights.fitted(self.processing_class, self.model.config):
             super()._save(output_dir, state_dict)
         if self.is_deepspeed_enabled and self.args.should_save:

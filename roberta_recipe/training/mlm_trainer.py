@@ -120,6 +120,12 @@ class MlmTrainer(DurableTrainer):
         self.check_text()
         super()._save_checkpoint(model, trial)
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        """The finished model is one of the stock class, without the heads of other objectives."""
+        self.left_out = () if _internal_call else self.model.heads_of_objectives
+        super().save_model(output_dir, _internal_call)
+        self.left_out = ()
+
     def check_text(self) -> None:
         """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
         reader = getattr(self.train_dataset, "reader", None)

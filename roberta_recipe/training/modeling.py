@@ -35,12 +35,14 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
     """
 
     objectives: ClassVar[dict[str, str]] = {"mlm": "labels"}
+    heads_of_objectives: tuple[str, ...] = ()  # how the names of weights begin that the stock class has no place for
 
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        sequence: torch.Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
         """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted:
@@ -48,7 +50,16 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         logits are (predicted positions, vocab_size), in the order of `labels != -100`; `loss_sums["mlm"]` is the sum of
         their cross-entropies in nats, and `loss` their mean over this batch (0 where nothing is predicted). The stock
         class has the mean alone, which is not what accumulated micro-batches of unequal counts need.
+
+        With `sequence` (batch, seq_len), the number of each token's sequence in its row, the result is that of a batch
+        in which every sequence is a row of its own.
         """
+        if self.config.type_vocab_size == 1:  # as RoBERTa: separators alone tell segments apart
+            kwargs.pop("token_type_ids", None)
+        if sequence is not None:
+            attention_mask, kwargs["position_ids"] = apart(
+                sequence, attention_mask, self.config.pad_token_id, self.config._attn_implementation
+            )
         other_targets = {column: kwargs.pop(column, None) for column in self.objectives.values() if column != "labels"}
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
@@ -65,6 +76,24 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         """For subclasses: the sum of the losses in nats of each objective beside "mlm", from the last layer's output
         (batch, seq_len, hidden_size) and the label columns of these objectives."""
         return {}
+
+
+def apart(
+    sequence: torch.Tensor, attention_mask: torch.Tensor | None, padding_id: int, attn_implementation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What keeps the sequences of a row apart: the attention mask (batch, 1, seq_len, seq_len), in which a token sees
+    its own sequence alone, and position ids (batch, seq_len) that begin anew in each, as RoBERTa's do, behind
+    `padding_id`."""
+    same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    if attention_mask is not None:
+        same &= attention_mask[:, None, None, :].bool()
+    if attn_implementation == "eager":  # which adds it to the scores
+        same = torch.where(same, 0.0, torch.finfo(torch.float32).min)
+    places = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
+    begins = torch.ones_like(sequence, dtype=torch.bool)
+    begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
+    positions = places - torch.where(begins, places, 0).cummax(dim=1).values + padding_id + 1
+    return same, positions
 
 
 def load_config(config_name: str, argument: str = "config_name") -> RobertaConfig:
@@ -114,7 +143,10 @@ def build_model(
             f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
         )
     if model_name_or_path:
-        model, _ = weights.load(cls, model_name_or_path, config=config)
+        # the heads of other objectives are not in a finished model
+        model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
+        if any(name.startswith("lm_head.") for name in info["missing_keys"]):
+            raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
     else:

@@ -15,18 +15,34 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, token_cache, tokenization
+from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import attention, digests, environment, libraries, modeling, optimization, spikes
+from roberta_recipe.training import (
+    attention,
+    digests,
+    environment,
+    libraries,
+    modeling,
+    objectives,
+    optimization,
+    spikes,
+)
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 # of two alternatives, a flag for one replaces the preset's value for the other
 ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
+
+PAIRS = ("segment_pair", "sentence_pair")  # of the input formats
+PAIR_NEEDS = {
+    "nsp": "files of several documents of two sentences or more: second segments come from the documents before",
+    "sop": "documents of two sentences or more",
+}
 
 Reader = TextReader | token_cache.TokenCache
 
@@ -78,10 +94,17 @@ class BlockArguments:
     _argument_group_name = "blocks and masks"
 
     tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
-    input_format: Literal["full_sentences", "contiguous"] = setting(
+    input_format: Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "contiguous"] = setting(
         "full_sentences",
-        "Whole sentences across documents (paper, section 4.2), or chunks of fixed size.",
+        "Whole sentences across documents or of one document, pairs of segments or of sentences (paper, section 4.2); "
+        "or chunks of fixed size.",
         "data",
+        shown=True,
+    )
+    objective: list[str] = setting(
+        ["mlm"],
+        "mlm; and beside it nsp (BERT) or sop (ALBERT), sbo (SpanBERT: the tokens of a span from the two beside it).",
+        "fixed",
         shown=True,
     )
     max_seq_length: int = setting(512, "Tokens in a block, <s> and </s> included.", "data", shown=True)
@@ -89,6 +112,22 @@ class BlockArguments:
     mask_count: Literal["bernoulli", "exact"] = setting(
         "bernoulli",
         "Each position by itself (Hugging Face), or an exact number per block (fairseq).",
+        "fixed",
+        shown=True,
+    )
+    masking_unit: Unit = setting(
+        "token",
+        "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words.",
+        "fixed",
+        shown=True,
+    )
+    static_masks: int = setting(
+        0, "Masks of a block, which its passes take in turn (BERT: 10); 0: a new one each pass.", "fixed", shown=True
+    )
+    mask_replace_prob: float = setting(0.8, "Share of the predicted positions that show <mask>.", "fixed", shown=True)
+    random_replace_prob: float = setting(
+        0.1,
+        "Share of them that show a random token; the rest show their own (BabyBERTa: none does).",
         "fixed",
         shown=True,
     )
@@ -159,6 +198,8 @@ def check_text(args: MlmArguments) -> None:
             f"mlm_probability={args.mlm_probability} must be below 1, and predict at least one of the "
             f"{args.max_seq_length} positions of a block; the paper has 0.15"
         )
+    check_masks(args)
+    check_objective(args)
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if args.validation_file and not args.train_file:
@@ -171,6 +212,47 @@ def check_text(args: MlmArguments) -> None:
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
+
+
+def check_masks(args: MlmArguments) -> None:
+    """Raise `InputError` for masks that cannot be."""
+    if (shares := args.mask_replace_prob + args.random_replace_prob) > 1 + 1e-9:
+        raise InputError(
+            f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
+            f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
+        )
+    if args.mask_count == "exact" and args.masking_unit in LENGTHS:
+        raise InputError(
+            f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
+            "positions, which is exact already"
+        )
+
+
+def check_objective(args: MlmArguments) -> None:
+    """Raise `InputError` for objectives that masks or blocks do not give."""
+    named, pairs = set(args.objective), args.input_format in PAIRS
+    if unknown := named - objectives.COLUMNS.keys():
+        raise InputError(f"objective {unknown.pop()!r} is none of {', '.join(objectives.COLUMNS)}")
+    if "mlm" not in named or len(named) < len(args.objective):
+        raise InputError(f"objective={' '.join(args.objective)!r}: name mlm, and what is beside it, once each")
+    if "sbo" in named and args.masking_unit != "span":
+        raise InputError(
+            f"objective sbo goes with masking_unit=span, whose spans have a token at each side, not {args.masking_unit}"
+        )
+    if {"nsp", "sop"} <= named:
+        raise InputError("objectives nsp and sop exclude each other: a second segment is either another's, or its own")
+    if named & {"nsp", "sop"} and not pairs:
+        raise InputError(
+            f"objective {' '.join(sorted(named & {'nsp', 'sop'}))} goes with input_format={' or '.join(PAIRS)}, not "
+            f"{args.input_format}, which has no second segments"
+        )
+
+
+def packer_name(args: MlmArguments) -> str:
+    """The name of `formats.PACKERS`: pairs are made for an objective, also where none uses their labels."""
+    if args.input_format not in PAIRS:
+        return args.input_format
+    return f"{args.input_format} {'sop' if 'sop' in args.objective else 'nsp'}"
 
 
 def check_model(args: MlmArguments) -> None:
@@ -227,7 +309,7 @@ def text_reader(
     return TextReader(
         corpus,
         tokenizer,
-        input_format=args.input_format,
+        input_format=packer_name(args),
         max_seq_length=args.max_seq_length,
         seed=seed,
         shuffle_window=args.shuffle_window,
@@ -289,10 +371,10 @@ def build_model(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    cls: type[modeling.RobertaForMaskedLM] = modeling.RobertaForMaskedLM,
+    cls: type[modeling.RobertaForMaskedLM] | None = None,
 ) -> modeling.RobertaForMaskedLM:
-    """A `cls` with fresh weights, or with those of a checkpoint; whole on every process. `training_args` is told which
-    attention it has."""
+    """The model of the objectives, or a `cls`, with fresh weights, or with those of a checkpoint; whole on every
+    process. `training_args` is told which attention it has."""
     environment.build_models_whole()
     set_seed(training_args.seed)
     model = modeling.build_model(
@@ -301,7 +383,7 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        cls=cls,
+        cls=cls or objectives.model_class(args.objective),
     )
     training_args.attn_implementation = attention.choose(model.config, training_args)
     attention.set_up(model, training_args)
@@ -318,6 +400,11 @@ def build_collator(
         pad_to_multiple_of=8,
         seed=data_seed(training_args),
         mask_count=args.mask_count,
+        masking_unit=args.masking_unit,
+        static_masks=args.static_masks,
+        span_boundary="sbo" in args.objective,
+        mask_replace_prob=args.mask_replace_prob,
+        random_replace_prob=args.random_replace_prob,
     )
 
 
@@ -341,6 +428,11 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
+    for name, needs in PAIR_NEEDS.items():
+        labels = objectives.COLUMNS[name]
+        if name in args.objective and not any((block[labels] != masking.IGNORED).any() for block in blocks):
+            found = f"none of the {len(blocks)} validation blocks has a pair with a label"
+            raise InputError(f"objective {name}: {found}; it needs {needs}")
     return blocks
 
 
@@ -380,7 +472,7 @@ def mask_validation(
 ) -> list[dict[str, Any]]:
     """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
     which nothing is."""
-    examples = masking.fixed_masks(blocks, tokenizer)
+    examples = masking.fixed_masks(blocks, tokenizer, span_boundary="sbo" in args.objective)
     if not masking.predicts(examples):
         raise InputError(
             f"none of the positions of {len(blocks)} validation blocks is among the {masking.EVAL_PROBABILITY:.0%} "

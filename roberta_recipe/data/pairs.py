@@ -1,0 +1,125 @@
+"""Pairs of segments (BERT; RoBERTa, section 4.2; ALBERT, arXiv 1909.11942, section 3.1): `<s> A </s> </s> B </s>`.
+
+NSP: B is what follows A (label 0), or as often text of an earlier document of the same file (label 1), and what follows
+A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each other, as often the other way
+round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a sequence without a pair and without a
+label, so that no label can be told from there being one sentence. Half of the labelled pairs have each label.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from roberta_recipe.data.packing import (
+    Columns,
+    Document,
+    PackState,
+    Sequence,
+    columns_of,
+    next_document,
+    put_into_block,
+    rest_of_blocks,
+)
+
+NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
+_SPECIAL = 4  # <s> A </s> </s> B </s>
+_DONORS = 16  # documents of which text for B is kept
+_SEED = 1
+
+
+def segment_pair(documents: Iterable[Document], state: PackState, *, label: str, **lengths: int) -> Iterator[Columns]:
+    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block."""
+    for document, sequence in _pairs(documents, state, label, most_sentences=None, **lengths):
+        yield columns_of(state, document, [sequence], label)
+
+
+def sentence_pair(documents: Iterable[Document], state: PackState, *, label: str, **lengths: int) -> Iterator[Columns]:
+    """SENTENCE-PAIR: A and B are a sentence each. As many of these short pairs as fit share a block, which the model
+    keeps apart, so that a step has as many tokens as with other formats (`packing.doc_sentences`)."""
+    for document, sequence in _pairs(documents, state, label, most_sentences=2, **lengths):
+        yield from put_into_block(state, document, sequence, lengths["max_seq_length"], label)
+    yield from rest_of_blocks(state, label)
+
+
+def _pairs(
+    documents: Iterable[Document],
+    state: PackState,
+    label: str,
+    most_sentences: int | None,
+    max_seq_length: int,
+    bos_id: int,
+    eos_id: int,
+) -> Iterator[tuple[int, Sequence]]:
+    """(document of A, sequence) of one pair, or one segment without a second, after the other."""
+    room = max_seq_length - _SPECIAL
+    for sentences in documents:
+        while state.item < len(sentences):
+            chunk = _chunk(state, sentences, room, most_sentences)
+            draws, donors = _draws(state), state.extra.get("donors", [])
+            if len(chunk) == 1 or (label == NSP and not donors):
+                ids = [bos_id, *(token for sentence in chunk for token in sentence), eos_id]
+                _take(state, chunk, sentences)
+                yield state.documents, Sequence(ids, len(ids))
+                continue
+            cut = int(draws.integers(1, len(chunk)))
+            its_label = int(draws.random() < 0.5)
+            first, second = chunk[:cut], chunk[cut:]
+            _take(state, first if label == NSP and its_label else chunk, sentences)
+            if its_label and label == NSP:
+                left = room - sum(map(len, first))
+                second = _fitting(donors[int(draws.integers(len(donors)))], left, most_sentences and 1)
+            elif its_label:
+                first, second = second, first
+            one, two = ([token for sentence in part for token in sentence] for part in (first, second))
+            ids = [bos_id, *one, eos_id, eos_id, *two, eos_id]
+            yield state.documents, Sequence(ids, len(one) + 2, its_label)
+        if label == NSP and sentences:
+            _keep_donor(state, sentences, room)
+        next_document(state, sentences)
+
+
+def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
+    """The next sentences of a document that fit together, `most` at most; of a sentence that is longer, what fits."""
+    rest = sentences[state.item][state.token :]
+    return _fitting([rest, *sentences[state.item + 1 :]], room, most)
+
+
+def _fitting(sentences: list[list[int]], room: int, most: int | None) -> list[list[int]]:
+    taken, size = [], 0
+    for sentence in sentences[:most]:
+        if size + len(sentence) > room:
+            break
+        taken.append(sentence)
+        size += len(sentence)
+    return taken or [sentences[0][:room]]
+
+
+def _take(state: PackState, taken: list[list[int]], sentences: Document) -> None:
+    """Count what `_chunk` gave, or its first sentences, as taken."""
+    size = sum(map(len, taken))
+    state.tokens += size
+    if len(taken) == 1 and state.token + size < len(sentences[state.item]):  # a sentence that is longer than a block
+        state.split_sentences += state.token == 0
+        state.token += size
+    else:
+        state.sentences += len(taken)
+        state.item, state.token = state.item + len(taken), 0
+
+
+def _draws(state: PackState) -> np.random.Generator:
+    """What the next pair of the file is drawn from: the same in every pass."""
+    number = state.extra.get("pairs", 0)
+    state.extra = {**state.extra, "pairs": number + 1}
+    return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, 0, 0]))
+
+
+def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
+    """Keep text of a finished document, from a sentence at random on."""
+    draws, donors = _draws(state), state.extra.get("donors", [])
+    kept = _fitting(sentences[int(draws.integers(len(sentences))) :], room, None)
+    if len(donors) < _DONORS:
+        donors = [*donors, kept]
+    else:
+        place = int(draws.integers(_DONORS))
+        donors = [*donors[:place], kept, *donors[place + 1 :]]
+    state.extra = {**state.extra, "donors": donors}

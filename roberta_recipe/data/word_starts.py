@@ -1,0 +1,128 @@
+"""Where words begin among the tokens of a block, for masks of whole words, spans and n-grams.
+
+A word is what the tokenizer's pre-tokenizer splits off before it looks for pieces: with RoBERTa's, "can't." is three
+words, can, 't and the full stop. With byte-level BPE, a word begins at a blank, or where letters, digits and other
+characters meet, which a table tells from ids alone. Where it does not, as in a character that is cut into several
+tokens, the pre-tokenizer itself is asked, so that the answer is always its own.
+"""
+
+import itertools
+import json
+import unicodedata
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from roberta_recipe.errors import InputError
+
+_CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")  # words of their own in GPT-2's rule
+_SPECIAL, _LETTERS, _DIGITS, _OTHERS, _CONTRACTION, _BLANK, _CUT = range(7)  # what a token is, behind a leading blank
+_KIND, _BLANK_FIRST, _LONE_BLANK, _UNCLEAR = 7, 8, 16, 32  # bits of a token's code: that, and more
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+WordStarts = Callable[[np.ndarray], np.ndarray]
+
+
+def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
+    """A function of a block's ids (length,) that says which of its tokens begin a word: (length,) bool. Special tokens
+    do not; a token behind one of them does. Raises `InputError` for a tokenizer whose words cannot be told."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rule = json.loads(backend.to_str())["pre_tokenizer"] if backend else None
+    types = set(_types_of(rule))
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = np.zeros(len(tokenizer), dtype=bool)
+    special[tokenizer.all_special_ids] = True
+    if "BertPreTokenizer" in types:
+        return partial(_of_pieces, ~special & [not token.startswith("##") for token in tokens])
+    if "ByteLevel" in types:
+        told = rule["type"] == "ByteLevel" and rule["use_regex"]  # by GPT-2's rule
+        return ByteLevelWords(backend.pre_tokenizer, [_bytes_of(token) for token in tokens], special, told)
+    if "Metaspace" in types:
+        return partial(_of_borders, _codes([token.replace("▁", " ") for token in tokens], special))
+    raise InputError(
+        f"the tokenizer {tokenizer.name_or_path!r} does not tell where words begin: its pre-tokenizer is "
+        f"{', '.join(sorted(types)) or 'none'}; name one with byte-level BPE, WordPiece or SentencePiece, or set "
+        "masking_unit=token"
+    )
+
+
+class ByteLevelWords:
+    """`word_starts` of byte-level BPE. `told`: the pre-tokenizer has GPT-2's rule, which borders follow."""
+
+    def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, told: bool):
+        texts = [token.decode("utf-8", "replace") for token in tokens]
+        self._pre_tokenizer, self._tokens, self._special = pre_tokenizer, tokens, special
+        self._codes = _codes(texts, special)
+        kind, lone_blank = self._codes & _KIND, self._codes & _LONE_BLANK > 0
+        unclear = (kind == _CUT) | ((kind == _BLANK) & ~lone_blank)
+        whole = set(_CONTRACTIONS) <= set(texts)  # so a contraction is never made of several tokens
+        unclear |= np.array([not told or (not whole and text.startswith("'")) for text in texts])
+        self._codes[unclear & ~special] |= _UNCLEAR
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        starts, codes = _of_borders(self._codes, ids), self._codes[ids]
+        unclear = codes & _UNCLEAR
+        unclear[1:] |= codes[:-1] & codes[1:] << 1 & _LONE_BLANK  # a blank, and a token that begins with another
+        if unclear.any():  # ask about the text between the special tokens around it
+            borders = np.concatenate(([-1], np.flatnonzero(self._special[ids]), [len(ids)]))
+            for which in np.unique(np.searchsorted(borders, np.flatnonzero(unclear))):
+                text = slice(borders[which - 1] + 1, borders[which])
+                starts[text] = self._asked(ids[text].tolist())
+        return starts
+
+    def _asked(self, ids: list[int]) -> list[bool]:
+        """By the pre-tokenizer itself, for tokens none of which is special."""
+        tokens = [self._tokens[token] for token in ids]
+        # bytes that are no text, as at the end of a block that ends within a character, count as one each
+        text = b"".join(tokens).decode("utf-8", "surrogateescape")
+        byte_at = [0, *itertools.accumulate(len(c.encode("utf-8", "surrogateescape")) for c in text)]
+        shown = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+        words = {byte_at[start] for _, (start, _) in self._pre_tokenizer.pre_tokenize_str(shown)}
+        return [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
+
+
+def _of_pieces(begins: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return begins[ids]
+
+
+def _of_borders(codes: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """A blank begins a word, and belongs to it where it is a token of its own; and two kinds meet between words."""
+    code = codes[ids]
+    kind = code & _KIND
+    starts = kind != _SPECIAL
+    meet = (kind[1:] != kind[:-1]) | (kind[1:] == _CONTRACTION)
+    starts[1:] &= (code[1:] & _BLANK_FIRST > 0) | (meet & (code[:-1] & _LONE_BLANK == 0))
+    return starts
+
+
+def _codes(texts: list[str], special: np.ndarray) -> np.ndarray:
+    """The code of each token."""
+    found = [_kind_of(t) | _BLANK_FIRST * t.startswith(" ") | _LONE_BLANK * (t == " ") for t in texts]
+    return np.where(special, _SPECIAL, found).astype(np.uint8)
+
+
+def _kind_of(text: str) -> int:
+    if "\ufffd" in text:
+        return _CUT
+    if text in _CONTRACTIONS:
+        return _CONTRACTION
+    if not (bare := text.removeprefix(" ")) or bare[0].isspace():
+        return _BLANK
+    return {"L": _LETTERS, "N": _DIGITS}.get(unicodedata.category(bare[0])[0], _OTHERS)
+
+
+def _types_of(rule: Any) -> Iterator[str]:
+    """The types of a pre-tokenizer and of those that it is a sequence of."""
+    if rule:
+        yield rule["type"]
+        for part in rule.get("pretokenizers", ()):
+            yield from _types_of(part)
+
+
+def _bytes_of(token: str) -> bytes:
+    """What a token of byte-level BPE stands for; a special token has no text."""
+    return bytes(_BYTE_OF.get(character, 0) for character in token)

@@ -1,0 +1,96 @@
+"""Objectives beside the masked LM: SpanBERT's span-boundary objective (arXiv 1907.10529, section 3.2), BERT's next
+sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, section 3.1).
+
+Each has a head of its own, which is trained and kept in the checkpoints that a run is resumed from; the stock class has
+no place for it, so the finished model is saved without it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import RobertaConfig
+
+from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data.pairs import NSP, SOP
+from roberta_recipe.training import modeling
+
+_PLACES = 64  # in a span, tokens; those further on share the last
+
+
+class SpanBoundaryHead(nn.Module):
+    """Predicts the tokens of a span from the two tokens beside it and the place in it: two layers with GELU and
+    LayerNorm. The paper does not say how wide a place's embedding is; here as the hidden states."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.places = nn.Embedding(_PLACES, size)
+        self.first, self.first_norm = nn.Linear(3 * size, size), nn.LayerNorm(size, eps)
+        self.second, self.second_norm = nn.Linear(size, size), nn.LayerNorm(size, eps)
+
+    def forward(self, hidden: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        """(predicted positions, hidden_size) of `hidden` (batch, seq_len, hidden_size); `predicted` (batch, seq_len) is
+        True in spans, none of which touches the end of its row."""
+        at = torch.arange(predicted.shape[1], device=predicted.device).expand_as(predicted)
+        left = torch.where(predicted, -1, at).cummax(dim=1).values  # the last position before that is in no span
+        right = torch.where(predicted, predicted.shape[1], at).flip(1).cummin(dim=1).values.flip(1)
+        rows, positions = predicted.nonzero(as_tuple=True)
+        left, right = left[predicted], right[predicted]
+        places = self.places((positions - left - 1).clamp(max=_PLACES - 1))
+        states = torch.cat([hidden[rows, left], hidden[rows, right], places], dim=-1)
+        states = self.first_norm(functional.gelu(self.first(states)))
+        return self.second_norm(functional.gelu(self.second(states)))
+
+
+class PairHead(nn.Module):
+    """Tells the label of a pair of segments from its `<s>`, as BERT's pooler and the layer behind it."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.pooler, self.output = nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 2)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(pairs, 2) of `states` (pairs, hidden_size)."""
+        return self.output(torch.tanh(self.pooler(states)))
+
+
+COLUMNS = {"mlm": "labels", "sbo": "sbo_labels", "nsp": NSP, "sop": SOP}  # of each objective's labels
+
+
+class ObjectivesModel(modeling.RobertaForMaskedLM):
+    """Masked LM and other objectives, those of `objectives`. The output layer of the span-boundary objective is tied to
+    the masked LM's."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        if "sbo" in self.objectives:
+            self.sbo_head = SpanBoundaryHead(config)
+        if self.objectives.keys() & {"nsp", "sop"}:
+            self.pair_head = PairHead(config)
+        self.post_init()
+
+    def other_losses(self, hidden, **targets):
+        found = {}
+        for name, column in self.objectives.items():
+            if name == "mlm":
+                continue
+            asked = targets[column] != IGNORED
+            if name == "sbo":
+                logits = self.lm_head.decoder(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
+            else:
+                logits = self.pair_head(hidden[asked])  # (pairs, 2)
+            found[name] = functional.cross_entropy(logits.float(), targets[column][asked], reduction="sum")
+        return found
+
+
+def model_class(objectives: Sequence[str]) -> type[modeling.RobertaForMaskedLM]:
+    """The class of a model for some objectives, "mlm" among them; its checkpoints are those of the stock class."""
+    if list(objectives) == ["mlm"]:
+        return modeling.RobertaForMaskedLM
+    of_class = {
+        "objectives": {name: COLUMNS[name] for name in COLUMNS if name in objectives},
+        "heads_of_objectives": ("sbo_head.", "pair_head."),
+    }
+    return type(modeling.RobertaForMaskedLM.__name__, (ObjectivesModel,), of_class)

@@ -1,0 +1,75 @@
+"""DOC-SENTENCES: sequences that share a block see nothing of each other, and a run over them is one run."""
+
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import train_mlm
+from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.training import cpu_kernels
+from roberta_recipe.training.modeling import RobertaForMaskedLM
+
+
+@pytest.fixture
+def blocks(tokenizer):
+    """Three blocks of 5, 1 and 2 sequences."""
+    rng, made = np.random.default_rng(0), []
+    for lengths in ([4, 9, 2, 6, 12], [40], [20, 13]):
+        ids = [[0, *rng.integers(261, 390, n - 2), 2] for n in lengths]
+        numbers = np.repeat(np.arange(len(lengths)), lengths).astype(np.uint16)
+        made.append({"input_ids": np.concatenate(ids), "sequence": numbers, "epoch": 0, "block_id": len(made)})
+    return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE])
+def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, blocks, attention):
+    torch.manual_seed(0)
+    config.initializer_range = 0.5
+    model = RobertaForMaskedLM(config)
+    model.set_attn_implementation(attention)
+    together = MlmCollator(tokenizer, mlm_probability=0.4)(blocks)
+    given = {name: together[name] for name in ("input_ids", "labels", "attention_mask", "sequence")}
+    model(**given).loss_sums["mlm"].backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    whole = model(**given).loss_sums["mlm"].item()
+    model.zero_grad()
+    total, rows = 0.0, 0
+    for ids, labels in rows_of(given):
+        loss = model(input_ids=ids[None], labels=labels[None]).loss_sums["mlm"]
+        loss.backward()
+        total, rows = total + loss.item(), rows + 1
+    assert rows == 8 and (given["labels"] != IGNORED).sum() > 20
+    assert whole == pytest.approx(total, rel=1e-5)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-4)
+    without = model(**{name: value for name, value in given.items() if name != "sequence"}).loss_sums["mlm"].item()
+    assert abs(without - total) > 0.1  # they would see each other
+
+
+def rows_of(given):
+    """(ids, labels) of every sequence."""
+    for row in range(3):
+        kept = given["attention_mask"][row].bool()
+        numbers = given["sequence"][row][kept]
+        for number in numbers.unique():
+            own = numbers == number
+            yield given["input_ids"][row][kept][own], given["labels"][row][kept][own]
+
+
+def test_a_run_from_text_and_cache_whole_and_resumed_is_one_run(preset, tmp_path):
+    flags = ["--config", preset, "--input_format", "doc_sentences", "--save_strategy", "steps", "--save_steps", "2"]
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    assert whole["counts"]["train"]["train_file"]["tokens"] > 0
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
+    cached = train_mlm.main([*flags, "--output_dir", str(tmp_path / "c"), "--token_cache", str(tmp_path / "cache")])
+    split = train_mlm.main([*flags, "--output_dir", str(tmp_path / "s"), "--per_device_train_batch_size", "2"])
+    assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"] == cached["digest"] == split["digest"]
+    assert cached["state_digests"] == whole["state_digests"]
+    for (_, loss), (_, other) in itertools.zip_longest(*(r["loss_at_steps"]["train"] for r in (whole, split))):
+        assert loss == pytest.approx(other, rel=1e-4)
+    sentences = train_mlm.main(["--config", preset, "--output_dir", str(tmp_path / "full")])
+    assert whole["tokens_seen"] == pytest.approx(sentences["tokens_seen"], rel=0.03)  # as many a step

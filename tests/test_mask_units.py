@@ -1,0 +1,299 @@
+"""Masks of whole words, spans and n-grams: words are the tokenizer's own, and every law that the papers state holds."""
+
+import itertools
+import json
+import math
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import train_mlm
+from roberta_recipe.data.mask_units import LENGTHS, begins_of, chosen_spans, words_of
+from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.tokenization import corpus_encoder
+from roberta_recipe.data.tokenizer_training import train_tokenizer
+from roberta_recipe.data.word_starts import word_starts
+from roberta_recipe.errors import InputError
+
+UNITS = ("whole_word", "span", "ngram")
+TEXT = st.text(
+    st.one_of(
+        st.sampled_from("aabcdest'''  ...,!?\"-19"),
+        st.sampled_from("éü語ß😀½²\u0301\u00a0\u2028\t\n–“”²"),
+        st.characters(exclude_categories=["Cs"], max_codepoint=0x2FFFF),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+def special_tokens(*names):
+    return {f"{name}_token": f"<{name}>" for name in names}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A tokenizer that splits at blanks only, as ALBERT's and DeBERTa-v2's."""
+    raw = Tokenizer(models.Unigram())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    named = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+    texts = ["The cat's toy isn't under the old table; nobody has seen it since 1987. (Tuesday)"] * 20
+    raw.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=80, special_tokens=named, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special_tokens("pad", "bos", "eos", "mask", "unk"))
+
+
+@pytest.fixture(scope="module")
+def english():
+    """A byte-level BPE in which every contraction of GPT-2's rule is a token."""
+    texts = ["It's what I've said, I'm sure they're here, we'll see, he'd know and can't. The cat isn't 19 or 1987! "]
+    return train_tokenizer(texts * 50, 310)
+
+
+def own_starts(tokenizer, text):
+    """Where words begin by the tokenizer itself, which has the text."""
+    encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    return [n == 0 or encoded.word_ids[n] != encoded.word_ids[n - 1] for n in range(len(encoded.ids))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(TEXT, min_size=1, max_size=4))
+def test_words_of_byte_level_bpe_are_the_tokenizers_own(tokenizer, english, texts):
+    for its in (tokenizer, english):
+        ids, expected = [its.bos_token_id], [False]
+        for text in texts:
+            ids += corpus_encoder(its)([text])[0] + [its.eos_token_id]
+            expected += [*own_starts(its, text), False]
+        assert word_starts(its)(np.array(ids)).tolist() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("abcdesthe cat's , . -"), min_size=1, max_size=40))
+def test_words_of_wordpiece_are_the_tokenizers_own(wordpiece, text):
+    ids = corpus_encoder(wordpiece)([text])[0]
+    known = [token not in wordpiece.all_special_ids for token in ids]  # [UNK] is never masked
+    assert (
+        word_starts(wordpiece)(np.array(ids, dtype=int)).tolist()
+        == np.logical_and(own_starts(wordpiece, text), known).tolist()
+    )
+
+
+WORDS = """["▁The", "▁cat", "'", "s", "▁toy", "▁isn", "'", "t", "▁old", ";", "▁(", "Tuesday", ")", "▁1987", "."]"""
+
+
+def test_words_of_sentencepiece_end_at_punctuation(sentencepiece):
+    ids = corpus_encoder(sentencepiece)(["The cat's toy isn't old; (Tuesday) 1987."])[0]
+    starts = word_starts(sentencepiece)(np.array(ids))
+    words = [""]
+    for token, begins in zip(sentencepiece.convert_ids_to_tokens(ids), starts, strict=True):
+        words += [""] * int(begins)
+        words[-1] += token
+    assert "".join(words) == "▁The▁cat's▁toy▁isn't▁old;▁(Tuesday)▁1987."
+    assert words[1:] == json.loads(WORDS)
+
+
+def test_a_tokenizer_without_words_is_told(tokenizer):
+    raw = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    without = PreTrainedTokenizerFast(tokenizer_object=raw, mask_token="<mask>", pad_token="<pad>")
+    with pytest.raises(InputError, match="does not tell where words begin: its pre-tokenizer is none; name one"):
+        MlmCollator(without, masking_unit="span")
+
+
+@pytest.fixture(scope="module")
+def blocks(english):
+    """Sentences of 1 to 60 words of 1 to 3 tokens each, in blocks of 256."""
+    rng = np.random.default_rng(0)
+    words = [
+        english(word, add_special_tokens=False)["input_ids"] for word in (" cat", " the", " zq", " 1987", " ü", ",")
+    ]
+    made = []
+    for number in range(400):
+        ids = [english.bos_token_id]
+        while len(ids) < 250:
+            for _ in range(rng.integers(1, 60)):
+                ids += words[rng.integers(len(words))]
+            ids.append(english.eos_token_id)
+        made.append({"input_ids": np.array(ids[:256], dtype=np.uint16), "epoch": 0, "block_id": number})
+    return made
+
+
+def masked(collator, blocks):
+    """(ids, what the model sees, predicted, first, end, text) of each block."""
+    for block in blocks:
+        ids = block["input_ids"].astype(np.int64)
+        seen, labels = collator.mask_block(block["input_ids"], block["epoch"], block["block_id"])
+        predicted = labels != IGNORED
+        assert (labels[predicted] == ids[predicted]).all() and (seen[~predicted] == ids[~predicted]).all()
+        special = np.isin(ids, collator.tokenizer.all_special_ids)
+        assert not (predicted & special).any()
+        begins = begins_of(word_starts(collator.tokenizer)(ids), special)
+        yield ids, seen, predicted, *words_of(begins, special)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("probability", [0.15, 0.3])
+def test_words_are_masked_whole_and_the_share_is_right(english, blocks, unit, probability):
+    shares = []
+    for _, _, predicted, first, end, _ in masked(
+        MlmCollator(english, masking_unit=unit, mlm_probability=probability), blocks
+    ):
+        whole = [predicted[begin:behind].mean() for begin, behind in zip(first, end, strict=True)]
+        assert set(whole) <= {0.0, 1.0}
+        shares.append(predicted.sum() / (end - first).sum())
+    assert abs(np.mean(shares) - probability) < 4 * np.std(shares) / math.sqrt(len(shares))
+    assert len(set(shares)) > 3
+
+
+@pytest.mark.parametrize("unit", ["span", "ngram"])
+def test_lengths_have_the_papers_law(unit):
+    """Of the first five spans, which the budget of 60 never cuts; the text is one long sentence, each word a token."""
+    first, found = np.arange(400), Counter()
+    draws = np.random.default_rng(0)
+    for _ in range(2000):
+        spans = chosen_spans(first, first + 1, np.zeros(400), unit, 60, draws)
+        found.update(end - begin for begin, end in spans[:5])
+        assert sum(end - begin for begin, end in spans) == 60
+        ordered = sorted(spans)
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(ordered))  # a word between
+    law = np.diff(LENGTHS[unit], prepend=0)
+    by_paper = [0.2 * 0.8**n for n in range(10)] if unit == "span" else [1, 1 / 2, 1 / 3]
+    assert law == pytest.approx(np.array(by_paper) / sum(by_paper))
+    counts = [found[n + 1] for n in range(len(law))]
+    assert sum(counts) == found.total() == 10_000
+    assert stats.chisquare(counts, law * found.total()).pvalue > 1e-4
+    if unit == "span":
+        assert (law * np.arange(1, 11)).sum() == pytest.approx(3.8, abs=0.01)  # as the paper has it
+
+
+def test_every_word_is_as_likely(english):
+    """In a text of one sentence the words near its ends are in fewer places for a span; all others are alike."""
+    first, hits, draws = np.arange(200), np.zeros(200), np.random.default_rng(1)
+    for _ in range(4000):
+        for begin, end in chosen_spans(first, first + 1, np.zeros(200), "span", 30, draws):
+            hits[begin:end] += 1
+    inner = hits[10:-10] / 4000
+    assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000) and abs(hits.mean() / 4000 - 0.15) < 1e-9
+
+
+@pytest.mark.parametrize("unit", ["span", "ngram"])
+def test_no_span_goes_across_a_special_token(english, blocks, unit):
+    collator = MlmCollator(english, masking_unit=unit)
+    crossed = 0
+    for ids, _, predicted, first, end, text in masked(collator, blocks[:100]):
+        special = np.isin(ids, english.all_special_ids)
+        assert not special[np.concatenate([np.arange(*word) for word in zip(first, end, strict=True)])].any()
+        assert text.tolist() == [special[:begin].sum() for begin in first]
+        edges = np.flatnonzero(np.diff(np.r_[0, predicted.astype(int), 0]))
+        crossed += sum(special[begin - 1] or special[end : end + 1].any() for begin, end in edges.reshape(-1, 2))
+    assert crossed > 10  # spans that touch a special token
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_shares_of_what_is_shown(english, blocks, unit):
+    """80/10/10: of a span for all its tokens together, else of each token by itself."""
+    shown, together = Counter(), []
+    for ids, seen, predicted, *_ in masked(MlmCollator(english, masking_unit=unit), blocks):
+        kinds = np.where(seen == english.mask_token_id, 0, np.where(seen == ids, 2, 1))
+        edges = np.flatnonzero(np.diff(np.r_[0, predicted.astype(int), 0]))
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            of_run = kinds[begin:end]
+            if unit == "span":
+                together.append(len(set(of_run.tolist())) == 1)
+                shown[int(of_run[0])] += 1
+            else:
+                shown.update(of_run.tolist())
+    total = shown.total()
+    # a random token is the token itself once in a vocabulary, so rarely that only the tolerance sees it
+    for kind, share in enumerate((0.8, 0.1, 0.1)):
+        assert abs(shown[kind] / total - share) < 4 * math.sqrt(share * (1 - share) / total) + 0.1 / 400, (kind, shown)
+    if unit == "span":
+        assert np.mean(together) > 0.995
+
+
+def test_shares_are_flags(english, blocks):
+    """BabyBERTa keeps none."""
+    collator = MlmCollator(english, mask_replace_prob=0.8, random_replace_prob=0.2, mlm_probability=0.5)
+    kept = sum(int((seen == ids)[predicted].sum()) for ids, seen, predicted, *_ in masked(collator, blocks[:50]))
+    assert kept < 0.01 * 50 * 100
+
+
+@pytest.mark.parametrize("unit", ["token", *UNITS])
+def test_static_masks_come_again(english, blocks, unit):
+    few = blocks[:8]
+    static, dynamic = (MlmCollator(english, masking_unit=unit, static_masks=k, seed=3) for k in (4, 0))
+
+    def of(collator, epoch):
+        return collator([{**block, "epoch": epoch} for block in few])["labels"].tolist()
+
+    passes = [of(static, epoch) for epoch in range(8)]
+    assert passes[:4] == passes[4:] == [of(dynamic, epoch) for epoch in range(4)]
+    assert all(one != other for n, one in enumerate(passes[:4]) for other in passes[:n])
+    assert of(dynamic, 4) not in passes
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_mask_of_a_unit_depends_on_seed_epoch_and_block_alone(english, blocks, unit):
+    whole = MlmCollator(english, masking_unit=unit, seed=1)(blocks[:8])
+    few = MlmCollator(english, masking_unit=unit, seed=1)([blocks[5], blocks[2]])
+    assert few["input_ids"].tolist() == whole["input_ids"][[5, 2]].tolist()
+    assert few["labels"].tolist() == whole["labels"][[5, 2]].tolist()
+    other = MlmCollator(english, masking_unit=unit, seed=2)(blocks[:8])
+    assert other["labels"].tolist() != whole["labels"].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 309), min_size=1, max_size=60),
+    unit=st.sampled_from(UNITS),
+    probability=st.floats(0.02, 0.99),
+    exact=st.booleans(),
+)
+def test_any_ids_can_be_masked(english, ids, unit, probability, exact):
+    """Also a block that begins within a word or a character, is all special tokens, or is dense with masks."""
+    count = "exact" if exact and unit == "whole_word" else "bernoulli"
+    collator = MlmCollator(english, masking_unit=unit, mlm_probability=probability, mask_count=count)
+    array = np.array(ids) % len(english)
+    seen, labels = collator.mask_block(array, 0, 1)
+    special = np.isin(array, english.all_special_ids)
+    predicted = labels != IGNORED
+    assert not (predicted & special).any() and (seen[~predicted] == array[~predicted]).all()
+
+
+def test_an_exact_count_is_of_words(english, blocks):
+    collator = MlmCollator(english, masking_unit="whole_word", mask_count="exact")
+    for _, _, predicted, first, *_ in masked(collator, blocks[:50]):
+        words = predicted[first].sum()
+        assert words in (math.floor(0.15 * len(first)), math.floor(0.15 * len(first)) + 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--static_masks", "-1"], "static_masks=-1 must be a number from 0 on"),
+        (["--mask_replace_prob", "0.9", "--random_replace_prob", "0.2"], "are 1.1 together, more than all"),
+        (["--random_replace_prob", "nan"], "random_replace_prob=nan must be a number"),
+        (["--mask_count", "exact", "--masking_unit", "span"], "mask_count=exact goes with masking_unit=token or whole"),
+    ],
+)
+def test_masks_that_cannot_be_are_told(preset, flags, message):
+    with pytest.raises(InputError, match=message):
+        train_mlm.main(["--config", preset, *flags])
+
+
+@pytest.mark.parametrize("flags", [["--masking_unit", "span"], ["--masking_unit", "whole_word", "--static_masks", "2"]])
+def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags):
+    """Four steps at once, and two and two; over the same few blocks, so that passes take the masks in turn."""
+    flags = ["--config", preset, *flags, "--max_train_samples", "10", "--save_strategy", "steps", "--save_steps", "2"]
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    for name in ("again", "other"):
+        shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / name / "checkpoint-2")
+    resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
+    assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"]
+    with pytest.raises(InputError, match="masking_unit"):
+        train_mlm.main([*flags, "--masking_unit", "ngram", "--output_dir", str(tmp_path / "other")])

@@ -1,0 +1,194 @@
+"""Span-boundary, next-sentence and sentence-order objectives: targets, heads by the plain definition, runs."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import end_well, forked_ranks, write_parquet
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM
+
+import train_mlm
+from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import evaluate
+from roberta_recipe.training.objectives import model_class
+
+SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
+
+
+@pytest.fixture
+def model(config):
+    torch.manual_seed(0)
+    config.initializer_range = 0.3
+    return model_class(["mlm", "sbo"])(config).eval()
+
+
+def by_definition(model, ids, labels):
+    """The sum of the losses of one row, token by token."""
+    head, total = model.sbo_head, torch.zeros(())
+    hidden = model.roberta(ids[None])[0][0]
+    for at in (labels != IGNORED).nonzero()[:, 0].tolist():
+        left = max(n for n in range(at) if labels[n] == IGNORED)
+        right = min(n for n in range(at, len(labels)) if labels[n] == IGNORED)
+        state = torch.cat([hidden[left], hidden[right], head.places.weight[at - left - 1]])
+        for layer, norm in ((head.first, head.first_norm), (head.second, head.second_norm)):
+            state = norm(torch.nn.functional.gelu(layer(state)))
+        logits = model.roberta.embeddings.word_embeddings.weight @ state + model.lm_head.bias
+        total = total - torch.log_softmax(logits, -1)[labels[at]]
+    return total
+
+
+def test_the_loss_is_that_of_the_definition(model, tokenizer):
+    rng = np.random.default_rng(0)
+    lengths = [60, 33, 9]
+    blocks = [
+        {"input_ids": np.array([0, *rng.integers(261, 390, n - 2), 2]), "epoch": 0, "block_id": n} for n in lengths
+    ]
+    batch = MlmCollator(tokenizer, masking_unit="span", mlm_probability=0.4, span_boundary=True)(blocks)
+    given = {name: batch[name] for name in ("input_ids", "labels", "attention_mask", "sbo_labels")}
+    found = model(**given).loss_sums
+    targets = (batch["sbo_labels"] != IGNORED).sum()
+    assert targets == (batch["labels"] != IGNORED).sum() > 20  # <s> and </s> are beside the first and the last span
+    rows = zip(batch["input_ids"], batch["sbo_labels"], lengths, strict=True)
+    expected = sum(by_definition(model, ids[:length], labels[:length]) for ids, labels, length in rows)
+    assert found["sbo"].item() == pytest.approx(expected.item(), rel=1e-4)
+    stock = model(**{**given, "sbo_labels": torch.full_like(batch["labels"], IGNORED)}).loss_sums
+    assert stock["sbo"] == 0 and stock["mlm"] == found["mlm"]
+
+
+def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
+    """Of a block that was cut within a sentence."""
+    block = {"input_ids": np.array([0, *range(261, 300)]), "epoch": 0, "block_id": 1}
+    at_end = 0
+    for epoch in range(60):
+        collator = MlmCollator(tokenizer, masking_unit="span", span_boundary=True)
+        seen = collator.seen_by_model({**block, "epoch": epoch})
+        labels, targets = seen["labels"], seen["sbo_labels"]
+        last = np.flatnonzero(labels == IGNORED)[-1]
+        assert (targets[last:] == IGNORED).all() and (targets[:last] == labels[:last]).all()
+        at_end += last < 39
+    assert 0 < at_end < 40
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+def test_runs_whole_resumed_split_and_in_two_processes_are_one(preset, tmp_path):
+    flags = ["--config", preset, *SBO, "--save_strategy", "steps", "--save_steps", "2", "--eval_strategy", "steps"]
+    flags += ["--eval_steps", "2", "--output_dir"]
+    whole = train_mlm.main([*flags, str(tmp_path / "whole")])
+    assert 0 < whole["metrics"]["eval_sbo_loss"] < 10
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, str(tmp_path / "again")])
+    assert resumed["resumes"] == 1 and resumed["state_digests"] == whole["state_digests"]
+    split = train_mlm.main([*flags, str(tmp_path / "split"), "--per_device_train_batch_size", "2"])
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
+    argv = [*flags, str(tmp_path / "two"), "--per_device_train_batch_size", "2"]
+    end_well(forked_ranks(lambda rank: train_mlm.main(argv), tmp_path))
+    two = json.loads((tmp_path / "two" / "run_record.json").read_text())
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-4) and two["digest"] == whole["digest"]
+
+
+def test_a_finished_model_is_the_stock_classs(preset, tmp_path):
+    record = train_mlm.main(["--config", preset, *SBO, "--save_strategy", "steps", "--save_steps", "4"])
+    kept, finished = (load_file(tmp_path / "run" / folder / "model.safetensors") for folder in ("checkpoint-4", "."))
+    assert {name for name in kept if name not in finished} == {name for name in kept if name.startswith("sbo_head.")}
+    assert len(kept) > len(finished) and all(torch.equal(kept[name], weight) for name, weight in finished.items())
+    _, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    # is measured as a masked LM, and trains on with a new head
+    metrics, _ = evaluate.main(["--config", preset, *SBO, "--model_name_or_path", str(tmp_path / "run")])
+    assert metrics["eval_loss"] == pytest.approx(record["metrics"]["eval_loss"], rel=1e-5)
+    assert "eval_sbo_loss" not in metrics
+    again = ["--config", preset, *SBO, "--model_name_or_path", str(tmp_path / "run")]
+    assert train_mlm.main([*again, "--output_dir", str(tmp_path / "on")])["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--objective", "mlm", "sbo"], "objective sbo goes with masking_unit=span, .* not token"),
+        (["--objective", "sbo"], "objective='sbo': name mlm, and what is beside it, once each"),
+        (["--objective", "mlm", "nps"], "objective 'nps' is none of mlm, sbo, nsp, sop"),
+        (["--objective", "mlm", "nsp", "sop"], "nsp and sop exclude each other"),
+        (["--objective", "mlm", "nsp"], "objective nsp goes with input_format=segment_pair or sentence_pair, not full"),
+    ],
+)
+def test_objectives_that_cannot_be_are_told(preset, flags, message):
+    with pytest.raises(InputError, match=message):
+        train_mlm.main(["--config", preset, *flags])
+
+
+@pytest.mark.parametrize("types", [1, 2])
+def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, tmp_path, types):
+    """With segment types where the model has them."""
+    config.initializer_range, config.type_vocab_size = 0.3, types
+    torch.manual_seed(0)
+    model = model_class(["mlm", "nsp"])(config).eval()
+    rng = np.random.default_rng(0)
+    blocks = [
+        {
+            "input_ids": np.array([0, *rng.integers(261, 390, 9), 2, 2, *rng.integers(261, 390, n), 2]),
+            "token_type_ids": np.array([0] * 11 + [1] * (n + 2)),
+            "next_sentence_labels": np.array([n % 3 - 1 if n % 3 else IGNORED] + [IGNORED] * (n + 12)),
+            **{"epoch": 0, "block_id": n},
+        }
+        for n in range(4, 16)
+    ]
+    batch = MlmCollator(tokenizer)(blocks)
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    found = model(**given).loss_sums["nsp"].item()
+    expected = 0.0
+    for block in blocks:
+        seen = torch.from_numpy(MlmCollator(tokenizer).seen_by_model(block)["input_ids"])[None]
+        segments = {"token_type_ids": torch.from_numpy(block["token_type_ids"])[None]} if types == 2 else {}
+        state = model.roberta(seen, **segments)[0][0, 0]
+        logits = model.pair_head.output(torch.tanh(model.pair_head.pooler(state)))
+        label = block["next_sentence_labels"][0]
+        expected -= torch.log_softmax(logits, -1)[label].item() if label != IGNORED else 0.0
+    assert found == pytest.approx(expected, rel=1e-4) and expected > 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--input_format", "segment_pair", "--objective", "mlm", "nsp"],
+        ["--input_format", "sentence_pair", "--objective", "mlm", "sop"],
+        ["--input_format", "segment_pair"],
+    ],
+)
+def test_runs_over_pairs_whole_resumed_split_and_cached_are_one(preset, tmp_path, flags):
+    flags = ["--config", preset, *flags, "--save_strategy", "steps", "--save_steps", "2", "--output_dir"]
+    whole = train_mlm.main([*flags, str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, str(tmp_path / "again")])
+    cached = train_mlm.main([*flags, str(tmp_path / "cached"), "--token_cache", str(tmp_path / "cache")])
+    split = train_mlm.main([*flags, str(tmp_path / "split"), "--per_device_train_batch_size", "2"])
+    assert resumed["resumes"] == 1
+    assert resumed["state_digests"] == cached["state_digests"] == whole["state_digests"]
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-4) and split["digest"] == whole["digest"]
+    named = {name for name in whole["metrics"] if name.endswith(("nsp_loss", "sop_loss"))}
+    assert len(named) == len({"nsp", "sop"} & set(flags))
+    _, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "texts", "needs"),
+    [
+        ("nsp", [" ".join(["A dog sees the cat."] * 200)], "files of several documents"),
+        ("sop", ["A dog sees the cat near the sea."] * 200, "documents of two sentences or more"),
+    ],
+)
+def test_text_without_pairs_is_told(preset, tmp_path, objective, texts, needs):
+    path = write_parquet(tmp_path / "text.parquet", texts)
+    held_out = write_parquet(tmp_path / "held_out.parquet", [text.replace("dog", "cat") for text in texts])
+    flags = ["--train_file", path, "--validation_file", held_out, "--input_format", "segment_pair"]
+    with pytest.raises(
+        InputError, match=f"objective {objective}: none of .* has a pair with a label; it needs {needs}"
+    ):
+        train_mlm.main(["--config", preset, *flags, "--objective", "mlm", objective])

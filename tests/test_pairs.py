@@ -1,0 +1,127 @@
+"""Pairs of segments and sentences: nothing of the text is lost, labels are what the text says, half of each."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data.packing import NO_LABEL, PackState
+from roberta_recipe.data.pairs import NSP, SOP
+
+BOS, EOS = 0, 2
+FORMATS = [name for name in PACKERS if "_pair" in name]
+
+
+def documents_of(rng, count, sentences=(1, 30), length=(3, 40)):
+    """Documents whose every token is another number, so that each says where it comes from."""
+    numbers = itertools.count(10)
+    return [
+        [[next(numbers) for _ in range(rng.randint(*length))] for _ in range(rng.randint(*sentences))]
+        for _ in range(count)
+    ]
+
+
+def pack(name, documents, length, state=None):
+    state = state or PackState()
+    return list(PACKERS[name](documents, state, max_seq_length=length, bos_id=BOS, eos_id=EOS)), state
+
+
+def sequences(columns):
+    """(A, B or None, label) of each sequence of a block, from its columns."""
+    label = NSP if NSP in columns else SOP
+    numbers = columns.get("sequence", [0] * len(columns["input_ids"]))
+    rows = zip(columns["input_ids"], columns["token_type_ids"].tolist(), columns[label].tolist(), numbers, strict=True)
+    for _, group in itertools.groupby(rows, key=lambda row: row[3]):
+        ids, types, labels, _ = map(list, zip(*group, strict=True))
+        assert ids[0] == BOS and ids[-1] == EOS and set(labels[1:]) <= {NO_LABEL} and types == sorted(types)
+        first, second = ids[: types.count(0)], ids[types.count(0) :]
+        if not second:
+            assert first.count(EOS) == 1 and labels[0] == NO_LABEL
+            yield first[1:-1], None, None
+        else:
+            assert first[-1] == EOS == second[0] and first.count(EOS) == 1 and second.count(EOS) == 2
+            assert labels[0] in (0, 1)
+            yield first[1:-1], second[1:-1], labels[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("length", [24, 128])
+def test_pairs_are_what_their_labels_say_and_no_text_is_lost(name, length):
+    documents = documents_of(random.Random(0), 60)
+    of = {token: number for number, document in enumerate(documents) for sentence in document for token in sentence}
+    begins = {sentence[0] for document in documents for sentence in document}
+    blocks, state = pack(name, documents, length)
+    seen = []
+    for columns in blocks:
+        assert len(columns["input_ids"]) <= length
+        for first, second, label in sequences(columns):
+            if label is None:
+                seen += first
+            elif name.endswith("nsp") and label:
+                assert of[second[0]] < of[first[0]]  # of an earlier document
+                seen += first
+            else:
+                in_order = (second, first) if label else (first, second)
+                assert in_order[1][0] == in_order[0][-1] + 1 and in_order[1][0] in begins
+                seen += [*in_order[0], *in_order[1]]
+            for segment in filter(None, (first, second)):
+                assert segment == [*range(segment[0], segment[0] + len(segment))]
+                assert of[segment[0]] == of[segment[-1]]
+            if "sentence" in name and label is not None:
+                assert not begins & {*first[1:], *second[1:]}  # a sentence each
+    everything = [token for document in documents for sentence in document for token in sentence]
+    assert sorted(seen) == everything
+    assert state.tokens == len(everything) and state.sentences == sum(map(len, documents))
+    assert state.split_sentences == sum(len(sentence) > length - 4 for document in documents for sentence in document)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_half_of_the_labelled_pairs_have_each_label(name):
+    """And segments are of like length under both, or the length would tell."""
+    blocks, _ = pack(name, documents_of(random.Random(1), 800), 128)
+    found = [found for columns in blocks for found in sequences(columns)]
+    labels = [label for _, _, label in found if label is not None]
+    assert len(labels) > 2000 and abs(sum(labels) / len(labels) - 0.5) < 4 * 0.5 / math.sqrt(len(labels))
+    fill = [sum(len(b) for _, b, label in found if label == wanted) / labels.count(wanted) for wanted in (0, 1)]
+    assert fill[1] == pytest.approx(fill[0], rel=0.25)
+
+
+def test_a_step_of_sentence_pairs_has_as_many_tokens():
+    documents = documents_of(random.Random(2), 200, length=(5, 40))
+    fill = {}
+    for name in ("sentence_pair nsp", "full_sentences"):
+        blocks, _ = pack(name, documents, 512)
+        fill[name] = sum(len(columns["input_ids"]) for columns in blocks) / (512 * len(blocks))
+    assert fill["sentence_pair nsp"] > 0.97 * fill["full_sentences"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.integers(8, 40))
+def test_a_packer_is_resumed_from_json(name, seed, length):
+    documents = documents_of(random.Random(seed), 6, sentences=(0, 6), length=(1, 30))
+    whole, _ = pack(name, documents, length)
+    state, saved = PackState(), []
+    for _ in PACKERS[name](iter(documents), state, max_seq_length=length, bos_id=BOS, eos_id=EOS):
+        saved.append(json.dumps(vars(state)))
+    for done in {1, len(saved) // 3, len(saved) * 2 // 3, len(saved)} & {*range(1, len(saved) + 1)}:
+        state = PackState(**json.loads(saved[done - 1]))
+        rest, _ = pack(name, documents[state.documents :], length, state)
+        for columns, other in zip(rest, whole[done:], strict=True):
+            assert columns.keys() == other.keys()
+            assert all(list(columns[key]) == list(other[key]) for key in columns if key != "document")
+            assert columns["document"] == other["document"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_one_document_or_of_one_sentence_documents_has_no_labels(name):
+    one = documents_of(random.Random(3), 1)
+    short = documents_of(random.Random(3), 9, sentences=(1, 1))
+    for documents in (short, *([one] if name.endswith("nsp") else [])):
+        blocks, _ = pack(name, documents, 64)
+        assert all(label is None for columns in blocks for _, _, label in sequences(columns))
