@@ -198,7 +198,7 @@ def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(wri
     path = write(flags=SLOW, seeds=[1])
     jobs = min(2, len(os.sched_getaffinity(0)))
     runner = Forked(lambda: experiments.main([path, "--jobs", str(jobs)]), tmp_path / "runner.log")
-    checkpoints = lambda: {found.parts[-4] for found in (tmp_path / "out").glob("*/*/run/checkpoint-*/manifest.json")}  # noqa: E731
+    checkpoints = lambda: {found.parts[-5] for found in (tmp_path / "out").glob("*/*/run/checkpoint-*/manifest.json")}  # noqa: E731
     wait_until(lambda: len(checkpoints()) == jobs)
     children = psutil.Process(runner.pid).children(recursive=True)
     assert len(children) == jobs and len({tuple(child.cpu_affinity()) for child in children}) == jobs
