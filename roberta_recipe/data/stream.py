@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
@@ -148,7 +149,12 @@ class TextReader:
         the mixture as far as each source goes; all without a limit."""
         encode = corpus_encoder(self.tokenizer)
         sources = range(len(self.corpus.sources))
-        held_out = [list(self._in_file_order(number, SourceState(), encode, "validation")) for number in sources]
+        with tqdm(desc="Reading validation", unit=" blocks", mininterval=1, leave=False, disable=None) as bar:
+            held_out: list[list[Block]] = [[] for _ in sources]
+            for number in sources:
+                for block in self._in_file_order(number, SourceState(), encode, "validation"):
+                    held_out[number].append(block)
+                    bar.update()
         drawn = drawn_evenly([*map(len, held_out)], self.corpus.shares, limit, self.seed)
         streams = [map(held_out[number].__getitem__, indices) for number, indices in enumerate(drawn)]
         return interleave(streams, self.corpus.shares)

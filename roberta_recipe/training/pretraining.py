@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from roberta_recipe import args as flags
@@ -411,17 +410,7 @@ def build_collator(
 def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[dict[str, Any]]:
     """Held-out blocks, drawn evenly and the same for every seed, in the proportions of the mixture as far as each
     source's text goes."""
-    stream = reader.validation(args.max_eval_samples)
-    bar = tqdm(
-        stream,
-        desc="Reading validation",
-        unit=" blocks",
-        total=args.max_eval_samples,
-        mininterval=1,
-        leave=False,
-        disable=None,
-    )
-    blocks = list(bar)
+    blocks = list(reader.validation(args.max_eval_samples))
     if len(blocks) < training_args.per_device_eval_batch_size:
         raise InputError(
             f"validation has {len(blocks)} blocks, less than one batch of per_device_eval_batch_size="
