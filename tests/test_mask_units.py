@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import train_mlm
-from roberta_recipe.data.mask_units import LENGTHS, begins_of, chosen_spans, words_of
+from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.data.tokenizer_training import train_tokenizer
@@ -41,11 +41,14 @@ def special_tokens(*names):
 @pytest.fixture(scope="module")
 def sentencepiece():
     """A tokenizer that splits at blanks only, as ALBERT's and DeBERTa-v2's."""
-    raw = Tokenizer(models.Unigram())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     named = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
-    texts = ["The cat's toy isn't under the old table; nobody has seen it since 1987. (Tuesday)"] * 20
-    raw.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=80, special_tokens=named, unk_token="<unk>"))
+    text = "The cat's toy isn't under the old table; nobody has seen it since 1987. (Tuesday)"
+    words = ["▁" + word for word in text.split()]  # not trained: the trainer's threads would hang a forked data worker
+    pieces = sorted({*"".join(words), *(word[:4] for word in words if word[1:4].isalpha())})
+    vocabulary = [(piece, 0.0) for piece in named] + [(piece, -4.0 + 0.5 * len(piece)) for piece in pieces]
+    raw = Tokenizer(models.Unigram(vocabulary, unk_id=4))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    raw.add_special_tokens(named)
     return PreTrainedTokenizerFast(tokenizer_object=raw, **special_tokens("pad", "bos", "eos", "mask", "unk"))
 
 
@@ -125,15 +128,21 @@ def blocks(english):
 
 def masked(collator, blocks):
     """(ids, what the model sees, predicted, first, end, text) of each block."""
-    for block in blocks:
-        ids = block["input_ids"].astype(np.int64)
-        seen, labels = collator.mask_block(block["input_ids"], block["epoch"], block["block_id"])
+    starts, all_special = word_starts(collator.tokenizer), collator.tokenizer.all_special_ids
+    is_special = np.isin(np.arange(len(collator.tokenizer)), all_special)
+    words = words_of_blocks([block["input_ids"] for block in blocks], starts, is_special, all_special[0])
+    for block, columns, (begins, special, borders) in zip(blocks, collator.seen_by_model(blocks), words, strict=True):
+        ids, seen, labels = block["input_ids"].astype(np.int64), columns["input_ids"], columns["labels"]
         predicted = labels != IGNORED
         assert (labels[predicted] == ids[predicted]).all() and (seen[~predicted] == ids[~predicted]).all()
-        special = np.isin(ids, collator.tokenizer.all_special_ids)
-        assert not (predicted & special).any()
-        begins = begins_of(word_starts(collator.tokenizer)(ids), special)
-        yield ids, seen, predicted, *words_of(begins, special)
+        assert (special == np.isin(ids, all_special)).all() and not (predicted & special).any()
+        is_word = begins[borders[:-1]]
+        yield ids, seen, predicted, borders[:-1][is_word], borders[1:][is_word], np.cumsum(~is_word)[is_word]
+
+
+def one_sentence(count):
+    """Words of one token each."""
+    return Words(np.ones(count, dtype=bool), np.zeros(count, dtype=bool), np.arange(count + 1))
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -153,10 +162,9 @@ def test_words_are_masked_whole_and_the_share_is_right(english, blocks, unit, pr
 @pytest.mark.parametrize("unit", ["span", "ngram"])
 def test_lengths_have_the_papers_law(unit):
     """Of the first five spans, which the budget of 60 never cuts; the text is one long sentence, each word a token."""
-    first, found = np.arange(400), Counter()
-    draws = np.random.default_rng(0)
+    found, draws = Counter(), np.random.default_rng(0)
     for _ in range(2000):
-        spans = chosen_spans(first, first + 1, np.zeros(400), unit, 60, draws)
+        spans = list(zip(*chosen_spans(one_sentence(400), unit, 60, draws), strict=True))
         found.update(end - begin for begin, end in spans[:5])
         assert sum(end - begin for begin, end in spans) == 60
         ordered = sorted(spans)
@@ -173,9 +181,9 @@ def test_lengths_have_the_papers_law(unit):
 
 def test_every_word_is_as_likely(english):
     """In a text of one sentence the words near its ends are in fewer places for a span; all others are alike."""
-    first, hits, draws = np.arange(200), np.zeros(200), np.random.default_rng(1)
+    hits, draws = np.zeros(200), np.random.default_rng(1)
     for _ in range(4000):
-        for begin, end in chosen_spans(first, first + 1, np.zeros(200), "span", 30, draws):
+        for begin, end in zip(*chosen_spans(one_sentence(200), "span", 30, draws), strict=True):
             hits[begin:end] += 1
     inner = hits[10:-10] / 4000
     assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000) and abs(hits.mean() / 4000 - 0.15) < 1e-9
@@ -188,7 +196,7 @@ def test_no_span_goes_across_a_special_token(english, blocks, unit):
     for ids, _, predicted, first, end, text in masked(collator, blocks[:100]):
         special = np.isin(ids, english.all_special_ids)
         assert not special[np.concatenate([np.arange(*word) for word in zip(first, end, strict=True)])].any()
-        assert text.tolist() == [special[:begin].sum() for begin in first]
+        assert (text - text[0]).tolist() == [special[first[0] : begin].sum() for begin in first]
         edges = np.flatnonzero(np.diff(np.r_[0, predicted.astype(int), 0]))
         crossed += sum(special[begin - 1] or special[end : end + 1].any() for begin, end in edges.reshape(-1, 2))
     assert crossed > 10  # spans that touch a special token
@@ -259,7 +267,8 @@ def test_any_ids_can_be_masked(english, ids, unit, probability, exact):
     count = "exact" if exact and unit == "whole_word" else "bernoulli"
     collator = MlmCollator(english, masking_unit=unit, mlm_probability=probability, mask_count=count)
     array = np.array(ids) % len(english)
-    seen, labels = collator.mask_block(array, 0, 1)
+    [columns] = collator.seen_by_model([{"input_ids": array, "epoch": 0, "block_id": 1}])
+    seen, labels = columns["input_ids"], columns["labels"]
     special = np.isin(array, english.all_special_ids)
     predicted = labels != IGNORED
     assert not (predicted & special).any() and (seen[~predicted] == array[~predicted]).all()

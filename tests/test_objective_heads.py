@@ -65,7 +65,7 @@ def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
     at_end = 0
     for epoch in range(60):
         collator = MlmCollator(tokenizer, masking_unit="span", span_boundary=True)
-        seen = collator.seen_by_model({**block, "epoch": epoch})
+        [seen] = collator.seen_by_model([{**block, "epoch": epoch}])
         labels, targets = seen["labels"], seen["sbo_labels"]
         last = np.flatnonzero(labels == IGNORED)[-1]
         assert (targets[last:] == IGNORED).all() and (targets[:last] == labels[:last]).all()
@@ -144,7 +144,7 @@ def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, 
     found = model(**given).loss_sums["nsp"].item()
     expected = 0.0
     for block in blocks:
-        seen = torch.from_numpy(MlmCollator(tokenizer).seen_by_model(block)["input_ids"])[None]
+        seen = torch.from_numpy(MlmCollator(tokenizer).seen_by_model([block])[0]["input_ids"])[None]
         segments = {"token_type_ids": torch.from_numpy(block["token_type_ids"])[None]} if types == 2 else {}
         state = model.roberta(seen, **segments)[0][0, 0]
         logits = model.pair_head.output(torch.tanh(model.pair_head.pooler(state)))

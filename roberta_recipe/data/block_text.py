@@ -29,7 +29,7 @@ def described(
 
 def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
     """A block's source, file, columns of whole numbers, and text as the model sees it."""
-    seen, tokenizer = collator.seen_by_model(block), collator.tokenizer
+    [seen], tokenizer = collator.seen_by_model([block]), collator.tokenizer
     number, file, index = place_of(block["block_id"])
     source = corpus.sources[number]
     labels, shown, ids = seen["labels"], seen["input_ids"], block["input_ids"].astype(np.int64)

@@ -2,16 +2,20 @@
 (ALBERT, arXiv 1909.11942, section 4.1). Lengths are counted in words, and no unit goes across a special token.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+from roberta_recipe.data.word_starts import WordStarts
 
 Unit = Literal["token", "whole_word", "span", "ngram"]
 
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _PLACES = 32  # that are tried for a length; text of shorter sentences has none for it
+_HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 _TRIES_A_WORD = 4  # of all lengths; a block that has no more room stays below its budget
 
 
@@ -25,81 +29,92 @@ LENGTHS = {  # cumulative probabilities of 1, 2, ... words
 }
 
 
-def begins_of(starts: np.ndarray, special: np.ndarray) -> np.ndarray:
-    """(length,) bool: where words begin, also behind a special token within a word whose beginning is in another block;
-    from where the tokenizer's words begin and which tokens are special."""
-    begins = starts & ~special
+class Words(NamedTuple):
+    """The words of a block: `begins` and `special` (length,) bool, the positions where words begin and those of special
+    tokens; `borders` (words + special tokens + 1,), where each word or special token begins, and the block's length."""
+
+    begins: np.ndarray
+    special: np.ndarray
+    borders: np.ndarray
+
+
+def words_of_blocks(
+    blocks: list[np.ndarray], starts: WordStarts, is_special: np.ndarray, between: int
+) -> Iterator[Words]:
+    """The words of each block of ids. `is_special`: (vocabulary,) bool; `between`: a special id.
+
+    Told for all blocks at once, with a special token behind each: most of the time of a short block is that of calls.
+    A word whose beginning is in another block begins behind the special token before it.
+    """
+    separator = np.array([between])
+    ids = np.concatenate([part for block in blocks for part in (block, separator)])
+    special = is_special[ids]
+    begins = starts(ids) & ~special
     begins[0] = not special[0]
     begins[1:] |= special[:-1] & ~special[1:]
-    return begins
-
-
-def words_of(begins: np.ndarray, special: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first, end, text): of each word its first position, the position behind its last, and the number of special
-    tokens before it, which is the same for words without one between them."""
     borders = np.flatnonzero(begins | special)
-    is_word = begins[borders]
-    end = np.append(borders[1:], len(begins))
-    return borders[is_word], end[is_word], np.cumsum(~is_word)[is_word]
+    of_block = np.cumsum([0, *(len(block) + 1 for block in blocks)])
+    before = np.searchsorted(borders, of_block).tolist()
+    for (start, end), (first, behind) in zip(
+        itertools.pairwise(of_block.tolist()), itertools.pairwise(before), strict=True
+    ):
+        yield Words(begins[start : end - 1], special[start : end - 1], borders[first:behind] - start)
 
 
-def chosen_words(
-    begins: np.ndarray, special: np.ndarray, pick: np.ndarray, probability: float, count: int | None
-) -> np.ndarray:
+def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int | None) -> np.ndarray:
     """(length,) bool: the positions of words that are chosen with `probability` each; with `count`, so many of them,
     without replacement. `pick`: uniform draws, (length,)."""
-    of_word = pick[begins]
+    of_word = pick[words.begins]
     if count is None:
         chosen = of_word < probability
     else:
         chosen = np.zeros(len(of_word), dtype=bool)
         chosen[np.argsort(of_word)[:count]] = True
     if not len(chosen):
-        return np.zeros(len(begins), dtype=bool)
-    return chosen[np.cumsum(begins) - 1] & ~special  # what stands before the first word is special
+        return np.zeros(len(pick), dtype=bool)
+    return chosen[np.cumsum(words.begins) - 1] & ~words.special  # what stands before the first word is special
 
 
-def chosen_spans(
-    first: np.ndarray, end: np.ndarray, text: np.ndarray, unit: str, budget: int, draws: np.random.Generator
-) -> list[tuple[int, int]]:
-    """Spans (first position, position behind) of `budget` tokens in all, in the order in which they are drawn.
+def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
+    """(begins, ends): spans of `budget` tokens in all, as first positions and positions behind, in the order in which
+    they are drawn.
 
     A length is drawn from `LENGTHS`, then places until one has so many words that are free, so that lengths keep their
     law. A word stays between two spans, which shows their ends (for a span-boundary objective). The last span is cut to
     the budget; of a word that is too long for what is left of it, chance takes as many as make it right on average.
     """
-    words, spans, tried = len(first), [], 0
-    lengths = itertools.chain.from_iterable(_lengths(unit, draws))
-    first, end, text = first.tolist(), end.tolist(), text.tolist()
-    held = bytearray(words + 2)  # 1 at a word's number + 1: it is in a span, or beside one
-    length = next(lengths)
-    for word in itertools.chain.from_iterable(_places(words, draws)):
+    borders = words.borders.data  # a number of a memoryview is read faster
+    begins, ends, tried = [], [], 0
+    # 1: a special token, or a word in a span or beside one; and one more at both ends
+    held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
+    places = len(held) - 2
+    uniform = itertools.chain.from_iterable(_uniform(draws))
+    law = LENGTHS[unit].tolist()
+    length = 1 + bisect.bisect_right(law, next(uniform))
+    for _ in range(_PLACES + _TRIES_A_WORD * places):
         if budget < 1:
             break
-        last, tried = word + length - 1, tried + 1
-        if last >= words or text[last] != text[word] or held.find(1, word + 1, last + 2) >= 0:
+        tried += 1
+        begin = int(next(uniform) * places)
+        if held.count(0, begin + 1, begin + 1 + length) < length:
             if tried == _PLACES:
-                length, tried = next(lengths), 0
+                length, tried = 1 + bisect.bisect_right(law, next(uniform)), 0
             continue
-        while last > word and end[last] - first[word] > budget:
-            last -= 1
-        size = end[last] - first[word]
-        if size > budget and draws.random() * size >= budget:
+        first, end = borders[begin], borders[begin + length]
+        while end - first > budget and length > 1:
+            length -= 1
+            end = borders[begin + length]
+        if end - first > budget and next(uniform) * (end - first) >= budget:
             break
-        spans.append((first[word], end[last]))
-        held[word : last + 3] = b"\1" * (last + 3 - word)
-        budget -= size
-        length, tried = next(lengths), 0
-    return spans
+        begins.append(first)
+        ends.append(end)
+        held[begin : begin + length + 2] = _HELD[length]
+        budget -= end - first
+        length, tried = 1 + bisect.bisect_right(law, next(uniform)), 0
+    return begins, ends
 
 
-def _lengths(unit: str, draws: np.random.Generator) -> Iterator[list[int]]:
-    """Lengths without end, some at a time."""
+def _uniform(draws: np.random.Generator) -> Iterator[list[float]]:
+    """Draws without end, some at a time."""
     while True:
-        yield (1 + np.searchsorted(LENGTHS[unit], draws.random(16))).tolist()
-
-
-def _places(words: int, draws: np.random.Generator) -> Iterator[list[int]]:
-    """The numbers of words to begin at, some at a time."""
-    for _ in range(1 + _TRIES_A_WORD * words // _PLACES):
-        yield (draws.random(_PLACES) * words).astype(np.int64).tolist()
+        yield draws.random(64).tolist()

@@ -4,7 +4,9 @@ A block's mask is a function of (seed, epoch, block id) alone, drawn from a coun
 for any number of workers, micro-batch and restart, and another mask in every epoch.
 """
 
+import itertools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
-from roberta_recipe.data.mask_units import Unit, begins_of, chosen_spans, chosen_words, words_of
+from roberta_recipe.data.mask_units import Unit, Words, chosen_spans, chosen_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.word_starts import word_starts
 
@@ -58,46 +60,48 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
         self._is_special[special] = True
         self._replacements = np.flatnonzero(~self._is_special)
+        self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # slow to ask for
         self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting it takes a fifth of the time of a new generator
 
-    def mask_block(self, input_ids: np.ndarray, epoch: int, block_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The block as the model sees it, and its labels; both (length,) int64."""
+    def _masked(
+        self, input_ids: np.ndarray, epoch: int, block_id: int, words: Words | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A block as the model sees it, and its labels; both (length,) int64."""
         ids = input_ids.astype(np.int64)
         # key and counter name the block: three draws a position
         epoch = epoch % self.static_masks if self.static_masks else epoch
         self._philox["state"]["counter"] = np.array([0, block_id, epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
-        predicted = self._predicted(ids, pick, action)
+        predicted = self._predicted(ids, words, pick, action)
         labels = np.where(predicted, ids, IGNORED)
         random_from = 1.0 - self.random_replace_prob
-        ids[predicted & (action < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        ids[predicted & (action < self.mask_replace_prob)] = self._mask
         replaced = predicted & (action >= random_from)
         ids[replaced] = self._replacements[(token[replaced] * len(self._replacements)).astype(np.int64)]
         return ids, labels
 
-    def _predicted(self, ids: np.ndarray, pick: np.ndarray, action: np.ndarray) -> np.ndarray:
+    def _predicted(self, ids: np.ndarray, words: Words | None, pick: np.ndarray, action: np.ndarray) -> np.ndarray:
         """(length,) bool: the predicted positions; `action` becomes that of its first token in a span."""
-        special = self._is_special[ids]
-        if self.masking_unit == "token" and self.mask_count == "bernoulli":
-            return (pick < self.mlm_probability) & ~special
-        if self.masking_unit == "token":
+        if words is None and self.mask_count == "bernoulli":
+            return (pick < self.mlm_probability) & ~self._is_special[ids]
+        if words is None:
             predicted = np.zeros(len(ids), dtype=bool)
             predicted[np.argsort(pick)[: self._count(len(ids))]] = True
             return predicted
-        begins = begins_of(self._starts(ids), special)
         if self.masking_unit == "whole_word":
-            count = self._count(int(begins.sum())) if self.mask_count == "exact" else None
-            return chosen_words(begins, special, pick, self.mlm_probability, count)
-        predicted = np.zeros(len(ids), dtype=bool)
-        budget = self._count(len(ids) - int(special.sum()))
-        for begin, behind in chosen_spans(*words_of(begins, special), self.masking_unit, budget, self._draws):
-            predicted[begin:behind] = True
-            if self.masking_unit == "span":
-                action[begin:behind] = action[begin]
-        return predicted
+            count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
+            return chosen_words(words, pick, self.mlm_probability, count)
+        budget = self._count(len(ids) - int(words.special.sum()))
+        begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
+        edges = np.zeros(len(ids) + 1, dtype=np.int8)
+        edges[begins], edges[ends] = 1, -1
+        if self.masking_unit == "span":
+            for begin, end in zip(begins, ends, strict=True):
+                action[begin:end] = action[begin]
+        return edges[:-1].cumsum(dtype=np.int8).view(bool)
 
     def _count(self, of: int) -> int:
         return int(self.mlm_probability * of + self._draws.random())
@@ -107,7 +111,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return input_ids if self.mask_count == "exact" else input_ids[~self._is_special[input_ids]]
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        seen = [self.seen_by_model(example) for example in examples]
+        seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
         width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
         batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
@@ -119,21 +123,28 @@ class MlmCollator(DataCollatorForLanguageModeling):
             batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
         return {**batch, "num_tokens": int(lengths.sum()), **digests}
 
-    def seen_by_model(self, example: dict[str, Any]) -> dict[str, Any]:
-        """The columns of a block as the model sees them, `input_ids` masked and `labels` beside them."""
-        columns = {name: value for name, value in example.items() if name not in _NO_COLUMNS}
-        if "labels" not in columns:
-            masked = self.mask_block(example["input_ids"], example["epoch"], example["block_id"])
-            columns["input_ids"], columns["labels"] = masked
-            if self.span_boundary:
-                columns["sbo_labels"] = _within(columns["labels"])
-        return columns
+    def seen_by_model(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The columns of each block as the model sees them, `input_ids` masked and `labels` beside them."""
+        seen = [{name: value for name, value in block.items() if name not in _NO_COLUMNS} for block in examples]
+        words = self._words([columns["input_ids"] for columns in seen if "labels" not in columns])
+        for block, columns in zip(examples, seen, strict=True):
+            if "labels" not in columns:
+                masked = self._masked(block["input_ids"], block["epoch"], block["block_id"], next(words))
+                columns["input_ids"], columns["labels"] = masked
+                if self.span_boundary:
+                    columns["sbo_labels"] = _within(columns["labels"])
+        return seen
+
+    def _words(self, blocks: list[np.ndarray]) -> Iterator[Words | None]:
+        if self._starts is None or not blocks:
+            return itertools.repeat(None)
+        return words_of_blocks(blocks, self._starts, self._is_special, self._mask)
 
     def _stacked(self, name: str, values: list[Any], width: int) -> torch.Tensor:
         """One column of a batch: (batch,), or (batch, width) with padding."""
         if not isinstance(values[0], np.ndarray):
             return torch.tensor(values, dtype=torch.int64)
-        padding = self.tokenizer.pad_token_id if name == "input_ids" else IGNORED if name.endswith("labels") else 0
+        padding = self._pad if name == "input_ids" else IGNORED if name.endswith("labels") else 0
         rows = np.full((len(values), width), padding, dtype=np.int64)
         for row, value in zip(rows, values, strict=True):
             row[: len(value)] = value
@@ -172,10 +183,10 @@ def fixed_masks(
     with the number of its `CLUSTER`."""
     fixed, clusters = validation_collator(tokenizer, span_boundary), {}
     examples = []
-    for block in blocks:
+    for block, seen in zip(blocks, fixed.seen_by_model(blocks), strict=True):
         source, file, _ = place_of(block["block_id"])
         cluster = clusters.setdefault((source, file, block["document"]), len(clusters))
-        examples.append({**fixed.seen_by_model(block), CLUSTER: cluster})
+        examples.append({**seen, CLUSTER: cluster})
     return examples
 
 

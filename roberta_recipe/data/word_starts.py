@@ -22,6 +22,7 @@ from roberta_recipe.errors import InputError
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")  # words of their own in GPT-2's rule
 _SPECIAL, _LETTERS, _DIGITS, _OTHERS, _CONTRACTION, _BLANK, _CUT = range(7)  # what a token is, behind a leading blank
 _KIND, _BLANK_FIRST, _LONE_BLANK, _UNCLEAR = 7, 8, 16, 32  # bits of a token's code: that, and more
+_ANSWERS = 10_000  # of the pre-tokenizer, that are kept
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 WordStarts = Callable[[np.ndarray], np.ndarray]
@@ -42,7 +43,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
         told = rule["type"] == "ByteLevel" and rule["use_regex"]  # by GPT-2's rule
         return ByteLevelWords(backend.pre_tokenizer, [_bytes_of(token) for token in tokens], special, told)
     if "Metaspace" in types:
-        return partial(_of_borders, _codes([token.replace("▁", " ") for token in tokens], special))
+        return partial(_of_table, _codes([token.replace("▁", " ") for token in tokens], special))
     raise InputError(
         f"the tokenizer {tokenizer.name_or_path!r} does not tell where words begin: its pre-tokenizer is "
         f"{', '.join(sorted(types)) or 'none'}; name one with byte-level BPE, WordPiece or SentencePiece, or set "
@@ -56,7 +57,7 @@ class ByteLevelWords:
     def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, told: bool):
         texts = [token.decode("utf-8", "replace") for token in tokens]
         self._pre_tokenizer, self._tokens, self._special = pre_tokenizer, tokens, special
-        self._codes = _codes(texts, special)
+        self._codes, self._answers = _codes(texts, special), {}
         kind, lone_blank = self._codes & _KIND, self._codes & _LONE_BLANK > 0
         unclear = (kind == _CUT) | ((kind == _BLANK) & ~lone_blank)
         whole = set(_CONTRACTIONS) <= set(texts)  # so a contraction is never made of several tokens
@@ -64,34 +65,45 @@ class ByteLevelWords:
         self._codes[unclear & ~special] |= _UNCLEAR
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        starts, codes = _of_borders(self._codes, ids), self._codes[ids]
+        codes = self._codes[ids]
+        starts = _of_borders(codes)
         unclear = codes & _UNCLEAR
         unclear[1:] |= codes[:-1] & codes[1:] << 1 & _LONE_BLANK  # a blank, and a token that begins with another
-        if unclear.any():  # ask about the text between the special tokens around it
-            borders = np.concatenate(([-1], np.flatnonzero(self._special[ids]), [len(ids)]))
-            for which in np.unique(np.searchsorted(borders, np.flatnonzero(unclear))):
-                text = slice(borders[which - 1] + 1, borders[which])
-                starts[text] = self._asked(ids[text].tolist())
+        if unclear.any():  # ask about the text around it, from what surely begins a word to what does so again
+            sure = (codes & _KIND == _SPECIAL) | ((codes & _BLANK_FIRST > 0) & ~unclear.astype(bool))
+            borders = np.concatenate(([0], np.flatnonzero(sure), [len(ids)]))
+            for which in np.unique(np.searchsorted(borders, np.flatnonzero(unclear), "right")):
+                begin, end = borders[which - 1], borders[which]
+                begin += bool(self._special[ids[begin]])
+                starts[begin:end] = self._asked(ids[begin:end])
         return starts
 
-    def _asked(self, ids: list[int]) -> list[bool]:
-        """By the pre-tokenizer itself, for tokens none of which is special."""
-        tokens = [self._tokens[token] for token in ids]
+    def _asked(self, ids: np.ndarray) -> list[bool]:
+        """By the pre-tokenizer itself, for tokens none of which is special. The same few, like "n’t", come often."""
+        if (known := self._answers.get(key := ids.tobytes())) is not None:
+            return known
+        tokens = [self._tokens[token] for token in ids.tolist()]
         # bytes that are no text, as at the end of a block that ends within a character, count as one each
         text = b"".join(tokens).decode("utf-8", "surrogateescape")
         byte_at = [0, *itertools.accumulate(len(c.encode("utf-8", "surrogateescape")) for c in text)]
         shown = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
         words = {byte_at[start] for _, (start, _) in self._pre_tokenizer.pre_tokenize_str(shown)}
-        return [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
+        if len(self._answers) == _ANSWERS:
+            self._answers.clear()
+        self._answers[key] = [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
+        return self._answers[key]
 
 
 def _of_pieces(begins: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return begins[ids]
 
 
-def _of_borders(codes: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _of_table(codes: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return _of_borders(codes[ids])
+
+
+def _of_borders(code: np.ndarray) -> np.ndarray:
     """A blank begins a word, and belongs to it where it is a token of its own; and two kinds meet between words."""
-    code = codes[ids]
     kind = code & _KIND
     starts = kind != _SPECIAL
     meet = (kind[1:] != kind[:-1]) | (kind[1:] == _CONTRACTION)

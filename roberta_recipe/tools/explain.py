@@ -166,7 +166,7 @@ def print_step(
     whole = order.in_words(order.kept(first, size, blocks.skipped))
     print(f"step {step:,} of {folder}: blocks {whole}, {shown} of {size} shown; {checked}")
     print(*block_text.described(found[:shown], positions, collator, blocks.reader.corpus), sep="\n")
-    return [collator.seen_by_model(block) for block in found[:shown]]
+    return collator.seen_by_model(found[:shown])
 
 
 def logged_digest(folder: Path, step: int) -> int | None:
