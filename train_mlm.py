@@ -161,7 +161,7 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")
     if args.config_name and not resolve_path(args.tokenizer_name).exists():
-        config = modeling.load_config(args.config_name)
+        config = weights.read_config(args.config_name, "config_name")
         logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
         tokenizer = train_tokenizer(texts, config.vocab_size)
@@ -225,7 +225,7 @@ def announce_run(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     corpus: corpora.Corpus,
-    model: modeling.RobertaForMaskedLM,
+    model: modeling.PredictedPositions,
     validation: list[dict],
     entropy: float,
     resumed_from: str | None,

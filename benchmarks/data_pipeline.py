@@ -56,7 +56,7 @@ def main() -> None:
     tokens = sum(map(len, ids))
     iterator = iter(ids)
     documents = [list(itertools.islice(iterator, len(sentences))) for sentences in split]
-    special = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
+    special = tokenization.boundary_ids(tokenizer)
     packing_s, blocks = timed(
         lambda: list(full_sentences(documents, PackState(), max_seq_length=args.max_seq_length, **special))
     )

@@ -111,7 +111,7 @@ def main() -> None:
         for name in PACKERS:
             blocks = blocks_of(args, tokenizer, name, length)
             plain = plain or blocks
-            rows.append(described(name, blocks, tokenizer.eos_token_id))
+            rows.append(described(name, blocks, tokenization.boundary_ids(tokenizer)["eos_id"]))
         head = "format", "blocks", "tokens a block", "padded", "documents meet", "sequences a block", "pairs", "label 0"
         print(f"\n{length} tokens\n\n{markdown.table(head, rows)}\n")
         collators = {name: MlmCollator(tokenizer, **how) for name, how in MASKINGS.items()}

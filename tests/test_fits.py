@@ -12,7 +12,8 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.presets import load_yaml
 from roberta_recipe.training import weights
-from roberta_recipe.training.modeling import RobertaForMaskedLM, load_config
+from roberta_recipe.training.modeling import masked_lm_class
+from roberta_recipe.training.weights import read_config
 
 PRESETS = sorted((ROOT / "presets" / "mlm").glob("*.yaml"))
 LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200
@@ -27,22 +28,23 @@ def long_text_is_completed(folder):
 
 
 def test_there_are_presets():
-    assert len(PRESETS) == 5
+    assert len(PRESETS) == 8
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_every_presets_model_takes_what_its_tokenizer_gives(preset, tokenizer, tmp_path):
     """The preset's positions, one small layer."""
     values = load_yaml(preset)
-    config = load_config(values["config_name"])
+    config = read_config(values["config_name"])
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
     config.update({**sizes, "vocab_size": len(tokenizer)})
-    assert weights.positions(config) == config.max_position_embeddings - 2 >= values["max_seq_length"]
+    positions = config.max_position_embeddings - 2 * (config.model_type == "roberta")
+    assert weights.positions(config) == positions >= values["max_seq_length"]
     before = tokenization.files_fingerprint(tokenizer)
-    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    masked_lm_class(config)(config).save_pretrained(tmp_path)
     with weights.fitted(tokenizer, config):
         tokenizer.save_pretrained(tmp_path)
-    assert long_text_is_completed(str(tmp_path)) == config.max_position_embeddings - 2
+    assert long_text_is_completed(str(tmp_path)) == positions
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
 
 

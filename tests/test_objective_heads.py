@@ -23,7 +23,7 @@ SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 def model(config):
     torch.manual_seed(0)
     config.initializer_range = 0.3
-    return model_class(["mlm", "sbo"])(config).eval()
+    return model_class(["mlm", "sbo"], config)(config).eval()
 
 
 def by_definition(model, ids, labels):
@@ -128,7 +128,7 @@ def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, 
     """With segment types where the model has them."""
     config.initializer_range, config.type_vocab_size = 0.3, types
     torch.manual_seed(0)
-    model = model_class(["mlm", "nsp"])(config).eval()
+    model = model_class(["mlm", "nsp"], config)(config).eval()
     rng = np.random.default_rng(0)
     blocks = [
         {

@@ -166,7 +166,9 @@ def train_toy(preset, toy_config, tmp_path, monkeypatch):
     toy_config.to_json_file(tmp_path / "config.json")
     monkeypatch.setitem(formats.PACKERS, "halves", halves)
     monkeypatch.setattr(train_mlm, "MlmArguments", ToyArguments)
-    monkeypatch.setattr(train_mlm, "build_model", functools.partial(build_model, cls=ToyModel))
+    monkeypatch.setattr(
+        train_mlm, "build_model", functools.partial(build_model, class_of=lambda config, name: ToyModel)
+    )
 
     def train(folder, *argv):
         flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", 4, *argv]

@@ -10,6 +10,7 @@ from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.stream import Block
+from roberta_recipe.data.tokenization import boundary_ids
 
 LEGEND = (
     "[target → shown] is a position that is predicted, and the token that the model sees there. `</s>` ends a "
@@ -47,7 +48,8 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
 
 def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of a block with its special tokens, a line a sentence, and a mark at each predicted position."""
-    ends = np.flatnonzero(predicted | (ids == tokenizer.eos_token_id)).tolist()
+    is_end = ids == boundary_ids(tokenizer)["eos_id"]
+    ends = np.flatnonzero(predicted | is_end).tolist()
     text, start = "", 0
     for end in [*ends, len(ids)]:
         text += _printable(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
@@ -58,7 +60,7 @@ def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer
         if predicted[end]:
             space = token[: len(token) - len(token.lstrip(" "))]
             token = f"{space}[{token.lstrip(' ')} → {_token(shown[end], tokenizer).lstrip(' ')}]"
-        text += token + "\n" * int(ids[end] == tokenizer.eos_token_id)
+        text += token + "\n" * int(is_end[end])
     return text
 
 

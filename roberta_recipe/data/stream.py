@@ -36,7 +36,7 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Columns, PackState
-from roberta_recipe.data.tokenization import corpus_encoder, split_sentences, tokenizer_fingerprint
+from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 
@@ -225,8 +225,7 @@ class TextReader:
             _in_progress(_tokenize(rows, encode, self.input_format, self.corpus.language), state),
             state.pack,
             max_seq_length=self.max_seq_length,
-            bos_id=self.tokenizer.bos_token_id,
-            eos_id=self.tokenizer.eos_token_id,
+            **boundary_ids(self.tokenizer),
         )
         return ({**columns, "input_ids": np.asarray(columns["input_ids"], dtype=self.dtype)} for columns in packed)
 

@@ -42,6 +42,7 @@ def is_of_tokenizer(name: str) -> bool:
 
 
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
+_ALSO = {"bos_token": "cls_token", "eos_token": "sep_token"}  # BERT's names of them
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
@@ -77,11 +78,22 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         ) from None
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # which transformers 5 makes of a model's config alone
         raise InputError(f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it has no files of a tokenizer")
-    if missing := [name for name in needed if getattr(tokenizer, name) is None]:
+    if missing := [name for name in needed if _special(tokenizer, name) is None]:
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"
         )
     return tokenizer
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
+    token = getattr(tokenizer, name)
+    return getattr(tokenizer, _ALSO[name]) if token is None and name in _ALSO else token
+
+
+def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """`bos_id` and `eos_id`: what begins a block and what ends a sentence; of BERT's tokenizer [CLS] and [SEP]."""
+    first, last = (tokenizer.convert_tokens_to_ids(_special(tokenizer, name)) for name in MLM_TOKENS[:2])
+    return {"bos_id": first, "eos_id": last}
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

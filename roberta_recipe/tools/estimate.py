@@ -7,12 +7,15 @@ is. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs f
 counted here that is 7.6% of their peak (`PAPER_UTILISATION`).
 """
 
+import functools
+import json
 import math
 import re
 import sys
 from dataclasses import dataclass, replace
 
-from transformers import RobertaConfig
+import torch
+from transformers import PreTrainedConfig
 
 from roberta_recipe.args import setting
 from roberta_recipe.arithmetic import round_up
@@ -22,8 +25,10 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, pretraining
-from roberta_recipe.training.modeling import flops_per_token, load_config
+from roberta_recipe.training import batch, environment, families, pretraining, weights
+from roberta_recipe.training.modeling import flops_per_token
+
+SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
 # Share of the peak that training reaches. NVIDIA's own BERT-large at length 512 (DeepLearningExamples, README of
 # TensorFlow2/LanguageModeling/BERT; 80 predictions a sequence: 1.02 TFLOP by our formula) does 96.5, 749.7 and 22,506
@@ -57,16 +62,19 @@ def parse_hardware(text: str) -> Hardware:
     return Hardware(int(count or 1), known[name.upper()])
 
 
-def parameter_count(config: RobertaConfig) -> int:
-    """Parameters of `RobertaForMaskedLM`; the decoder shares the embedding's weights."""
-    hidden = config.hidden_size
-    embeddings = (config.vocab_size + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
-    layer = _matmul_weights(config) + 9 * hidden + config.intermediate_size  # biases; scale and shift of two LayerNorms
-    head = hidden * hidden + 3 * hidden + config.vocab_size
-    return embeddings + config.num_hidden_layers * layer + head
+def parameter_count(config: PreTrainedConfig) -> int:
+    """Parameters of the masked LM; the decoder shares the embedding's weights."""
+    return _count(type(config), config.to_json_string(use_diff=False))
 
 
-def _matmul_weights(config: RobertaConfig) -> int:
+@functools.lru_cache(maxsize=16)
+def _count(of: type[PreTrainedConfig], as_json: str) -> int:
+    config = of.from_dict(json.loads(as_json))
+    with torch.device("meta"):  # no memory, no numbers
+        return families.stock_class(config, config.model_type)(config).num_parameters()
+
+
+def _matmul_weights(config: PreTrainedConfig) -> int:
     """Weights of the matrices of one layer."""
     return 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
 
@@ -78,7 +86,7 @@ def _matmul_weights(config: RobertaConfig) -> int:
 _KEPT = {"fp32": (4, 1, 4, 16), "autocast": (2, 3, 4, 10), "half": (2, 1, 2, 8)}
 
 
-def activation_bytes(config: RobertaConfig, tokens: int, kind: str, mask_bytes: int = 1) -> tuple[int, int]:
+def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_bytes: int = 1) -> tuple[int, int]:
     """Bytes that autograd keeps for one layer, and for the embeddings, of a micro-batch of `tokens`, without the head.
 
     `kind` is fp32, autocast (`Trainer`'s bf16 and fp16) or half (DeepSpeed's). A layer in half precision comes to
@@ -140,7 +148,7 @@ class Zero:
 
 
 def memory_per_gpu(
-    config: RobertaConfig,
+    config: PreTrainedConfig,
     *,
     micro_batch: int,
     seq_len: int,
@@ -160,7 +168,8 @@ def memory_per_gpu(
     host = casts = 0
     if zero.stage == 0:
         if half:  # autocast's copies of the weights of matrices, which autograd holds on to; all else is fp32
-            layers = 1 if activation_checkpointing else config.num_hidden_layers
+            layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's share weights
+            layers = 1 if activation_checkpointing else layers
             head = config.hidden_size * (config.hidden_size + config.vocab_size)
             casts = 2 * (layers * _matmul_weights(config) + head)
         parameters = 4 * count + casts
@@ -207,7 +216,7 @@ class Estimate:
     Raises `InputError` where values are out of range, or the GPU has no bf16.
     """
 
-    config: RobertaConfig  # vocab_size with the rows of padding
+    config: PreTrainedConfig  # vocab_size with the rows of padding
     hardware: Hardware  # one process a GPU
     seq_len: int
     mlm_probability: float
@@ -307,7 +316,11 @@ def read_estimate(argv: list[str]) -> Estimate:
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_text(args)
     pretraining.check_model(args)
-    config = load_config(args.config_name or args.model_name_or_path)
+    config = weights.read_config(source := args.config_name or args.model_name_or_path, "config_name")
+    if config.model_type not in SHAPES:
+        raise InputError(
+            f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"
+        )
     config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     at_once = micro_batch * hardware.count

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
         check_sources(corpus)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
     # a finished model has no heads of other objectives
-    model = pretraining.build_model(args, training_args, tokenizer, cls=modeling.RobertaForMaskedLM)
+    model = pretraining.build_model(args, training_args, tokenizer, class_of=modeling.masked_lm_class)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)

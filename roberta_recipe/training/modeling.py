@@ -1,18 +1,19 @@
 """The masked-LM head and its loss over the whole effective batch (paper, section 2.3), and the model from a config."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase, RobertaConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import weights
+from roberta_recipe.training import families, weights
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -26,12 +27,13 @@ class ObjectivesOutput(MaskedLMOutput):
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,) in the order of `logits`
 
 
-class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
-    """The stock class with the head run only where a label is set, and the sum of the losses of each objective.
+class PredictedPositions:
+    """In front of a stock masked LM of any family: the head run only where a label is set (for the families of
+    `families.TABLE`), and the sum of the losses of each objective.
 
-    It has the stock class's name, parameters and config, so that what it saves is the stock class's checkpoint.
-    `objectives` maps each objective to its label column, in which -100 is no target. A subclass with another objective
-    adds its entry there, and overrides `other_losses`.
+    Such a class has the stock class's name, parameters and config (`masked_lm_class`), so that what it saves is the
+    stock class's checkpoint. `objectives` maps each objective to its label column, in which -100 is no target. A
+    subclass with another objective adds its entry there, and overrides `other_losses`.
     """
 
     objectives: ClassVar[dict[str, str]] = {"mlm": "labels"}
@@ -54,18 +56,23 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         With `sequence` (batch, seq_len), the number of each token's sequence in its row, the result is that of a batch
         in which every sequence is a row of its own.
         """
-        if self.config.type_vocab_size == 1:  # as RoBERTa: separators alone tell segments apart
+        if getattr(self.config, "type_vocab_size", 0) < 2:  # as RoBERTa: separators alone tell segments apart
             kwargs.pop("token_type_ids", None)
+        family = families.TABLE.get(self.config.model_type)
         if sequence is not None:
             attention_mask, kwargs["position_ids"] = apart(
-                sequence, attention_mask, self.config.pad_token_id, self.config._attn_implementation
+                sequence, attention_mask, family.first_position(self.config), self.config._attn_implementation
             )
         other_targets = {column: kwargs.pop(column, None) for column in self.objectives.values() if column != "labels"}
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        hidden = self.roberta(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)[0]
-        predicted = labels != IGNORED
-        logits = self.lm_head(hidden[predicted])  # (predicted positions, vocab_size)
+        predicted, inputs = labels != IGNORED, {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        if family:
+            hidden = self.base_model(**inputs, return_dict=True)[0]
+            logits = family.head(self, hidden[predicted])  # (predicted positions, vocab_size)
+        else:
+            output = super().forward(**inputs, output_hidden_states=len(self.objectives) > 1, return_dict=True)
+            hidden, logits = (output.hidden_states or [None])[-1], output.logits[predicted]
         losses = functional.cross_entropy(logits.float(), labels[predicted], reduction="none")
         total = losses.sum()
         mean = total / predicted.sum().clamp(min=1)
@@ -78,12 +85,24 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):
         return {}
 
 
+class RobertaForMaskedLM(PredictedPositions, transformers.RobertaForMaskedLM):
+    """RoBERTa's, for what trains no other family."""
+
+
+def masked_lm_class(
+    config: PreTrainedConfig, name: str = "config", of_objectives: type = PredictedPositions, **attributes: Any
+) -> type[PredictedPositions]:
+    """The stock class of a config's family (read from `name`, for an `InputError`) with `PredictedPositions`, or a
+    subclass of it, in front, and class attributes."""
+    stock = families.stock_class(config, name)
+    return type(stock.__name__, (of_objectives, stock), attributes)
+
+
 def apart(
-    sequence: torch.Tensor, attention_mask: torch.Tensor | None, padding_id: int, attn_implementation: str
+    sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, attn_implementation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What keeps the sequences of a row apart: the attention mask (batch, 1, seq_len, seq_len), in which a token sees
-    its own sequence alone, and position ids (batch, seq_len) that begin anew in each, as RoBERTa's do, behind
-    `padding_id`."""
+    its own sequence alone, and position ids (batch, seq_len) that begin anew in each, from `first_position` on."""
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
@@ -92,16 +111,8 @@ def apart(
     places = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    positions = places - torch.where(begins, places, 0).cummax(dim=1).values + padding_id + 1
+    positions = places - torch.where(begins, places, 0).cummax(dim=1).values + first_position
     return same, positions
-
-
-def load_config(config_name: str, argument: str = "config_name") -> RobertaConfig:
-    """A RoBERTa config from a JSON file, a folder or the Hub; `argument` is the flag that an `InputError` names."""
-    config = weights.read_config(config_name, argument)
-    if config.model_type != "roberta":
-        raise InputError(f"{config_name!r} is a {config.model_type!r} model; this recipe trains 'roberta'")
-    return config
 
 
 def build_model(
@@ -111,15 +122,17 @@ def build_model(
     model_name_or_path: str | None = None,
     max_seq_length: int = 512,
     pad_vocab_to_multiple_of: int | None = None,
-    cls: type[RobertaForMaskedLM] = RobertaForMaskedLM,
-) -> RobertaForMaskedLM:
-    """A `cls` with fresh weights from a config, or with those of a checkpoint, that fits tokenizer and block length.
+    class_of: Callable[[PreTrainedConfig, str], type[PredictedPositions]] = masked_lm_class,
+) -> PredictedPositions:
+    """A masked LM with fresh weights from a config, or with those of a checkpoint, that fits tokenizer and block
+    length; of `class_of(config, its name)`.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding; the bias of such a row keeps it out of the softmax, so
     losses are those of the unpadded model. Raises `InputError` where vocabularies or lengths disagree.
     """
     source = model_name_or_path or config_name
-    config = load_config(source, "model_name_or_path" if model_name_or_path else "config_name")
+    config = weights.read_config(source, "model_name_or_path" if model_name_or_path else "config_name")
+    cls = class_of(config, source)
     padded = round_up(len(tokenizer), pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):
         raise InputError(
@@ -137,34 +150,53 @@ def build_model(
             f"{tokenizer.pad_token_id}"
         )
     positions = weights.positions(config)
-    if max_seq_length > positions:
+    if positions is not None and max_seq_length > positions:
+        rows = config.max_position_embeddings - positions + max_seq_length
         raise InputError(
             f"max_seq_length={max_seq_length} is longer than the {positions} positions of {source!r}; "
-            f"set max_position_embeddings to {max_seq_length + config.pad_token_id + 1}, or shorten the blocks"
+            f"set max_position_embeddings to {rows}, or shorten the blocks"
         )
     if model_name_or_path:
         # the heads of other objectives are not in a finished model
         model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
-        if any(name.startswith("lm_head.") for name in info["missing_keys"]):
+        if any(not name.startswith(cls.heads_of_objectives) for name in info["missing_keys"]):
             raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
     else:
         config.vocab_size = padded
         model = weights.fresh(cls, source, config)
-    with torch.no_grad():
-        model.lm_head.bias[len(tokenizer) :] = UNSEEN_LOGIT
+    if padded > len(tokenizer):
+        hide_rows_of_padding(model, len(tokenizer))
     return model
 
 
-def flops_per_token(config: RobertaConfig, seq_len: int, mlm_probability: float) -> float:
+def hide_rows_of_padding(model: PreTrainedModel, entries: int) -> None:
+    """Keep the rows of the embedding from `entries` on, which no token has, out of the softmax. Raises `InputError` for
+    a head without a bias for each row."""
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is None or len(bias) != model.config.vocab_size:
+        raise InputError(
+            f"a {model.config.model_type!r} model has no bias in its head that could keep rows of padding out of the "
+            f"softmax: leave pad_vocab_to_multiple_of out, with vocab_size={entries}"
+        )
+    with torch.no_grad():
+        bias[entries:] = UNSEEN_LOGIT
+
+
+def flops_per_token(config: PreTrainedConfig, seq_len: int, mlm_probability: float) -> float:
     """FLOPs of forward and backward for one token of a `seq_len` block, the head on predicted positions only.
 
     Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p;
-    2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B; 6N).
+    2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B; 6N). ALBERT: the embedding's
+    projection is added, and the head is as narrow as the embedding; ModernBERT: three matrices in a feed-forward layer.
+    Attention is counted as if every token saw all others, and without DeBERTa's relative positions.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
-    body = 6 * layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    width = getattr(config, "embedding_size", hidden)
+    matrices = 3 if config.model_type == "modernbert" else 2
+    body = 6 * layers * (4 * hidden**2 + matrices * hidden * config.intermediate_size)
+    embedding = 6 * hidden * width * (width != hidden)
     attention = 12 * layers * seq_len * hidden
-    head = 6 * (hidden**2 + hidden * config.vocab_size) * mlm_probability
-    return body + attention + head
+    head = 6 * (hidden * width + width * config.vocab_size) * mlm_probability
+    return body + embedding + attention + head

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import RobertaConfig
+from transformers import PreTrainedConfig
 
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.pairs import NSP, SOP
+from roberta_recipe.errors import InputError
 from roberta_recipe.training import modeling
 
 _PLACES = 64  # in a span, tokens; those further on share the last
@@ -21,17 +22,18 @@ _PLACES = 64  # in a span, tokens; those further on share the last
 
 class SpanBoundaryHead(nn.Module):
     """Predicts the tokens of a span from the two tokens beside it and the place in it: two layers with GELU and
-    LayerNorm. The paper does not say how wide a place's embedding is; here as the hidden states."""
+    LayerNorm. The paper does not say how wide a place's embedding is; here as the hidden states. `width`: that of the
+    token embedding, narrower than the hidden states in ALBERT."""
 
-    def __init__(self, config: RobertaConfig):
+    def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_eps
+        size, eps = config.hidden_size, getattr(config, "layer_norm_eps", 1e-5)
         self.places = nn.Embedding(_PLACES, size)
         self.first, self.first_norm = nn.Linear(3 * size, size), nn.LayerNorm(size, eps)
-        self.second, self.second_norm = nn.Linear(size, size), nn.LayerNorm(size, eps)
+        self.second, self.second_norm = nn.Linear(size, width), nn.LayerNorm(width, eps)
 
     def forward(self, hidden: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """(predicted positions, hidden_size) of `hidden` (batch, seq_len, hidden_size); `predicted` (batch, seq_len) is
+        """(predicted positions, width) of `hidden` (batch, seq_len, hidden_size); `predicted` (batch, seq_len) is
         True in spans, none of which touches the end of its row."""
         at = torch.arange(predicted.shape[1], device=predicted.device).expand_as(predicted)
         left = torch.where(predicted, -1, at).cummax(dim=1).values  # the last position before that is in no span
@@ -47,7 +49,7 @@ class SpanBoundaryHead(nn.Module):
 class PairHead(nn.Module):
     """Tells the label of a pair of segments from its `<s>`, as BERT's pooler and the layer behind it."""
 
-    def __init__(self, config: RobertaConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.pooler, self.output = nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 2)
 
@@ -59,14 +61,20 @@ class PairHead(nn.Module):
 COLUMNS = {"mlm": "labels", "sbo": "sbo_labels", "nsp": NSP, "sop": SOP}  # of each objective's labels
 
 
-class ObjectivesModel(modeling.RobertaForMaskedLM):
+class OtherObjectives(modeling.PredictedPositions):
     """Masked LM and other objectives, those of `objectives`. The output layer of the span-boundary objective is tied to
     the masked LM's."""
 
-    def __init__(self, config: RobertaConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         if "sbo" in self.objectives:
-            self.sbo_head = SpanBoundaryHead(config)
+            decoder = self.get_output_embeddings()
+            if getattr(decoder, "out_features", None) != config.vocab_size:
+                raise InputError(
+                    f"objective sbo needs the output layer of the masked LM, which a {config.model_type!r} model does "
+                    "not show; leave it out, or take another family"
+                )
+            self.sbo_head = SpanBoundaryHead(config, decoder.in_features)
         if self.objectives.keys() & {"nsp", "sop"}:
             self.pair_head = PairHead(config)
         self.post_init()
@@ -78,19 +86,20 @@ class ObjectivesModel(modeling.RobertaForMaskedLM):
                 continue
             asked = targets[column] != IGNORED
             if name == "sbo":
-                logits = self.lm_head.decoder(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
+                logits = self.get_output_embeddings()(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
             else:
                 logits = self.pair_head(hidden[asked])  # (pairs, 2)
             found[name] = functional.cross_entropy(logits.float(), targets[column][asked], reduction="sum")
         return found
 
 
-def model_class(objectives: Sequence[str]) -> type[modeling.RobertaForMaskedLM]:
-    """The class of a model for some objectives, "mlm" among them; its checkpoints are those of the stock class."""
+def model_class(
+    objectives: Sequence[str], config: PreTrainedConfig, name: str = "config"
+) -> type[modeling.PredictedPositions]:
+    """The class of a model for some objectives, "mlm" among them, of the family of a config (read from `name`); its
+    checkpoints are those of the stock class."""
     if list(objectives) == ["mlm"]:
-        return modeling.RobertaForMaskedLM
-    of_class = {
-        "objectives": {name: COLUMNS[name] for name in COLUMNS if name in objectives},
-        "heads_of_objectives": ("sbo_head.", "pair_head."),
-    }
-    return type(modeling.RobertaForMaskedLM.__name__, (ObjectivesModel,), of_class)
+        return modeling.masked_lm_class(config, name)
+    columns = {name: COLUMNS[name] for name in COLUMNS if name in objectives}
+    heads = ("sbo_head.", "pair_head.")
+    return modeling.masked_lm_class(config, name, OtherObjectives, objectives=columns, heads_of_objectives=heads)

@@ -1,13 +1,15 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from roberta_recipe import args as flags
 from roberta_recipe import durable
@@ -25,6 +27,7 @@ from roberta_recipe.training import (
     attention,
     digests,
     environment,
+    families,
     libraries,
     modeling,
     objectives,
@@ -38,6 +41,7 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
 
 PAIRS = ("segment_pair", "sentence_pair")  # of the input formats
+SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
 PAIR_NEEDS = {
     "nsp": "files of several documents of two sentences or more: second segments come from the documents before",
     "sop": "documents of two sentences or more",
@@ -370,10 +374,10 @@ def build_model(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    cls: type[modeling.RobertaForMaskedLM] | None = None,
-) -> modeling.RobertaForMaskedLM:
-    """The model of the objectives, or a `cls`, with fresh weights, or with those of a checkpoint; whole on every
-    process. `training_args` is told which attention it has."""
+    class_of: Callable[[PreTrainedConfig, str], type[modeling.PredictedPositions]] | None = None,
+) -> modeling.PredictedPositions:
+    """The model of the objectives, or one of `class_of(config, its name)`, with fresh weights, or with those of a
+    checkpoint; whole on every process. `training_args` is told which attention it has."""
     environment.build_models_whole()
     set_seed(training_args.seed)
     model = modeling.build_model(
@@ -382,8 +386,10 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        cls=cls or objectives.model_class(args.objective),
+        class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
+    if args.input_format in SHARED_ROWS:
+        families.check_shared_rows(model.config, args.input_format)
     training_args.attn_implementation = attention.choose(model.config, training_args)
     attention.set_up(model, training_args)
     return model
@@ -525,7 +531,7 @@ def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dic
 def run_fingerprint(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
-    model: modeling.RobertaForMaskedLM,
+    model: modeling.PredictedPositions,
     tokenizer: PreTrainedTokenizerBase,
     reader: Reader,
 ) -> tuple[dict[str, Any], set[str]]:

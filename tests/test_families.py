@@ -1,0 +1,179 @@
+"""Families beside RoBERTa: the stock class's logits and loss, whole runs, and what a family cannot do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+import train_mlm
+from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import families, modeling
+from roberta_recipe.training.objectives import model_class
+
+SHAPE = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 72,
+    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "share_att_key": True}
+CONFIGS = {
+    "roberta": {},
+    "xlm-roberta": {},
+    "camembert": {},
+    "bert": {"type_vocab_size": 2},
+    "albert": {"embedding_size": 16},
+    "modernbert": {"embedding_dropout": 0.0, "mlp_dropout": 0.0, "attention_dropout": 0.0, "local_attention": 16},
+    "deberta-v2": RELATIVE,
+    "deberta-v2, its own head": {"legacy": False, **RELATIVE},
+    # of no row of the table
+    "electra": {"embedding_size": 16},
+    "mpnet": {},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
+    "convbert": {"embedding_size": 32},
+}
+TRAINED = ("bert", "albert", "modernbert", "deberta-v2", "electra")
+
+
+def config_of(name):
+    return AutoConfig.for_model(name.partition(",")[0], **{**SHAPE, **CONFIGS[name]})
+
+
+@pytest.fixture
+def batch(tokenizer):
+    """Three rows of other lengths."""
+    rng = torch.Generator().manual_seed(0)
+    blocks = [
+        {"input_ids": torch.randint(261, 390, (length,), generator=rng).numpy(), "epoch": 0, "block_id": length}
+        for length in (64, 40, 51)
+    ]
+    batch = MlmCollator(tokenizer, mlm_probability=0.3)(blocks)
+    return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
+    config = config_of(name)
+    assert families.TABLE.keys() < set(CONFIGS)
+    torch.manual_seed(0)
+    ours = modeling.masked_lm_class(config)(config)
+    stock = AutoModelForMaskedLM.from_config(config)
+    stock.load_state_dict(ours.state_dict())
+    assert type(ours).__name__ == type(stock).__name__
+    for model in (ours, stock):
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(5)  # logits that differ
+    predicted, labels = batch["labels"] != IGNORED, batch.pop("labels")
+    expected = stock(**batch).logits[predicted]
+    output = ours(**batch, labels=labels)
+    assert output.logits.shape == expected.shape == (predicted.sum(), 400) and expected.std() > 0.01
+    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
+    losses = functional.cross_entropy(expected, labels[predicted], reduction="none")
+    torch.testing.assert_close(output.losses, losses, rtol=1e-5, atol=1e-5)
+    losses.sum().backward()
+    output.loss_sums["mlm"].backward()
+    compared = 0
+    for (_, one), (_, other) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > 15
+    torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+
+
+@pytest.mark.parametrize("name", [name for name, family in families.TABLE.items() if family.first_position])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_sequences_of_a_row_are_kept_apart(name, attention):
+    config = config_of(name)
+    torch.manual_seed(0)
+    model = modeling.masked_lm_class(config)(config).eval()
+    model.set_attn_implementation(attention)
+    ids = torch.randint(261, 390, (1, 24))
+    sequence = torch.tensor([[0] * 5 + [1] * 9 + [2] * 10])
+    together = model(ids, sequence=sequence).logits[0]
+    apart = torch.cat([model(ids[:, sequence[0] == number]).logits[0] for number in range(3)])
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("objectives", [["mlm", "sbo"], ["mlm", "nsp"]])
+@pytest.mark.parametrize("name", TRAINED)
+def test_other_objectives_have_heads_that_fit(name, objectives, batch):
+    config = config_of(name)
+    model = model_class(objectives, config)(config)
+    other = torch.full_like(batch["labels"], IGNORED)
+    other[:, 0 if "nsp" in objectives else 5] = 1
+    losses = model(**batch, **{model.objectives[objectives[1]]: other}).loss_sums
+    sum(losses.values()).backward()
+    assert list(losses) == objectives and all(loss.isfinite() and loss > 0 for loss in losses.values())
+    heads = [weight for key, weight in model.named_parameters() if key.startswith(model.heads_of_objectives)]
+    assert heads and all(weight.grad is not None for weight in heads)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_of_another_family_is_one_run_and_loads_in_stock_classes(name, preset, tmp_path):
+    """Whole, resumed, and split into smaller micro-batches."""
+    (tmp_path / "family.json").write_text(json.dumps(config_of(name).to_dict()))
+    flags = ["--config", preset, "--config_name", str(tmp_path / "family.json"), "--save_strategy", "steps"]
+    flags += ["--save_steps", "2"]
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
+    split = train_mlm.main([*flags, "--output_dir", str(tmp_path / "split"), "--per_device_train_batch_size", "2"])
+    assert resumed["resumes"] == 1 and resumed["state_digests"] == whole["state_digests"]
+    assert split["digest"] == whole["digest"]
+    assert split["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-4)
+    _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(report.values()), report
+    again = train_mlm.main(
+        ["--config", preset, "--model_name_or_path", str(tmp_path / "whole"), "--output_dir", str(tmp_path / "more")]
+    )
+    assert again["loss_at_steps"]["train"][0][1] < whole["loss_at_steps"]["train"][0][1]
+
+
+def test_berts_own_tokenizer_is_taken(preset, wordpiece, tmp_path):
+    """[CLS] and [SEP] where RoBERTa has <s> and </s>."""
+    wordpiece.save_pretrained(tmp_path / "wordpiece")
+    config = {**config_of("bert").to_dict(), "vocab_size": len(wordpiece), "pad_token_id": wordpiece.pad_token_id}
+    (tmp_path / "bert.json").write_text(json.dumps(config))
+    flags = ["--config", preset, "--config_name", str(tmp_path / "bert.json"), "--masking_unit", "whole_word"]
+    flags += ["--input_format", "segment_pair", "--objective", "mlm", "nsp", "--show_blocks", "2"]
+    record = train_mlm.main(
+        [*flags, "--tokenizer_name", str(tmp_path / "wordpiece"), "--output_dir", str(tmp_path / "out")]
+    )
+    assert record["metrics"]["eval_nsp_loss"] > 0
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"model_type": "gpt2"}, [], "is a 'gpt2' model, which transformers has no masked LM of; name one of another"),
+        ({"model_type": "modernbert"}, ["--input_format", "doc_sentences"], "cannot keep apart; take full_sentences"),
+        ({"model_type": "deberta-v2"}, ["--input_format", "sentence_pair"], "a 'deberta-v2' model cannot keep apart"),
+        (
+            {"model_type": "modernbert", "decoder_bias": False},
+            ["--pad_vocab_to_multiple_of", "64"],
+            "has no bias in its head that could keep rows of padding out",
+        ),
+        (
+            {"model_type": "deberta-v2", "legacy": False},
+            ["--masking_unit", "span", "--objective", "mlm", "sbo"],
+            "objective sbo needs the output layer of the masked LM, which a 'deberta-v2' model does not show",
+        ),
+    ],
+)
+def test_what_a_family_cannot_do_is_told(preset, tmp_path, changes, flags, message):
+    (tmp_path / "other.json").write_text(json.dumps({**SHAPE, **changes}))
+    with pytest.raises(InputError, match=message):
+        train_mlm.main(["--config", preset, "--config_name", str(tmp_path / "other.json"), *flags])
