@@ -76,6 +76,29 @@ def test_zero_gives_the_curve_and_the_weights_of_one_process(
         assert (model.lm_head.bias[400:] < -9e3).all()
 
 
+OBJECTIVES = {
+    "nsp": ["--input_format", "segment_pair", "--objective", "mlm", "nsp"],
+    "sbo": ["--input_format", "doc_sentences", "--masking_unit", "span", "--objective", "mlm", "sbo"],
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_other_objectives_are_the_same_under_zero(objective, stage, preset, config_file, tmp_path, deepspeed_ranks):
+    """Two processes, two micro-batches of each, and one process with the whole batch."""
+    flags = ["--config", preset, *OBJECTIVES[objective], "--per_device_eval_batch_size", "4"]
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "single"), "--per_device_train_batch_size", "8"])
+    flags += ["--per_device_train_batch_size", "2"]
+    end_well(deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(flags), tmp_path))
+    zero = read_record(tmp_path / "run")
+    assert zero["digest"] == whole["digest"] and len(losses(zero)) == 4
+    assert losses(zero) == pytest.approx(losses(whole), rel=1e-5)
+    for name in ("eval_loss", f"eval_{objective}_loss"):
+        assert zero["metrics"][name] == pytest.approx(whole["metrics"][name], rel=1e-5)
+    _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not any(report.values()), report
+
+
 @pytest.mark.parametrize(
     "launch_file", ["zero1", pytest.param("zero3_offload", marks=[needs_compiler, pytest.mark.slow])]
 )

@@ -264,6 +264,15 @@ WARM = [
     _pretraining("new cache", "parquet", *_TWO, *_CACHE, helpers=True),
     _pretraining("ready cache", "parquet", *_TWO, *_CACHE, prepared="pack, 1 process"),
     _pretraining("cache, 2 processes", "parquet", *_TWO, *_CACHE, processes=2),
+    _pretraining(
+        *("segment_pair, NSP", "jsonl", *_TWO, "--input_format", "segment_pair", "--objective", "mlm", "nsp"),
+        *("--masking_unit", "whole_word", "--static_masks", "2"),
+    ),
+    _pretraining(
+        *("doc_sentences, SBO, cache", "parquet", *_TWO, *_CACHE, "--input_format", "doc_sentences"),
+        *("--masking_unit", "span", "--objective", "mlm", "sbo"),
+        helpers=True,
+    ),
     _pack("pack, 1 process", 1),
     _pack("pack, 2 processes", 2),
     Scenario(
