@@ -91,6 +91,20 @@ def test_half_of_the_labelled_pairs_have_each_label(name):
     assert fill[1] == pytest.approx(fill[0], rel=0.25)
 
 
+@pytest.mark.parametrize("objective", ["nsp", "sop"])
+def test_a_tenth_of_the_pairs_are_shorter_where_they_are_wanted(objective):
+    """BERT: any length from 2 tokens to a block's. Of sentences of four tokens, all others fill their block."""
+    documents = documents_of(random.Random(4), 20, sentences=(3000, 3000), length=(4, 4))
+    for name, share in ((f"segment_pair {objective}", 0.0), (f"segment_pair_short {objective}", 0.1)):
+        lengths = [len(columns["input_ids"]) for columns in pack(name, documents, 128)[0]]
+        short = [length for length in lengths if length <= 128 - 8]
+        assert len(lengths) > 1500
+        found = len(short) / len(lengths) / (115 / 123)  # of 123 lengths, the longest 8 look like a whole block
+        assert abs(found - share) < 4 * math.sqrt(share / len(lengths)) + 0.02 * (share == 0)
+        if share:
+            assert abs(sum(short) / len(short) - 62) < 4 * 34 / math.sqrt(len(short)) + 4
+
+
 def test_a_step_of_sentence_pairs_has_as_many_tokens():
     documents = documents_of(random.Random(2), 200, length=(5, 40))
     fill = {}

@@ -5,13 +5,18 @@ from functools import partial
 
 from roberta_recipe.data import packing, pairs
 
+PAIRS = {
+    "segment_pair": pairs.segment_pair,
+    "segment_pair_short": partial(pairs.segment_pair, short=pairs.SHORT),
+    "sentence_pair": pairs.sentence_pair,
+}
 PACKERS = {
     "full_sentences": packing.full_sentences,
     "doc_sentences": packing.doc_sentences,
     "contiguous": packing.contiguous,
     **{
         f"{name} {objective}": partial(packer, label=label)
-        for name, packer in (("segment_pair", pairs.segment_pair), ("sentence_pair", pairs.sentence_pair))
+        for name, packer in PAIRS.items()
         for objective, label in (("nsp", pairs.NSP), ("sop", pairs.SOP))
     },
 }

@@ -24,12 +24,16 @@ from roberta_recipe.data.packing import (
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
 _DONORS = 16  # documents of which text for B is kept
+SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT, appendix A.2)
 _SEED = 1
 
 
-def segment_pair(documents: Iterable[Document], state: PackState, *, label: str, **lengths: int) -> Iterator[Columns]:
-    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block."""
-    for document, sequence in _pairs(documents, state, label, most_sentences=None, **lengths):
+def segment_pair(
+    documents: Iterable[Document], state: PackState, *, label: str, short: float = 0.0, **lengths: int
+) -> Iterator[Columns]:
+    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. The share
+    `short` of them has a length at random in place of the block's, though not less than a sentence."""
+    for document, sequence in _pairs(documents, state, label, most_sentences=None, short=short, **lengths):
         yield columns_of(state, document, [sequence], label)
 
 
@@ -49,13 +53,16 @@ def _pairs(
     max_seq_length: int,
     bos_id: int,
     eos_id: int,
+    short: float = 0.0,
 ) -> Iterator[tuple[int, Sequence]]:
     """(document of A, sequence) of one pair, or one segment without a second, after the other."""
     room = max_seq_length - _SPECIAL
     for sentences in documents:
         while state.item < len(sentences):
-            chunk = _chunk(state, sentences, room, most_sentences)
+            chunk, length = _chunk(state, sentences, room, most_sentences), room
             draws, donors = _draws(state), state.extra.get("donors", [])
+            if short and draws.random() < short:
+                chunk, length = _shortened(chunk, int(draws.integers(2, room + 1)))
             if len(chunk) == 1 or (label == NSP and not donors):
                 ids = [bos_id, *(token for sentence in chunk for token in sentence), eos_id]
                 _take(state, chunk, sentences)
@@ -66,7 +73,7 @@ def _pairs(
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
-                left = room - sum(map(len, first))
+                left = length - sum(map(len, first))
                 second = _fitting(donors[int(draws.integers(len(donors)))], left, most_sentences and 1)
             elif its_label:
                 first, second = second, first
@@ -82,6 +89,16 @@ def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -
     """The next sentences of a document that fit together, `most` at most; of a sentence that is longer, what fits."""
     rest = sentences[state.item][state.token :]
     return _fitting([rest, *sentences[state.item + 1 :]], room, most)
+
+
+def _shortened(chunk: list[list[int]], length: int) -> tuple[list[list[int]], int]:
+    """The first sentences of `chunk`, as many as have `length` tokens but at least one; and that length, or theirs."""
+    kept = chunk[:1]
+    for sentence in chunk[1:]:
+        if sum(map(len, kept)) + len(sentence) > length:
+            break
+        kept.append(sentence)
+    return kept, max(length, sum(map(len, kept)))
 
 
 def _fitting(sentences: list[list[int]], room: int, most: int | None) -> list[list[int]]:

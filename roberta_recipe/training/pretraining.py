@@ -16,6 +16,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, token_cache, tokenization
+from roberta_recipe.data.formats import PAIRS
 from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader
 from roberta_recipe.errors import InputError
@@ -40,7 +41,6 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 # of two alternatives, a flag for one replaces the preset's value for the other
 ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
 
-PAIRS = ("segment_pair", "sentence_pair")  # of the input formats
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
 PAIR_NEEDS = {
     "nsp": "files of several documents of two sentences or more: second segments come from the documents before",
@@ -97,10 +97,12 @@ class BlockArguments:
     _argument_group_name = "blocks and masks"
 
     tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
-    input_format: Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "contiguous"] = setting(
+    input_format: Literal[
+        "full_sentences", "doc_sentences", "segment_pair", "segment_pair_short", "sentence_pair", "contiguous"
+    ] = setting(
         "full_sentences",
-        "Whole sentences across documents or of one document, pairs of segments or of sentences (paper, section 4.2); "
-        "or chunks of fixed size.",
+        "Whole sentences across documents or of one document, pairs of segments (a tenth of them shorter: BERT) or of "
+        "sentences (paper, section 4.2); or chunks of fixed size.",
         "data",
         shown=True,
     )
