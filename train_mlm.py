@@ -22,8 +22,8 @@ from transformers import TrainerCallback, pipeline
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
-from roberta_recipe.data import block_text, masking, order, tokenization
 from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import masking, order, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
@@ -231,7 +231,7 @@ def announce_run(
     resumed_from: str | None,
     trainer: MlmTrainer,
 ) -> None:
-    """What is about to be trained, in a few lines; with `show_blocks`, the first blocks of it."""
+    """What is about to be trained, in a few lines."""
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     held_out = sum(len(block["input_ids"]) for block in validation)
@@ -248,10 +248,6 @@ def announce_run(
         + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
-    if args.show_blocks and trainer.is_world_process_zero():
-        positions = order.kept(trainer.train_dataset.start, args.show_blocks, trainer.skipped)
-        blocks = trainer.train_dataset.blocks([positions])
-        print(*block_text.described(blocks, positions, trainer.data_collator, corpus), sep="\n")
 
 
 def end_if_stopped(trainer: MlmTrainer, publisher: hub.Publisher | None) -> None:

@@ -104,9 +104,11 @@ def test_two_processes_saw_the_batch_that_is_told(preset, tmp_path, hooked):
 
 def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooked, tokenizer, capsys):
     """Marks taken out of the printed text give the tokens before and after masking; also before training."""
-    train(preset, "--show_blocks", 2)
+    flags = ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
+    explain.main([*flags, "--show_blocks", "2"])
     before_training = capsys.readouterr().out
-    assert before_training.count("block ") > 2
+    assert "step 1 of the run to come" in before_training and not (tmp_path / "run").exists()
+    train(preset)
     told(tmp_path / "run", 1, "--show_blocks", "2")
     printed = capsys.readouterr().out
     blocks = re.split(r"^block ([\d,]+)   ", printed, flags=re.M)
@@ -133,7 +135,7 @@ def bare(text):
 
 def test_a_text_with_control_characters_commands_no_terminal(preset, tmp_path, capsys):
     texts = [f"{text} \x1b[31mred\x07 end\u202e." for text in make_documents(100, seed=4)]
-    train(preset, "--train_file", write_parquet(tmp_path / "odd.parquet", texts), "--show_blocks", 3)
+    explain.main(["--config", preset, "--train_file", write_parquet(tmp_path / "odd.parquet", texts)])
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "\\x1b" in shown
 
@@ -146,7 +148,7 @@ def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):
         (["--step", "1"], "output_dir is not set"),
         ([*run, "0"], "step=0 must be from 1 to max_steps=10"),
         ([*run, "11"], "step=11 must be from 1 to max_steps=10"),
-        ([*run, "3", "--show_blocks", "0"], "show_blocks=0 must be above 0"),
+        ([*run, "3", "--show_blocks", "0"], "show_blocks=0 must be at least 1"),
         (["--output_dir", str(tmp_path / "none"), "--step", "1"], "no such file: .*none/preset.yaml"),
         ([*run, "3", "--mlm_probability", "0.3"], "up to step 4 .* mlm_probability was 0.15, is 0.3"),
         ([*run, "3", "--seed", "7"], "data_seed was 42, is 7"),

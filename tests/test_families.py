@@ -147,7 +147,7 @@ def test_berts_own_tokenizer_is_taken(preset, wordpiece, tmp_path):
     config = {**config_of("bert").to_dict(), "vocab_size": len(wordpiece), "pad_token_id": wordpiece.pad_token_id}
     (tmp_path / "bert.json").write_text(json.dumps(config))
     flags = ["--config", preset, "--config_name", str(tmp_path / "bert.json"), "--masking_unit", "whole_word"]
-    flags += ["--input_format", "segment_pair", "--objective", "mlm", "nsp", "--show_blocks", "2"]
+    flags += ["--input_format", "segment_pair", "--objective", "mlm", "nsp"]
     record = train_mlm.main(
         [*flags, "--tokenizer_name", str(tmp_path / "wordpiece"), "--output_dir", str(tmp_path / "out")]
     )

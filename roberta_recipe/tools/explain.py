@@ -1,7 +1,9 @@
 """What the model of a run sees at a step: source, text, masks and targets of its blocks.
 
     python -m roberta_recipe.tools.explain --output_dir runs/mine --step 400 --show_blocks 2
+    python -m roberta_recipe.tools.explain --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
 
+The second is of a run to come, by the flags that it will have, in place of a run's folder.
 The settings are those of the run (`preset.yaml` in its folder); a flag on top says where its text, its tokenizer or its
 token cache are now. Blocks and masks are those of the run, or a line says why they cannot be told. A token cache gives
 any step at once; without it, the text is read from the last checkpoint before the step, or from its beginning. Nothing
@@ -30,8 +32,6 @@ from roberta_recipe.training import checkpoint, pretraining
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
 
-SHOWN = 5  # blocks of the step, without show_blocks
-
 
 @dataclass
 class ExplainArguments:
@@ -40,6 +40,7 @@ class ExplainArguments:
     _argument_group_name = "explain"
 
     step: int = setting(1, "Optimizer step of the run, from 1 on.", "start")
+    show_blocks: int = setting(5, "Blocks of the step to show.", "start")
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -47,29 +48,34 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     Raises `InputError`, and `RunError` where the run's log says that it saw others."""
     set_up_logging()
     folder, (explain, args, training_args) = read_arguments(sys.argv[1:] if argv is None else argv)
-    states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))]
-    known = [*states, *finished_record(folder)]
+    states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))] if folder else []
+    known = [*states, *(finished_record(folder) if folder else [])]
     args.global_batch_size = global_batch_size(args, known)
     corpus, tokenizer = pretraining.read_corpus(args), tokenization.load_tokenizer(args.tokenizer_name)
     reader = build_reader(args, training_args, corpus, tokenizer)
     check_settings(folder, known, {**flags.fixed_values(args), **pretraining.data_fingerprint(training_args, reader)})
     blocks = build_blocks(folder, args, training_args, reader, explain.step, states, known)
     collator = pretraining.build_collator(args, training_args, tokenizer)
-    return print_step(folder, args, explain.step, blocks, collator)
+    return print_step(folder, args, explain, blocks, collator)
 
 
-def read_arguments(argv: list[str]) -> tuple[Path, list[Any]]:
-    """The run's folder, and the filled dataclasses: the flags of its preset, with those of `argv` on top."""
+def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
+    """The run's folder, None of a run to come, and the filled dataclasses: the flags of its preset, with those of
+    `argv` on top."""
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--output_dir", type=Path)
-    folder = named.parse_known_args(argv)[0].output_dir
+    named.add_argument("--config")
+    found, _ = named.parse_known_args(argv)
+    folder = None if found.config else found.output_dir
     preset = ["--config", str(folder / PRESET_NAME)] if folder else []
     # a preset's bf16 is for the training machine
     argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, own=(ExplainArguments,))
     explain, args, training_args = filled
-    if folder is None:
-        raise InputError("output_dir is not set: name the folder of the run")
+    if folder is None and not found.config:
+        raise InputError("output_dir is not set: name the folder of the run, or the preset of one to come (config)")
+    if explain.show_blocks < 1:
+        raise InputError(f"show_blocks={explain.show_blocks} must be at least 1")
     if not 1 <= explain.step <= training_args.max_steps:
         raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")
     pretraining.check_text(args)
@@ -102,7 +108,7 @@ def build_reader(args: MlmArguments, training_args: MlmTrainingArguments, corpus
     return reader
 
 
-def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
+def check_settings(folder: Path | None, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
     """Raise `InputError` where the settings that blocks and masks depend on are not those of the whole run."""
     for entry in known:
         before = {name: entry["fingerprint"].get(name) for name in now}
@@ -115,7 +121,7 @@ def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any
 
 
 def build_blocks(
-    folder: Path,
+    folder: Path | None,
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     reader: Reader,
@@ -146,13 +152,14 @@ def build_blocks(
 
 
 def print_step(
-    folder: Path, args: MlmArguments, step: int, blocks: TrainBlocks, collator: MlmCollator
+    folder: Path | None, args: MlmArguments, explain: ExplainArguments, blocks: TrainBlocks, collator: MlmCollator
 ) -> list[dict[str, Any]]:
     """Print the first blocks of a step, which are returned; where the log has a line for this step alone, compare all
     with its digest."""
-    size, shown = args.global_batch_size, min(args.show_blocks or SHOWN, args.global_batch_size)
+    size, step = args.global_batch_size, explain.step
+    shown = min(explain.show_blocks, size)
     first = order.position_after(0, (step - 1) * size, blocks.skipped)
-    wanted = logged_digest(folder, step)
+    wanted = logged_digest(folder, step) if folder else None
     positions = order.kept(first, shown if wanted is None else size, blocks.skipped)
     if not args.token_cache:
         logger.info(f"Reading text from block {blocks.start:,} on, up to block {first:,}: a token cache has it at once")
@@ -162,9 +169,11 @@ def print_step(
             f"{folder / LOG_NAME} says that step {step} saw other blocks or masks than these settings give: was the "
             "run resumed despite changes, or by another version of this recipe?"
         )
-    checked = "its log says nothing of this step alone" if wanted is None else "blocks and masks are those of its log"
+    checked = "its log says nothing of this step alone" if folder else "nothing is trained"
+    if wanted is not None:
+        checked = "blocks and masks are those of its log"
     whole = order.in_words(order.kept(first, size, blocks.skipped))
-    print(f"step {step:,} of {folder}: blocks {whole}, {shown} of {size} shown; {checked}")
+    print(f"step {step:,} of {folder or 'the run to come'}: blocks {whole}, {shown} of {size} shown; {checked}")
     print(*block_text.described(found[:shown], positions, collator, blocks.reader.corpus), sep="\n")
     return collator.seen_by_model(found[:shown])
 

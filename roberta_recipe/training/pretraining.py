@@ -85,9 +85,6 @@ class TextArguments:
     )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
     max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
-    show_blocks: int | None = setting(
-        None, "Print the next so many blocks before training: source, text, masks and targets.", "start"
-    )
 
 
 @dataclass
@@ -213,7 +210,7 @@ def check_text(args: MlmArguments) -> None:
         raise InputError(f"language={args.language} goes with train_file; a corpus preset names its own (language)")
     if not args.corpus and not args.train_file:
         raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
-    limits = ("show_blocks", "max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
+    limits = ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
