@@ -25,6 +25,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.data import tokenization
+from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
@@ -273,7 +274,7 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
 
 def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
-    parse, counts, features = wsc.load_spacy(args.spacy_model), Counter(), {}
+    parse, counts, features = load_spacy(args.spacy_model, "WNLI"), Counter(), {}
     for split, examples in data.items():
         counts.update(examples.counts)
         if own := [schema for schema in examples.schemas if schema.idx < 0]:

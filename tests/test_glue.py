@@ -83,7 +83,7 @@ def parse_by_articles(text):
 @pytest.fixture
 def wsc_dir(tmp_path, data_dir, monkeypatch):
     """SuperGLUE's files for the WNLI rows of `data_dir`, and a parser without spaCy."""
-    monkeypatch.setattr(wsc, "load_spacy", lambda model: parse_by_articles)
+    monkeypatch.setattr(finetune_glue, "load_spacy", lambda model, purpose: parse_by_articles)
     folder = tmp_path / "wsc"
     folder.mkdir()
     wnli = []

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, RobertaForSequenceClassification, Trainer, TrainingArguments
 
 from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import wsc
 from roberta_recipe.training.modeling import RobertaForMaskedLM
@@ -365,7 +366,7 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form, tmp_p
 def test_spacy_is_asked_for_by_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
     with pytest.raises(InputError, match="`pip install spacy`, then `python -m spacy download en_core_web_lg`"):
-        wsc.load_spacy()
+        load_spacy("en_core_web_lg", "WNLI")
 
     def load(model):
         if model != "there":
@@ -374,8 +375,8 @@ def test_spacy_is_asked_for_by_its_command(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=load))
     with pytest.raises(InputError, match="no model 'en_core_web_sm': run `python -m spacy download en_core_web_sm`"):
-        wsc.load_spacy("en_core_web_sm")
-    assert wsc.load_spacy("there") == "pipeline"
+        load_spacy("en_core_web_sm", "WNLI")
+    assert load_spacy("there", "WNLI") == "pipeline"
 
 
 def test_a_checkpoint_needs_its_head(model, config, tmp_path):

@@ -1,5 +1,6 @@
 """What is masked together: whole words (BERT's later models), spans (SpanBERT, arXiv 1907.10529, section 3.1), n-grams
-(ALBERT, arXiv 1909.11942, section 4.1). Lengths are counted in words, and no unit goes across a special token.
+(ALBERT, arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 5.2). Lengths are counted in words, and no unit goes
+across a special token.
 """
 
 import bisect
@@ -11,10 +12,11 @@ import numpy as np
 
 from roberta_recipe.data.word_starts import WordStarts
 
-Unit = Literal["token", "whole_word", "span", "ngram"]
+Unit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]
 
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _PLACES = 32  # that are tried for a length; text of shorter sentences has none for it
+_PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 _TRIES_A_WORD = 4  # of all lengths; a block that has no more room stays below its budget
 
@@ -112,6 +114,48 @@ def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
         budget -= end - first
         length, tried = 1 + bisect.bisect_right(law, next(uniform)), 0
     return begins, ends
+
+
+def chosen_phrases(
+    words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """(begins, ends) of units of `budget` tokens in all: each is, as likely as the other, a phrase that is not masked
+    yet or a word, as long as there are both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget,
+    and of a word that is too long for what is left of it chance takes as many as make it right on average."""
+    borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
+    ranges = _phrases(words.borders, marks)
+    of_phrases = [ranges[n] for n in draws.permutation(len(ranges))]
+    of_words = [(n, n + 1) for n in draws.permutation(len(free)).tolist()]
+    begins, ends = [], []
+    while budget > 0 and (of_phrases or of_words):
+        queue = of_phrases if of_phrases and (not of_words or draws.random() < _PHRASES) else of_words
+        begin, end = queue.pop()
+        if not all(free[begin:end]):
+            continue
+        while end > begin + 1 and borders[end] - borders[begin] > budget:
+            end -= 1
+        size = borders[end] - borders[begin]
+        if size > budget and draws.random() * size >= budget:
+            break
+        begins.append(borders[begin])
+        ends.append(borders[end])
+        free[begin:end] = [False] * (end - begin)
+        budget -= size
+    return begins, ends
+
+
+def _phrases(borders: np.ndarray, marks: np.ndarray) -> list[tuple[int, int]]:
+    """The words of each phrase (first, behind the last), whole also where a phrase has a part of one; one that began in
+    another block begins here with its first token."""
+    inside = marks > 0
+    begins = marks == 1
+    begins[0] |= inside[0]
+    begins[1:] |= inside[1:] & ~inside[:-1]
+    ends = inside.copy()
+    ends[:-1] &= begins[1:] | ~inside[1:]
+    first = np.searchsorted(borders, np.flatnonzero(begins), "right") - 1
+    last = np.searchsorted(borders, np.flatnonzero(ends), "right") - 1
+    return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
 def _uniform(draws: np.random.Generator) -> Iterator[list[float]]:

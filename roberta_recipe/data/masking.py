@@ -15,13 +15,14 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
-from roberta_recipe.data.mask_units import Unit, Words, chosen_spans, chosen_words, words_of_blocks
+from roberta_recipe.data import phrases
+from roberta_recipe.data.mask_units import Unit, Words, chosen_phrases, chosen_spans, chosen_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.word_starts import word_starts
 
 IGNORED = -100  # the label of a position that is not predicted
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
-_NO_COLUMNS = ("epoch", "block_id", "states", "document")  # of a block: what the model does not see
+_NO_COLUMNS = ("epoch", "block_id", "states", "document", phrases.COLUMN)  # of a block: what the model does not see
 CLUSTER = "cluster"  # of a validation example: the number of the document in which it begins
 
 
@@ -37,9 +38,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
     them ("exact"); spans or n-grams up to floor(mlm_probability x text tokens + u) positions. What replaces them is
-    drawn by token, of a span (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask of pass
-    e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of spans
-    (predicted positions side by side) that have a token at both sides.
+    drawn by token, of a span or phrase (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask
+    of pass e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of
+    spans (predicted positions side by side) that have a token at both sides.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
     `num_tokens`, the number of positions that are not padding, and `blocks_digest` and `digest`, sums over blocks of a
@@ -65,17 +66,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting it takes a fifth of the time of a new generator
 
-    def _masked(
-        self, input_ids: np.ndarray, epoch: int, block_id: int, words: Words | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _masked(self, block: dict[str, Any], words: Words | None) -> tuple[np.ndarray, np.ndarray]:
         """A block as the model sees it, and its labels; both (length,) int64."""
-        ids = input_ids.astype(np.int64)
+        ids, epoch = block["input_ids"].astype(np.int64), block["epoch"]
         # key and counter name the block: three draws a position
         epoch = epoch % self.static_masks if self.static_masks else epoch
-        self._philox["state"]["counter"] = np.array([0, block_id, epoch, 0], dtype=np.uint64)
+        self._philox["state"]["counter"] = np.array([0, block["block_id"], epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
-        predicted = self._predicted(ids, words, pick, action)
+        predicted = self._predicted(ids, words, block.get(phrases.COLUMN), pick, action)
         labels = np.where(predicted, ids, IGNORED)
         random_from = 1.0 - self.random_replace_prob
         ids[predicted & (action < self.mask_replace_prob)] = self._mask
@@ -83,7 +82,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
         ids[replaced] = self._replacements[(token[replaced] * len(self._replacements)).astype(np.int64)]
         return ids, labels
 
-    def _predicted(self, ids: np.ndarray, words: Words | None, pick: np.ndarray, action: np.ndarray) -> np.ndarray:
+    def _predicted(
+        self, ids: np.ndarray, words: Words | None, marks: np.ndarray | None, pick: np.ndarray, action: np.ndarray
+    ) -> np.ndarray:
         """(length,) bool: the predicted positions; `action` becomes that of its first token in a span."""
         if words is None and self.mask_count == "bernoulli":
             return (pick < self.mlm_probability) & ~self._is_special[ids]
@@ -95,10 +96,14 @@ class MlmCollator(DataCollatorForLanguageModeling):
             count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
             return chosen_words(words, pick, self.mlm_probability, count)
         budget = self._count(len(ids) - int(words.special.sum()))
-        begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
+        if self.masking_unit in phrases.UNITS:
+            begins, ends = chosen_phrases(words, marks, budget, self._draws)
+        else:
+            begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
         edges = np.zeros(len(ids) + 1, dtype=np.int8)
-        edges[begins], edges[ends] = 1, -1
-        if self.masking_unit == "span":
+        edges[begins] += 1
+        edges[ends] -= 1
+        if self.masking_unit != "ngram":
             for begin, end in zip(begins, ends, strict=True):
                 action[begin:end] = action[begin]
         return edges[:-1].cumsum(dtype=np.int8).view(bool)
@@ -129,8 +134,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         words = self._words([columns["input_ids"] for columns in seen if "labels" not in columns])
         for block, columns in zip(examples, seen, strict=True):
             if "labels" not in columns:
-                masked = self._masked(block["input_ids"], block["epoch"], block["block_id"], next(words))
-                columns["input_ids"], columns["labels"] = masked
+                columns["input_ids"], columns["labels"] = self._masked(block, next(words))
                 if self.span_boundary:
                     columns["sbo_labels"] = _within(columns["labels"])
         return seen

@@ -36,6 +36,7 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Columns, PackState
+from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
@@ -108,8 +109,9 @@ class TextReader:
         max_seq_length: int,
         seed: int,
         shuffle_window: int = 0,
+        phrases: Phrases | None = None,
     ):
-        self.corpus, self.tokenizer = corpus, tokenizer
+        self.corpus, self.tokenizer, self.phrases = corpus, tokenizer, phrases
         self.input_format, self.max_seq_length = input_format, max_seq_length
         self.seed, self.shuffle_window = seed, shuffle_window
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
@@ -123,7 +125,7 @@ class TextReader:
         The last block of each batch carries `"states"`: where every source stood at the beginning of the window that
         it was in. From there a later call can resume at any later `start` without reading what came before.
         """
-        encode = corpus_encoder(self.tokenizer)
+        encode = self.encoder()
         windows = [SourceState.from_dict(state) for state in states or []] or [
             SourceState() for _ in self.corpus.sources
         ]
@@ -144,10 +146,14 @@ class TextReader:
                         yield block
                 start = positions.stop
 
+    def encoder(self) -> Callable[[list[str]], list[list[int]]]:
+        """What makes ids of texts, with `phrases` marked where they are wanted."""
+        return marking_encoder(self.tokenizer, self.phrases) if self.phrases else corpus_encoder(self.tokenizer)
+
     def validation(self, limit: int | None) -> Iterator[Block]:
         """Blocks drawn evenly from the whole held-out text of each source, which is read once, in the proportions of
         the mixture as far as each source goes; all without a limit."""
-        encode = corpus_encoder(self.tokenizer)
+        encode = self.encoder()
         sources = range(len(self.corpus.sources))
         with tqdm(desc="Reading validation", unit=" blocks", mininterval=1, leave=False, disable=None) as bar:
             held_out: list[list[Block]] = [[] for _ in sources]
@@ -227,7 +233,11 @@ class TextReader:
             max_seq_length=self.max_seq_length,
             **boundary_ids(self.tokenizer),
         )
-        return ({**columns, "input_ids": np.asarray(columns["input_ids"], dtype=self.dtype)} for columns in packed)
+        for columns in packed:
+            ids = columns["input_ids"]
+            if self.phrases:
+                ids, columns[COLUMN] = without_marks(ids)
+            yield {**columns, "input_ids": np.asarray(ids, dtype=self.dtype)}
 
     def _share_counts(self, number: int, state: SourceState) -> None:
         worker = torch.utils.data.get_worker_info()
@@ -240,6 +250,7 @@ class TextReader:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "input_format": self.input_format,
             "max_seq_length": self.max_seq_length,
+            **({"phrases": list(self.phrases)} if self.phrases else {}),
             **corpus_fingerprint(self.corpus),
             **text_file_rule(self.corpus),
         }

@@ -47,7 +47,6 @@ from roberta_recipe.data.order import (
 )
 from roberta_recipe.data.packing import Columns
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
-from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import logger
@@ -457,7 +456,7 @@ def _pack_in_worker(file: Shard) -> int:
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> int:
     """Write the shards of one file; returns the number of tokens in them."""
-    corpus, encode, held_out = reader.corpus, corpus_encoder(reader.tokenizer), []
+    corpus, encode, held_out = reader.corpus, reader.encoder(), []
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.file]
     rows = {file: file_rows(corpus, source, file.split, path, others=held_out)}

@@ -111,8 +111,8 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         return durable.fingerprint({path.name: durable.sha256(path) for path in Path(folder).iterdir()})
 
 
-def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to their ids, without special tokens, over all cores.
+def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of the tokenizer's backend that encodes a corpus.
 
     Text that reads `</s>` or `<mask>` is text: in a corpus it must not become the special token, as it would in
     `tokenizer(...)`.
@@ -121,6 +121,12 @@ def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], 
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
+    return backend
+
+
+def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to their ids, without special tokens, over all cores."""
+    backend = corpus_backend(tokenizer)
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]

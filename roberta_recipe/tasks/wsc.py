@@ -7,7 +7,7 @@ losses are those of fairseq's examples/roberta/wsc; the margin loss is that of K
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,25 +140,6 @@ def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
         if not pronoun and low not in phrase.lower() and phrase.lower() not in low:
             phrases.append(phrase)
     return phrases
-
-
-def load_spacy(model: str = "en_core_web_lg") -> Callable[[str], Any]:
-    """spaCy's English pipeline (fairseq's is `en_core_web_lg`): called on a text, it gives a `Doc`.
-
-    Raises `InputError` with the command to run where spaCy or the model is not installed.
-    """
-    try:
-        import spacy
-    except ImportError:
-        raise InputError(
-            f"WNLI needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`"
-        ) from None
-    try:
-        return spacy.load(model)
-    except OSError:
-        raise InputError(
-            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, or name an installed model"
-        ) from None
 
 
 def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, token_cache, tokenization
+from roberta_recipe.data import masking, order, phrases, token_cache, tokenization
 from roberta_recipe.data.formats import PAIRS
 from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader
@@ -119,10 +119,12 @@ class BlockArguments:
     )
     masking_unit: Unit = setting(
         "token",
-        "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words.",
+        "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or named "
+        "entities or noun phrases, which spaCy finds, and as many words.",
         "fixed",
         shown=True,
     )
+    spacy_model: str = setting("en_core_web_lg", "spaCy's model, for named entities and noun phrases.", "data")
     static_masks: int = setting(
         0, "Masks of a block, which its passes take in turn (BERT: 10); 0: a new one each pass.", "fixed", shown=True
     )
@@ -223,7 +225,7 @@ def check_masks(args: MlmArguments) -> None:
             f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
             f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
         )
-    if args.mask_count == "exact" and args.masking_unit in LENGTHS:
+    if args.mask_count == "exact" and args.masking_unit in (*LENGTHS, *phrases.UNITS):
         raise InputError(
             f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
             "positions, which is exact already"
@@ -315,6 +317,7 @@ def text_reader(
         max_seq_length=args.max_seq_length,
         seed=seed,
         shuffle_window=args.shuffle_window,
+        phrases=phrases.Phrases(args.masking_unit, args.spacy_model) if args.masking_unit in phrases.UNITS else None,
     )
 
 

@@ -1,0 +1,86 @@
+"""Named entities and noun phrases, for masks of what means something together (SpanBERT, arXiv 1907.10529, section 5.2,
+compares them with spans at random). spaCy finds them when text is packed; blocks carry them as a column.
+
+Until a block is packed, a token's mark stands in its number, above the bits of its id: a packer moves both together.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe.data.tokenization import corpus_backend
+from roberta_recipe.errors import InputError
+
+COLUMN = "phrase"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
+UNITS = {"entity": ("ents", ("ner", "entity_ruler")), "noun_phrase": ("noun_chunks", ("parser",))}
+_ID_BITS = 32
+_SENTENCES_PER_CALL = 256
+
+
+class Phrases(NamedTuple):
+    """Which phrases: a key of `UNITS`, by a pipeline of spaCy."""
+
+    unit: str
+    spacy_model: str
+
+
+def load_spacy(model: str, purpose: str) -> Callable[[str], Any]:
+    """spaCy's pipeline of that name: called on a text, it gives a `Doc`.
+
+    Raises `InputError` with the command to run where spaCy or the model is not installed; `purpose` is what needs it.
+    """
+    try:
+        import spacy
+    except ImportError:
+        raise InputError(
+            f"{purpose} needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`"
+        ) from None
+    try:
+        return spacy.load(model)
+    except OSError:
+        raise InputError(
+            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, or name an installed model"
+        ) from None
+
+
+def marking_encoder(tokenizer: PreTrainedTokenizerBase, phrases: Phrases) -> Callable[[list[str]], list[list[int]]]:
+    """As `tokenization.corpus_encoder`, with the mark of each token above its id (`without_marks` takes them apart).
+    Raises `InputError` for a pipeline that finds no such phrases."""
+    attribute, components = UNITS[phrases.unit]
+    pipeline = load_spacy(phrases.spacy_model, f"masking_unit={phrases.unit}")
+    if not set(components) & set(pipeline.pipe_names):
+        raise InputError(
+            f"spacy_model={phrases.spacy_model!r} finds none of masking_unit={phrases.unit}: it has no "
+            f"{' or '.join(components)}"
+        )
+    backend = corpus_backend(tokenizer)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        pipeline.max_length = max([pipeline.max_length, *map(len, texts)])
+        documents = pipeline.pipe(texts, batch_size=_SENTENCES_PER_CALL)
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        return [
+            _marked(encoding, [(found.start_char, found.end_char) for found in getattr(document, attribute)])
+            for encoding, document in zip(encodings, documents, strict=True)
+        ]
+
+    return encode
+
+
+def _marked(encoding: Any, spans: list[tuple[int, int]]) -> list[int]:
+    """The ids of an encoding with the marks of phrases, which are spans of characters."""
+    ids, marks = np.array(encoding.ids, dtype=np.int64), np.zeros(len(encoding.ids), dtype=np.int64)
+    begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    for begin, end in spans:
+        inside = np.flatnonzero((begins < end) & (ends > begin))
+        if len(inside) and not marks[inside].any():
+            marks[inside], marks[inside[0]] = 2, 1
+    return (ids + (marks << _ID_BITS)).tolist()
+
+
+def without_marks(marked: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, the column of marks) of marked ids."""
+    both = np.array(marked, dtype=np.int64)
+    return both & ((1 << _ID_BITS) - 1), (both >> _ID_BITS).astype(np.uint8)

@@ -1,0 +1,159 @@
+"""Masks of named entities and noun phrases: whole phrases and words in turn, the same from text and cache."""
+
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_mlm
+from roberta_recipe.data.mask_units import Words, chosen_phrases
+from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
+from roberta_recipe.data.tokenization import corpus_encoder
+from roberta_recipe.errors import InputError
+
+PHRASE = re.compile(r"the (old )?\w+|my \w+ \w+")
+
+
+class Pipeline:
+    """Finds what `PHRASE` says, as a pipeline of spaCy shows it."""
+
+    pipe_names, max_length = ("parser",), 100
+
+    def pipe(self, texts, batch_size):
+        for text in texts:
+            assert len(text) <= self.max_length
+            spans = [SimpleNamespace(start_char=m.start(), end_char=m.end()) for m in PHRASE.finditer(text)]
+            yield SimpleNamespace(noun_chunks=spans)
+
+
+# datasets asks spaCy, where it is loaded, for the class of its pipelines
+FAKE = SimpleNamespace(load=lambda model: Pipeline(), Language=Pipeline)
+
+
+@pytest.fixture
+def spacy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "spacy", FAKE)
+
+
+PIECES = st.sampled_from(["the ", "old ", "cat ", "my ", "é", "😀", "x", " ", "."])
+PHRASES = Phrases("noun_phrase", "made_up")
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(st.lists(PIECES, max_size=12).map("".join), max_size=5))
+def test_marked_tokens_are_those_of_the_phrase_and_the_ids_are_the_same(tokenizer, texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "spacy", FAKE)
+        encode = marking_encoder(tokenizer, PHRASES)
+    for text, marked, plain in zip(texts, encode(texts), corpus_encoder(tokenizer)(texts), strict=True):
+        ids, marks = without_marks(marked)
+        assert ids.tolist() == plain
+        found = [match.group() for match in PHRASE.finditer(text)]
+        begins = np.flatnonzero(marks == 1).tolist()
+        assert len(begins) == len(found)
+        for begin, phrase in zip(begins, found, strict=True):
+            end = begin + 1 + next((n for n, mark in enumerate(marks[begin + 1 :]) if mark != 2), len(marks))
+            assert phrase in tokenizer.decode(ids[begin:end]) and set(marks[begin + 1 : end].tolist()) <= {2}
+
+
+def words_of(lengths):
+    """Words of so many tokens each, between two special tokens."""
+    begins = np.zeros(sum(lengths) + 2, dtype=bool)
+    first = 1 + np.cumsum([0, *lengths[:-1]])
+    begins[first] = True
+    special = np.zeros_like(begins)
+    special[[0, -1]] = True
+    return Words(begins, special, np.array([0, *first, len(begins) - 1, len(begins)]))
+
+
+def test_phrases_and_words_in_turn_as_likely():
+    draws, words = np.random.default_rng(0), words_of([2] * 200)
+    marks = np.zeros(402, dtype=np.uint8)
+    for begin in range(1, 400, 20):  # twenty phrases of three words
+        marks[begin : begin + 6] = [1, 2, 2, 2, 2, 2]
+    kinds, hits, shares = [], np.zeros(402), []
+    for _ in range(2000):
+        begins, ends = chosen_phrases(words, marks, 60, draws)
+        assert sum(ends) - sum(begins) == 60
+        assert all(marks[begin] == 1 or end - begin == 2 for begin, end in zip(begins, ends, strict=True))
+        # of the first eight, when neither phrases nor their places are used up
+        kinds += [end - begin == 6 for begin, end in list(zip(begins, ends, strict=True))[:8]]
+        for begin, end in zip(begins, ends, strict=True):
+            assert not hits[begin:end].any()
+            hits[begin:end] = 1
+        shares.append(hits[marks > 0].sum() / 60)
+        hits[:] = 0
+    # a word that is in a phrase already is drawn again, so phrases are as likely as words only where few are masked
+    assert abs(np.mean(kinds) - 0.5) < 0.03
+    assert 0.6 < np.mean(shares) < 0.9
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.integers(0, 40), st.integers(0, 99), st.data())
+def test_any_marks_give_whole_words(lengths, budget, seed, data):
+    """Also marks that begin or end within a word, or without a beginning."""
+    words = words_of(lengths)
+    inner = data.draw(st.lists(st.integers(0, 2), min_size=sum(lengths), max_size=sum(lengths)))
+    marks = np.array([0, *inner, 0], dtype=np.uint8)
+    begins, ends = chosen_phrases(words, marks, budget, np.random.default_rng(seed))
+    borders, total = set(words.borders.tolist()), np.zeros(len(marks), dtype=int)
+    for begin, end in zip(begins, ends, strict=True):
+        assert {begin, end} <= borders
+        total[begin:end] += 1
+    assert total.max(initial=0) <= 1 and not total[[0, -1]].any()
+    assert total.sum() <= max(budget, 0) + max(lengths) - 1
+
+
+def test_a_run_from_text_and_cache_whole_and_resumed_is_one_run(preset, spacy, tmp_path, monkeypatch):
+    flags = ["--config", preset, "--masking_unit", "noun_phrase", "--save_strategy", "steps", "--save_steps", "2"]
+    seen, masked = [], MlmCollator.seen_by_model
+
+    def kept(self, examples):
+        columns = masked(self, examples)
+        seen.extend((block[COLUMN], row) for block, row in zip(examples, columns, strict=True) if "labels" not in block)
+        return columns
+
+    monkeypatch.setattr(MlmCollator, "seen_by_model", kept)
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    inside = [(row["labels"][marks > 0] != IGNORED).mean() for marks, row in seen if (marks > 0).any()]
+    outside = [(row["labels"][marks == 0] != IGNORED).mean() for marks, row in seen]
+    assert len(inside) > 20 and np.mean(inside) > 1.5 * np.mean(outside) > 0
+    assert all(COLUMN not in row for _, row in seen)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
+    cache = ["--token_cache", str(tmp_path / "cache")]
+    cached = train_mlm.main([*flags, *cache, "--output_dir", str(tmp_path / "cached")])
+    assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"] == cached["digest"]
+    monkeypatch.delitem(sys.modules, "spacy")  # a cache has the marks already
+    again = train_mlm.main([*flags, *cache, "--output_dir", str(tmp_path / "from cache")])
+    assert again["state_digests"] == whole["state_digests"]
+    with pytest.raises(InputError, match="phrases"):
+        train_mlm.main([*flags, *cache, "--masking_unit", "entity", "--output_dir", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("input_format", ["doc_sentences", "segment_pair", "sentence_pair", "contiguous"])
+def test_marks_go_with_every_format(preset, spacy, tmp_path, input_format):
+    flags = ["--config", preset, "--masking_unit", "noun_phrase", "--input_format", input_format]
+    record = train_mlm.main([*flags, "--max_steps", "2"])
+    assert record["steps"] == 2
+
+
+def test_what_finds_no_phrases_is_told(preset, spacy, tmp_path, monkeypatch):
+    flags = ["--config", preset, "--masking_unit"]
+    with pytest.raises(InputError, match="finds none of masking_unit=entity: it has no ner or entity_ruler"):
+        train_mlm.main([*flags, "entity", "--spacy_model", "made_up"])
+    with pytest.raises(InputError, match="mask_count=exact goes with masking_unit=token or whole_word"):
+        train_mlm.main([*flags, "entity", "--mask_count", "exact"])
+
+    def not_there(model):
+        raise OSError(model)
+
+    monkeypatch.setattr(sys.modules["spacy"], "load", not_there)
+    with pytest.raises(InputError, match="spaCy has no model 'en_core_web_lg': run `python -m spacy download en_core"):
+        train_mlm.main([*flags, "noun_phrase"])
