@@ -3,8 +3,8 @@
 across a special token.
 """
 
-import bisect
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -90,29 +90,28 @@ def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
     # 1: a special token, or a word in a span or beside one; and one more at both ends
     held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
     places = len(held) - 2
-    uniform = itertools.chain.from_iterable(_uniform(draws))
-    law = LENGTHS[unit].tolist()
-    length = 1 + bisect.bisect_right(law, next(uniform))
+    uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, LENGTHS[unit].tolist()
+    length = 1 + bisect_right(law, uniform())
     for _ in range(_PLACES + _TRIES_A_WORD * places):
         if budget < 1:
             break
         tried += 1
-        begin = int(next(uniform) * places)
+        begin = int(uniform() * places)
         if held.count(0, begin + 1, begin + 1 + length) < length:
             if tried == _PLACES:
-                length, tried = 1 + bisect.bisect_right(law, next(uniform)), 0
+                length, tried = 1 + bisect_right(law, uniform()), 0
             continue
         first, end = borders[begin], borders[begin + length]
         while end - first > budget and length > 1:
             length -= 1
             end = borders[begin + length]
-        if end - first > budget and next(uniform) * (end - first) >= budget:
+        if end - first > budget and uniform() * (end - first) >= budget:
             break
         begins.append(first)
         ends.append(end)
         held[begin : begin + length + 2] = _HELD[length]
         budget -= end - first
-        length, tried = 1 + bisect.bisect_right(law, next(uniform)), 0
+        length, tried = 1 + bisect_right(law, uniform()), 0
     return begins, ends
 
 

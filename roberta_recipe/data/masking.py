@@ -95,18 +95,17 @@ class MlmCollator(DataCollatorForLanguageModeling):
         if self.masking_unit == "whole_word":
             count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
             return chosen_words(words, pick, self.mlm_probability, count)
-        budget = self._count(len(ids) - int(words.special.sum()))
+        budget = self._count(len(ids) - np.count_nonzero(words.special))
         if self.masking_unit in phrases.UNITS:
             begins, ends = chosen_phrases(words, marks, budget, self._draws)
         else:
             begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
-        edges = np.zeros(len(ids) + 1, dtype=np.int8)
-        edges[begins] += 1
-        edges[ends] -= 1
-        if self.masking_unit != "ngram":
-            for begin, end in zip(begins, ends, strict=True):
+        shown = bytearray(len(ids))
+        for begin, end in zip(begins, ends, strict=True):
+            shown[begin:end] = b"\1" * (end - begin)
+            if self.masking_unit != "ngram":
                 action[begin:end] = action[begin]
-        return edges[:-1].cumsum(dtype=np.int8).view(bool)
+        return np.frombuffer(shown, dtype=bool)
 
     def _count(self, of: int) -> int:
         return int(self.mlm_probability * of + self._draws.random())

@@ -72,9 +72,10 @@ class ByteLevelWords:
         if unclear.any():  # ask about the text around it, from what surely begins a word to what does so again
             sure = (codes & _KIND == _SPECIAL) | ((codes & _BLANK_FIRST > 0) & ~unclear.astype(bool))
             borders = np.concatenate(([0], np.flatnonzero(sure), [len(ids)]))
-            for which in np.unique(np.searchsorted(borders, np.flatnonzero(unclear), "right")):
-                begin, end = borders[which - 1], borders[which]
-                begin += bool(self._special[ids[begin]])
+            ends = np.unique(np.searchsorted(borders, np.flatnonzero(unclear), "right"))
+            begins = borders[ends - 1]
+            begins += self._special[ids[begins]]
+            for begin, end in zip(begins.tolist(), borders[ends].tolist(), strict=True):
                 starts[begin:end] = self._asked(ids[begin:end])
         return starts
 
