@@ -115,7 +115,10 @@ def test_a_finished_model_is_the_stock_classs(preset, tmp_path):
         (["--objective", "sbo"], "objective='sbo': name mlm, and what is beside it, once each"),
         (["--objective", "mlm", "nps"], "objective 'nps' is none of mlm, sbo, nsp, sop"),
         (["--objective", "mlm", "nsp", "sop"], "nsp and sop exclude each other"),
-        (["--objective", "mlm", "nsp"], "objective nsp goes with input_format=segment_pair or sentence_pair, not full"),
+        (
+            ["--objective", "mlm", "nsp"],
+            "objective nsp goes with input_format=segment_pair or segment_pair_short or sentence_pair, not full",
+        ),
     ],
 )
 def test_objectives_that_cannot_be_are_told(preset, flags, message):
