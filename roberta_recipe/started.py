@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import psutil
+
 # torchrun sets the first for what it starts, `accelerate launch` the second; nobody sets them by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 _parent = os.getppid()  # at the beginning, when it lives
@@ -22,8 +24,14 @@ def launcher() -> int | None:
 
 
 def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended; False where none did, or none is known."""
-    return launcher() is not None and os.getppid() != _parent
+    """Whether the launcher that started this process has ended, if only its main thread so far; False where none did,
+    or none is known."""
+    if launcher() is None:
+        return False
+    try:
+        return os.getppid() != _parent or psutil.Process(_parent).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def continue_with() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -124,3 +125,29 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
     newest = checkpoint.newest_first(tmp_path / "run")[0]
     assert durable.fault(newest) is None
     lock.take(tmp_path / "run")
+
+
+def test_a_launcher_is_gone_as_soon_as_its_main_thread_is(tmp_path, root):
+    """`kill -9` ends the threads of a launcher one after another; the kernel tells its children at the first."""
+    child = """
+import os, sys, time
+from roberta_recipe import started
+begun = started.launcher_is_gone()
+print("begun", file=sys.stderr, flush=True)
+deadline_s = time.monotonic() + 30
+while not started.launcher_is_gone() and time.monotonic() < deadline_s:
+    time.sleep(0.01)
+print(begun, started.launcher_is_gone(), os.getppid() == started._parent)
+os.kill(started._parent, 9)
+"""
+    thread_exit = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the system call
+    launcher = f"""
+import ctypes, subprocess, sys, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stderr=subprocess.PIPE)
+child.stderr.readline()
+ctypes.CDLL(None).syscall({thread_exit}, 0)
+"""
+    environ = {**os.environ, "ACCELERATE_DYNAMO_BACKEND": "no", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", launcher], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False True True\n", (done.stdout, done.stderr)
