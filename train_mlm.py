@@ -161,7 +161,7 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")
     if args.config_name and not resolve_path(args.tokenizer_name).exists():
-        config = weights.read_config(args.config_name, "config_name")
+        config = weights.fresh_config(args.config_name, args.config_overrides)
         logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
         tokenizer = train_tokenizer(texts, config.vocab_size)

@@ -99,6 +99,23 @@ def test_other_objectives_are_the_same_under_zero(objective, stage, preset, conf
     assert not any(report.values()), report
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shared_attention_is_the_same_under_zero(stage, preset, tmp_path, deepspeed_ranks):
+    """The weights that layers share are in the model once, and in its checkpoint for each layer."""
+    from test_sharing import SMALL
+
+    (tmp_path / "albert.json").write_text(json.dumps({**SMALL, "shared_parameters": "attention"}))
+    flags = ["--config", preset, "--config_name", str(tmp_path / "albert.json"), "--per_device_eval_batch_size", "4"]
+    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "single"), "--per_device_train_batch_size", "8"])
+    flags += ["--per_device_train_batch_size", "2"]
+    end_well(deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(flags), tmp_path))
+    zero = read_record(tmp_path / "run")
+    assert losses(zero) == pytest.approx(losses(whole), rel=1e-5)
+    assert zero["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
+    _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not any(report.values()), report
+
+
 @pytest.mark.parametrize(
     "launch_file", ["zero1", pytest.param("zero3_offload", marks=[needs_compiler, pytest.mark.slow])]
 )

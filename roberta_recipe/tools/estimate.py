@@ -25,8 +25,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, families, pretraining, weights
-from roberta_recipe.training.modeling import flops_per_token
+from roberta_recipe.training import batch, environment, modeling, pretraining, weights
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
@@ -71,7 +70,7 @@ def parameter_count(config: PreTrainedConfig) -> int:
 def _count(of: type[PreTrainedConfig], as_json: str) -> int:
     config = of.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
-        return families.stock_class(config, config.model_type)(config).num_parameters()
+        return modeling.masked_lm_class(config, config.model_type)(config).num_parameters()
 
 
 def _matmul_weights(config: PreTrainedConfig) -> int:
@@ -262,7 +261,7 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        return self.tokens * flops_per_token(self.config, self.seq_len, self.mlm_probability)
+        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability)
 
     @property
     def days(self) -> float:
@@ -316,7 +315,8 @@ def read_estimate(argv: list[str]) -> Estimate:
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_text(args)
     pretraining.check_model(args)
-    config = weights.read_config(source := args.config_name or args.model_name_or_path, "config_name")
+    source = args.config_name or args.model_name_or_path
+    config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
     if config.model_type not in SHAPES:
         raise InputError(
             f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"

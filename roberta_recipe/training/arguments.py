@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from roberta_recipe import hardware
 from roberta_recipe.args import INHERITED_GROUP, Flag, setting
 from roberta_recipe.errors import InputError
+from roberta_recipe.training import optimizers
 
 # Every flag of transformers 5.23's `TrainingArguments`, by what it means for a run that is started again (`Flag`).
 # "fixed": they change what is computed
@@ -108,6 +109,11 @@ class RecipeTrainingArguments(TrainingArguments):
     bf16: bool | None = setting(
         None, "Train in bf16; without it, where the GPU or the processor has bf16 and fp16 is not set."
     )
+    optim: optimizers.Optimizer = setting(
+        "adamw_torch_fused",
+        "lamb: You et al. 2020, ALBERT's. muon: for the matrices of layers, with a rate of its own "
+        "(--optim_args lr=0.02), and AdamW for the rest.",
+    )
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning configuration; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning configuration; Trainer has 1e-8.")
     max_grad_norm: float = setting(
@@ -122,7 +128,12 @@ class RecipeTrainingArguments(TrainingArguments):
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
         if self.bf16 and not torch.cuda.is_available():
             self.use_cpu = True  # which Trainer wants to be told
+        named = self.optim
+        if named in optimizers.OWN:  # which Trainer does not know
+            self.optim = "adamw_torch"
         super().__post_init__()
+        if named in optimizers.OWN:
+            self.optim = named
         if self.logging_strategy == "no":
             self.logging_first_step = False
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):

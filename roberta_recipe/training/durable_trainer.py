@@ -30,7 +30,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import digests, environment, weights
+from roberta_recipe.training import digests, environment, optimization, optimizers, weights
 from roberta_recipe.training.checkpoint import (
     PARTIAL,
     STATE_NAME,
@@ -215,9 +215,12 @@ class DurableTrainer(Trainer):
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, "sum")
 
-    # Overflow in fp16
+    # Optimizer, and overflow in fp16
 
     def create_optimizer(self, model=None):
+        if self.args.optim in optimizers.OWN:
+            model = self.model if model is None else model
+            self.optimizer = optimization.make(self.args, model, self.get_decay_parameter_names(model))
         optimizer = super().create_optimizer(model)
         # the scaler calls a fused optimizer at an overflow too, as its kernel skips the step, and accelerate takes the
         # call for a step, so that the rate advances (accelerate #4242); without this mark, the scaler does not call it

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from roberta_recipe.args import flags_of, hand_over
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.training import optimizers
 
 _MOST_WORKERS = 16  # data workers a core; they are processes
 
@@ -32,6 +33,8 @@ def check(args: TrainingArguments) -> None:
         raise InputError("dataloader_prefetch_factor=0 must be at least 1; leave it out for torch's 2")
     cls = type(args)
     values = {name: getattr(args, name) for name in flags_of(cls)}
+    if args.optim in optimizers.OWN:  # which Trainer does not know; `optimization.check` has made it
+        values |= {"optim": "adamw_torch", "optim_args": None}
     defaults = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}
     hand_over(functools.partial(_make_all, cls), values, defaults)
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import families, weights
+from roberta_recipe.training import families, sharing, weights
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -93,9 +93,10 @@ def masked_lm_class(
     config: PreTrainedConfig, name: str = "config", of_objectives: type = PredictedPositions, **attributes: Any
 ) -> type[PredictedPositions]:
     """The stock class of a config's family (read from `name`, for an `InputError`) with `PredictedPositions`, or a
-    subclass of it, in front, and class attributes."""
+    subclass of it, in front, and class attributes; and what shares parts of layers, where a config asks for that."""
     stock = families.stock_class(config, name)
-    return type(stock.__name__, (of_objectives, stock), attributes)
+    between = (sharing.SharedParts,) if sharing.shares_parts(config) else ()
+    return type(stock.__name__, (of_objectives, *between, stock), attributes)
 
 
 def apart(
@@ -119,6 +120,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     config_name: str | None = None,
+    config_overrides: str | None = None,
     model_name_or_path: str | None = None,
     max_seq_length: int = 512,
     pad_vocab_to_multiple_of: int | None = None,
@@ -131,7 +133,7 @@ def build_model(
     losses are those of the unpadded model. Raises `InputError` where vocabularies or lengths disagree.
     """
     source = model_name_or_path or config_name
-    config = weights.read_config(source, "model_name_or_path" if model_name_or_path else "config_name")
+    config = weights.read_config(source) if model_name_or_path else weights.fresh_config(source, config_overrides)
     cls = class_of(config, source)
     padded = round_up(len(tokenizer), pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):

@@ -3,6 +3,7 @@ after a checkpoint is loaded."""
 
 import copy
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -10,9 +11,14 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.training import optimizers
 
-# the optimizers of torch and transformers, whose runs are resumed bit for bit
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+# what ZeRO, which flattens and splits the weights, takes away
+_LOST_UNDER_ZERO = {
+    "adafactor": "the matrices that Adafactor takes rows and columns of",
+    "lamb": "the tensors whose norms LAMB takes",
+    "muon": "the matrices that Muon orthogonalizes",
+}
 _STEPS_SAMPLED = 50  # of a schedule
 
 
@@ -60,33 +66,58 @@ def check_warmup(args: TrainingArguments, steps: int) -> None:
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
-    if args.optim not in OPTIMIZERS:
-        raise InputError(
-            f"optim={args.optim.value}: whether its runs resume as the same run was not tried; take one of "
-            + ", ".join(OPTIMIZERS)
-        )
-    if args.optim == "adafactor" and args.deepspeed_plugin:
-        raise InputError("optim=adafactor: ZeRO flattens the matrices that Adafactor takes rows and columns of")
-    if not args.optim_args:
-        return
+    if args.deepspeed_plugin and (lost := _LOST_UNDER_ZERO.get(name_of(args))):
+        raise InputError(f"optim={name_of(args)}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
     try:
-        given = dict(pair.split("=") for pair in args.optim_args.replace(" ", "").split(",") if pair)
+        given = parsed(args.optim_args)
         with_all = _groups(args, given)
+    except ImportError as error:
+        raise InputError(f"optim={name_of(args)}: {error}; pip install -r requirements.txt") from None
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"optim_args={args.optim_args}: optim={args.optim.value} cannot take them ({error}); write them as "
+            f"optim_args={args.optim_args}: optim={name_of(args)} cannot take them ({error}); write them as "
             "name=value,name=value"
         ) from None
+    if args.optim in optimizers.OWN:  # whose arguments are listed
+        return
     idle = [key for key in given if _groups_without(args, given, key) == with_all]
     if idle:
         raise InputError(
-            f"optim_args={args.optim_args}: {idle[0]}={given[idle[0]]} changes nothing of optim={args.optim.value}; "
+            f"optim_args={args.optim_args}: {idle[0]}={given[idle[0]]} changes nothing of optim={name_of(args)}; "
             "leave it out (rate, decay, betas and epsilon have flags of their own)"
         )
 
 
+def make(args: TrainingArguments, model: torch.nn.Module, decayed: Container[str]) -> torch.optim.Optimizer:
+    """The optimizer of a model where `args.optim` is one of `optimizers.OWN`; `decayed` names the weights that decay.
+    Raises `InputError` for Muon without a matrix."""
+    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for name, weight in named if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [weight for name, weight in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    matrices = optimizers.matrices_of_layers(model)
+    if args.optim == "muon" and not matrices:
+        raise InputError(f"optim=muon: no layer of this {model.config.model_type!r} model has a linear module to train")
+    return optimizers.build(args, parsed(args.optim_args), groups, matrices)
+
+
+def name_of(args: TrainingArguments) -> str:
+    """Of the optimizer, as it is written on a command line."""
+    return getattr(args.optim, "value", args.optim)
+
+
+def parsed(optim_args: str | None) -> dict[str, str]:
+    """`optim_args` by name. Raises `ValueError` where they are not name=value,name=value."""
+    return dict(pair.split("=") for pair in (optim_args or "").replace(" ", "").split(",") if pair)
+
+
 def _groups(args: TrainingArguments, optim_args: dict[str, str]) -> list[dict[str, Any]]:
-    """The hyperparameters of an optimizer with these `optim_args`, made as `Trainer` makes it."""
+    """The hyperparameters of an optimizer with these `optim_args`, made as a trainer makes it."""
+    if args.optim in optimizers.OWN:
+        matrix, vector = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+        groups = [{"params": [matrix, vector], "weight_decay": args.weight_decay}]
+        return hyperparameters(optimizers.build(args, optim_args, groups, [matrix]))
     args = copy.copy(args)
     args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items())
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)

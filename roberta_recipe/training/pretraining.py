@@ -39,7 +39,10 @@ from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 # of two alternatives, a flag for one replaces the preset's value for the other
-ALTERNATIVES = (("corpus", "train_file"), ("corpus", "validation_file"), ("config_name", "model_name_or_path"))
+ALTERNATIVES = (
+    *(("corpus", "train_file"), ("corpus", "validation_file")),
+    *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
+)
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
 PAIR_NEEDS = {
@@ -145,6 +148,9 @@ class ModelArguments:
 
     config_name: str | None = setting(
         None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
+    )
+    config_overrides: str | None = setting(
+        None, "Changes to that config: embedding_size=128,shared_parameters=attention.", "content"
     )
     model_name_or_path: str | None = setting(
         None, "Checkpoint whose weights to continue from, in place of `config_name`.", "content"
@@ -385,6 +391,7 @@ def build_model(
     model = modeling.build_model(
         tokenizer,
         config_name=args.config_name,
+        config_overrides=args.config_overrides,
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,

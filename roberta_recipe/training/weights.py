@@ -17,6 +17,7 @@ from roberta_recipe.data.identity import identify
 from roberta_recipe.data.tokenization import is_of_tokenizer
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.training import sharing
 
 MODEL_ARGUMENT = "model_name_or_path"
 
@@ -43,6 +44,25 @@ def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> P
     for field, value in config.to_dict().items():
         if field.startswith("num_") and isinstance(value, int) and value < 0:  # torch raises for those of other sizes
             raise InputError(f"no model config at {argument}={name!r}: it has {field}={value}")
+    return config
+
+
+def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
+    """The config `name` of a model with fresh weights, with `overrides` (key=value,key=value) in it. Raises
+    `InputError`."""
+    config = read_config(name, "config_name")
+    if overrides:
+        try:
+            config.update_from_string(overrides.replace(" ", ""))
+        except Exception as error:  # values of each config's own checks too
+            raise InputError(
+                f"config_overrides={overrides!r} does not go into {name!r}: {_reason(error)}; write them as "
+                "key=value,key=value, with keys of the config"
+            ) from error
+    sharing.resolve(config, name)
+    size, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
+    if not hasattr(config, "head_dim") and (heads < 1 or size % heads):  # not every family tells, ALBERT does not
+        raise InputError(f"no model can be made from {name!r}: hidden_size={size} is not divisible by {heads} heads")
     return config
 
 

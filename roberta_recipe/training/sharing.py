@@ -1,0 +1,63 @@
+"""What the layers of an ALBERT share (arXiv 1909.11942, section 3.1 and Table 4): everything, the attention alone, the
+feed-forward network alone, or nothing.
+
+transformers' ALBERT shares whole layers (`num_hidden_groups`). A model that shares a part of them has a group a layer
+here, with one module in the place of all groups' own; its checkpoints have the shared weights once for each group, as
+the stock class has, which computes the same from them. Trained in the stock class, the groups would go apart.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AlbertConfig, PreTrainedConfig
+
+from roberta_recipe.errors import InputError
+
+SHARED = "shared_parameters"  # the key of a config
+# modules of an `AlbertLayer`; each part with the LayerNorm behind it
+_PARTS = {
+    "attention": ("attention",),
+    "feed_forward": ("ffn", "ffn_output", "full_layer_layer_norm"),
+}
+_KINDS = ("all", *_PARTS, "none")
+
+
+def resolve(config: PreTrainedConfig, name: str) -> None:
+    """Set `num_hidden_groups` to what `shared_parameters` asks for, where a config has it. Raises `InputError`; `name`
+    is what the config was read from."""
+    shared = getattr(config, SHARED, None)
+    if shared is None:
+        return
+    if not isinstance(config, AlbertConfig) or shared not in _KINDS:
+        raise InputError(
+            f"{name!r} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
+            + ", ".join(_KINDS)
+        )
+    config.num_hidden_groups = 1 if shared == "all" else config.num_hidden_layers
+
+
+class SharedParts:
+    """In front of a stock ALBERT whose layers share attention or feed-forward networks."""
+
+    def __init__(self, config: AlbertConfig):
+        super().__init__(config)
+        first, *others = self.base_model.encoder.albert_layer_groups
+        for group in others:
+            for layer, of_first in zip(group.albert_layers, first.albert_layers, strict=True):
+                for part in _PARTS[getattr(config, SHARED)]:
+                    setattr(layer, part, getattr(of_first, part))
+
+    def save_pretrained(self, save_directory: Any, state_dict: dict[str, torch.Tensor] | None = None, **kwargs: Any):
+        """As the stock class, with the shared weights of each group."""
+        state, first = dict(self.state_dict() if state_dict is None else state_dict), {}
+        encoder = f"{self.base_model_prefix}.encoder"
+        for name, weight in self.base_model.encoder.named_parameters(encoder, remove_duplicate=False):
+            of = first.setdefault(id(weight), name)
+            if of != name and of in state:
+                state[name] = state[of].clone()
+        return super().save_pretrained(save_directory, state_dict=state, **kwargs)
+
+
+def shares_parts(config: PreTrainedConfig) -> bool:
+    """Whether the stock class alone cannot train it."""
+    return getattr(config, SHARED, None) in _PARTS and config.num_hidden_layers > 1

@@ -1,0 +1,171 @@
+"""LAMB and Muon: their published updates as oracle, runs that resume, and where they cannot work."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import train_mlm
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import environment, optimizers, pretraining
+from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training.optimization import make, parsed
+
+SAVING = ["--save_strategy", "steps", "--save_steps", "2"]
+
+
+class Layers(nn.Module):
+    """An embedding, two layers of a matrix and a bias, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+        self.head = nn.Linear(4, 7)
+
+
+def arguments(tmp_path, optim, **values):
+    return MlmTrainingArguments(
+        output_dir=str(tmp_path), max_steps=5, use_cpu=True, optim=optim, learning_rate=0.01, **values
+    )
+
+
+def stepped(model, optimizer, steps=3):
+    """The gradients of each step, drawn at random, by the name of their weight."""
+    torch.manual_seed(1)
+    drawn = []
+    for _ in range(steps):
+        drawn.append({name: torch.randn_like(weight) for name, weight in model.named_parameters()})
+        for name, weight in model.named_parameters():
+            weight.grad = drawn[-1][name].clone()
+        optimizer.step()
+    return drawn
+
+
+def test_lamb_is_algorithm_2_of_its_paper(tmp_path):
+    """Without bias correction and without limits of the norm, as in the code of LAMB's and ALBERT's authors."""
+    args = arguments(tmp_path, "lamb", weight_decay=0.1)
+    torch.manual_seed(0)
+    model = Layers()
+    nn.init.normal_(model.head.weight, std=10)  # a norm above 10
+    expected = {name: weight.detach().double().clone() for name, weight in model.named_parameters()}
+    decayed = [name for name in expected if name.endswith("weight")]
+    gradients = stepped(model, make(args, model, decayed))
+    for name, weight in expected.items():
+        mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in gradients:
+            gradient = step[name].double()
+            mean = 0.9 * mean + 0.1 * gradient
+            square = 0.98 * square + 0.02 * gradient**2
+            update = mean / (square.sqrt() + 1e-6) + (0.1 if name in decayed else 0.0) * weight
+            ratio = weight.norm() / update.norm() if weight.norm() > 0 else 1.0
+            weight -= 0.01 * ratio * update
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach().double(), expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path):
+    """Each weight moves as under that optimizer alone; with its own rate and decay."""
+    args = arguments(tmp_path, "muon", weight_decay=0.1, optim_args="lr=0.05,weight_decay=0.2,momentum=0.9")
+    torch.manual_seed(0)
+    model, alone = Layers(), Layers()
+    alone.load_state_dict(model.state_dict())
+    decayed = [name for name, _ in model.named_parameters() if name.endswith("weight")]
+    stepped(model, make(args, model, decayed))
+    of_layers = {"layers.0.weight", "layers.1.weight"}
+    named = dict(alone.named_parameters())
+    muon = torch.optim.Muon([named[name] for name in sorted(of_layers)], lr=0.05, weight_decay=0.2, momentum=0.9)
+    common = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-6}
+    biases = [named[name] for name in named if name not in decayed]
+    rest = [{"params": [named[name] for name in decayed if name not in of_layers], "weight_decay": 0.1}]
+    adamw = torch.optim.AdamW([*rest, {"params": biases, "weight_decay": 0.0}], **common)
+    torch.manual_seed(1)
+    for _ in range(3):
+        for weight in alone.parameters():
+            weight.grad = torch.randn_like(weight)
+        muon.step()
+        adamw.step()
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, named[name]), name
+
+
+def test_an_update_of_muon_is_nearly_orthogonal(tmp_path):
+    """All singular values of a step near the rate (times the shape's factor): what Newton and Schulz's steps give."""
+    model = Layers()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    args = arguments(tmp_path, "muon", weight_decay=0.0, optim_args="lr=0.05")
+    stepped(model, make(args, model, []), steps=1)
+    for name, factor in (("layers.0.weight", math.sqrt(6 / 4)), ("layers.1.weight", 1.0)):
+        step = dict(model.named_parameters())[name].detach() - before[name]
+        values = torch.linalg.svdvals(step) / (0.05 * factor)
+        assert (values > 0.6).all() and (values < 1.3).all(), values
+
+
+def test_the_matrices_are_those_of_every_familys_layers():
+    from test_families import CONFIGS, config_of
+
+    from roberta_recipe.training.modeling import masked_lm_class
+
+    for name in CONFIGS:
+        config = config_of(name)
+        with torch.device("meta"):
+            model = masked_lm_class(config)(config)
+        taken = {id(weight) for weight in optimizers.matrices_of_layers(model)}
+        names = [key for key, weight in model.named_parameters() if id(weight) in taken]
+        shared = name == "albert"  # whose two layers are one
+        assert len(names) >= (1 if shared else 2) * 4, (name, names)
+        assert not [key for key in names if "embed" in key or key.startswith(("cls.", "lm_", "predictions"))], names
+
+
+def test_a_resumed_run_keeps_both_rates(preset, tmp_path):
+    words = ["--config", preset, *SAVING, "--optim", "muon", "--optim_args", "lr=0.03,adjust_lr_fn=match_rms_adamw"]
+    train_mlm.main(words)
+    groups = torch.load(tmp_path / "run" / "checkpoint-2" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["initial_lr"] for group in groups] == [1e-3, 1e-3, 0.03]
+    assert groups[2]["lr"] == pytest.approx(0.03 * groups[0]["lr"] / 1e-3) and groups[2]["momentum"] == 0.95
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"), "--output_dir", str(tmp_path / "b")]
+    changed = [*resume, "--resume_despite_changes", "true", "--learning_rate", "2e-3"]
+    train_mlm.main([*words, *changed])
+    groups = torch.load(tmp_path / "b" / "checkpoint-4" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["initial_lr"] for group in groups] == [2e-3, 2e-3, 0.03]
+
+
+@pytest.mark.parametrize("optim", optimizers.OWN)
+def test_they_are_refused_under_zero(optim, preset, monkeypatch):
+    (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", optim])
+    pretraining.check_training(args)
+    args.deepspeed_plugin = object()
+    monkeypatch.setattr(environment, "deepspeed_settings", lambda args: {})
+    with pytest.raises(InputError, match=f"optim={optim}: ZeRO flattens .*; take adamw_torch, or start without"):
+        pretraining.optimization.check(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--optim", "lamb", "--optim_args", "lr=1"], "optim=lamb cannot take them .it has no lr"),
+        (["--optim", "muon", "--optim_args", "nesterov=0"], "optim=muon cannot take them .it has no nesterov"),
+        (["--optim", "muon", "--optim_args", "lr=-1"], "Learning rate should be >= 0"),
+        (["--optim", "muon", "--optim_args", "lr=fast"], "could not convert string to float"),
+        (["--optim", "muon", "--optim_args", "adjust_lr_fn=mine"], "mine is not supported"),
+        (["--optim", "muon", "--optim_args", "lr"], "write them as name=value"),
+        (["--optim", "muons"], "muons"),
+    ],
+)
+def test_bad_input(preset, words, said):
+    with pytest.raises(InputError, match=said):
+        (_, args), _ = train_mlm.read_arguments(["--config", preset, *words])
+        pretraining.check_training(args)
+
+
+def test_values_are_parsed():
+    assert parsed(None) == parsed("") == {} and parsed("a=1, b=c") == {"a": "1", "b": "c"}
+
+
+def test_lamb_without_its_library_is_told(preset, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(InputError, match=r"optim=lamb: .*pytorch_optimizer.*; pip install -r requirements\.txt"):
+        (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", "lamb"])
+        pretraining.check_training(args)
