@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import is_text, read_text, resolve_path
 
 
@@ -53,6 +53,14 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold `key: value` lines, not {type(values).__name__}")
     return values
+
+
+def parse_value(text: str, where: str) -> Any:
+    """A value as a preset writes it. Raises `InputError`."""
+    try:
+        return yaml.load(text, Loader=_PresetLoader)  # a safe loader
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: no value that YAML can read: {first_line(error)}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
+from roberta_recipe.tools.experiment_scale import at_scale
 from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
@@ -67,6 +68,7 @@ class Setting:
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = ""
     claim: Literal["better", "worse"] | None = None  # what the source says of it, against the first
+    published: dict[str, Any] = field(default_factory=dict)  # figures of the source, by what they are
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Written:
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = "train_mlm.py"
     search: bool = False
+    source: str = ""  # of the comparison, its claims and published figures
 
 
 class Resolved(NamedTuple):
@@ -206,23 +209,31 @@ class Experiments(NamedTuple):
     measures: list[str]
     search: bool
     rows: list[Row]  # seed by seed, so that an unfinished list has as many of each name as can be
+    source: str
+    note: str  # on the scale
+    estimate: bool  # whether a run begins with what it will cost
 
 
-def read(path: str) -> Experiments:
-    """The list of a YAML file, all of it checked. Raises `InputError` that names the row, the value and the fix."""
-    written = _Written(**_checked(load_yaml(path), _Written, path))
+def read(path: str, scale: str | None = None, changes: list[str] | None = None) -> Experiments:
+    """The list of a YAML file, at a scale of it and with changed flags, all of it checked. Raises `InputError` that
+    names the row, the value and the fix."""
+    values, of_scale = at_scale(load_yaml(path), path, scale, changes or [])
+    written = _Written(**_checked(values, _Written, path))
     _check_seeds(written.seeds, path)
     settings = [_setting(entry, number, written, path) for number, entry in enumerate(written.rows, 1)]
     _check_names(settings, path)
     tools = _measure_words(written.measures, path)
     folder = Path(written.output_dir).expanduser()
-    resolved = _in_child(_resolve_all, settings, written.measures, tools, path)
+    resolved = in_child(_resolve_all, settings, written.measures, tools, path)
     rows = [
         _row(setting, seed, folder, of_setting, tools)
         for seed in written.seeds
         for setting, of_setting in zip(settings, resolved, strict=True)
     ]
-    return Experiments(Path(path), folder, settings, written.seeds, list(written.measures), written.search, rows)
+    measures, note, estimate = list(written.measures), of_scale.get("note", ""), of_scale.get("estimate", False)
+    return Experiments(
+        Path(path), folder, settings, written.seeds, measures, written.search, rows, written.source, note, estimate
+    )
 
 
 def _checked(values: Any, cls: type, where: str) -> dict[str, Any]:
@@ -297,7 +308,7 @@ def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: d
     return Row(setting.name, seed, folder, command, tools, resolved.values)
 
 
-def _in_child(call: Callable, *args: Any) -> Any:
+def in_child(call: Callable, *args: Any) -> Any:
     """`call(*args)` in a child: the libraries' state that flags set, in the environment too, would reach every run."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, context, initializer=_begin_child, initargs=(os.getpid(),)) as pool:

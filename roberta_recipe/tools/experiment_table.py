@@ -78,21 +78,38 @@ def _why_none(*sides: dict[int, float]) -> str:
 def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[str], list[list[str]]]:
     """The head, and a line for each name."""
     first, count = listed.settings[0].name, len(listed.seeds)
-    head = ["name", "seeds"]
+    head, beside = ["name", "seeds"], _beside(listed)
+    head += beside
     for measure in listed.measures:
         head.append(MEASURES[measure].title)
         head += [] if listed.search else [f"{measure}: against {first}", "p (Holm)", "verdict"]
+    published = list(dict.fromkeys(name for setting in listed.settings for name in setting.published))
+    head += [f"published: {name}" for name in published]
     table = []
     for setting in listed.settings:
         of = [found[measure][setting.name] for measure in listed.measures]
         done = min(len(cell.by_seed) for cell in of)
         line = [setting.name, str(count) if done == count else f"{done} of {count}"]
+        line += [beside[name].get(setting.name, "-") for name in beside]
         for cell in of:
             line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
             if not listed.search:
                 line += ["-"] * 3 if setting.name == first else _against(cell)
-        table.append(line)
+        table.append(line + [str(setting.published.get(name, "-")) for name in published])
     return head, table
+
+
+def _beside(listed: Experiments) -> dict[str, dict[str, str]]:
+    """What else the run records say of each name, by the column's title: tokens that were seen, and the parameters
+    where names differ in them."""
+    tokens, parameters = {}, {}
+    for row in listed.rows:
+        if (record := row.run / RECORD_NAME).is_file() and "tokens_seen" in (values := durable.read_json(record)):
+            tokens[row.name] = f"{values['tokens_seen'] / 1e6:,.2f}"
+            parameters[row.name] = f"{values['parameters'] / 1e6:,.2f}"
+    several = len(set(parameters.values())) > 1
+    columns = {"tokens seen, M": tokens, **({"parameters, M": parameters} if several else {})}
+    return {title: column for title, column in columns.items() if column}
 
 
 def _against(cell: Cell) -> list[str]:
@@ -105,7 +122,8 @@ def _against(cell: Cell) -> list[str]:
 
 def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     """What a reader of the table needs beside it."""
-    said = ["± is the standard error over seeds."]
+    said = [listed.note] if listed.note else []
+    said.append("± is the standard error over seeds.")
     if listed.search:
         measure = listed.measures[0]
         whole = {name: cell.mean for name, cell in found[measure].items() if len(cell.by_seed) == len(listed.seeds)}
@@ -126,6 +144,8 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
     if len(commits) > 1:
         said.append(f"The runs are of {len(commits)} commits.")
+    if listed.source:
+        said.append(f"Source of claims and published figures: {listed.source}.")
     return said
 
 

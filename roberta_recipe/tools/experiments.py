@@ -28,8 +28,8 @@ from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.started import continue_with
-from roberta_recipe.tools import experiment_list, experiment_table
-from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row
+from roberta_recipe.tools import estimate, experiment_list, experiment_table
+from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
 
 _POLL_S = 0.2
 _IN_USE_S = 2.0  # after which a row that another process works on is looked at again
@@ -246,9 +246,29 @@ def print_states(listed: Experiments) -> None:
             print(f"    {shlex.join(words)}")
 
 
+def costs(listed: Experiments, hardware: str) -> list[str]:
+    """A line for each name, and one for all: how long a machine of GPUs takes for them, by the estimate."""
+    said, days, dollars = [], 0.0, 0.0
+    for setting in listed.settings:
+        flags = words_of(setting.flags, setting.name)
+        cost = estimate.read_estimate(["--config", setting.config, *flags, "--hardware", hardware])
+        fits = "" if cost.fits else ", and does not fit into memory"
+        said.append(f"{setting.name}: {cost.days:,.2f} days, {estimate.dollars(cost.cost)} a seed{fits}")
+        days, dollars = days + cost.days, dollars + cost.cost
+    seeds = len(listed.seeds)
+    all_of_it = f"{seeds * days:,.1f} days on {hardware}, {estimate.dollars(seeds * dollars)}"
+    return [*said, f"All rows with {seeds} seeds: {all_of_it} (assumptions: the estimate's)\n"]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("list", metavar="LIST.yaml", help="the experiments, as docs/statistics.md describes them")
+    parser.add_argument("--scale", help="the size to run at, of a list for several (presets/tables: demo, mini, paper)")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FLAG=VALUE",
+        help="a flag for all rows, and for the measures that have it: --set corpus=my_corpus.yaml",
+    )  # fmt: skip
+    parser.add_argument("--hardware", help="say first what it costs there: 8xH100 (see the estimate)")
     parser.add_argument("--jobs", type=int, default=1, help="rows side by side, each on its share of the cores")
     parser.add_argument("--dry_run", action="store_true", help="print the state and the commands of each row only")
     parser.add_argument("--table", action="store_true", help="make the table of what has finished only")
@@ -260,7 +280,14 @@ def main(argv: list[str] | None = None) -> Any:
     failed, `Stopped` where a signal ended the rest."""
     set_up_logging()
     args = parse(argv)
-    listed = experiment_list.read(args.list)
+    listed = experiment_list.read(args.list, args.scale, args.set)
+    if listed.estimate and not (args.hardware or args.dry_run or args.table):
+        raise InputError(
+            f"{listed.path} at this scale takes days on GPUs: name them, and their number, with --hardware 8xH100, and "
+            "what it costs is said first"
+        )
+    if args.hardware:
+        print("\n".join(experiment_list.in_child(costs, listed, args.hardware)), flush=True)
     if args.dry_run:
         return print_states(listed)
     check_unchanged(listed)
