@@ -7,8 +7,8 @@ LAUNCH = $(TOOL).launch
 # stops a target that was started without a variable: $(call need,MODEL,runs/roberta_base)
 need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
 
-.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all table glue-submission squad race blimp \
-        experiments compare contamination faults bench gpu report push clean
+.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race blimp \
+        table experiments compare contamination faults bench gpu report push clean
 
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -64,9 +64,9 @@ glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK
 
 glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli), then the row of Table 5
 	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
-	$(MAKE) table
+	$(MAKE) glue-table
 
-table: setup      ## the finished tasks of GLUE beside the paper's Table 5
+glue-table: setup  ## the finished tasks of GLUE beside the paper's Table 5
 	$(TOOL).glue_table --folder runs/glue $(if $(SWEEP),--sweep)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
@@ -98,6 +98,12 @@ faults: setup     ## 1,000 random faults, and what came of each, in two hours: m
 
 gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu ARGS="--data_dir glue"
 	$(BIN)/python -m benchmarks.gpu --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
+
+# masking, formats, batch, data (RoBERTa); spans, sbo (SpanBERT); embedding, sharing, sop (ALBERT). SCALE: demo, mini, paper
+table: setup      ## a comparison of the papers, run and set: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"
+	$(call need,TABLE,masking)test "$(or $(SCALE),demo)" != demo || test -d tokenizer/docstrings || \
+	    $(BIN)/python tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
+	$(TOOL).experiments "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
 
 experiments: setup  ## a list of runs, stopped and continued at will, and its table: make experiments LIST=my.yaml ARGS="--jobs 2"
 	$(call need,LIST,presets/experiments/rates.yaml)$(TOOL).experiments "$(LIST)" $(ARGS)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from roberta_recipe import durable
 from roberta_recipe.args import flags_of
 from roberta_recipe.errors import InputError
@@ -209,9 +211,9 @@ class Experiments(NamedTuple):
     measures: list[str]
     search: bool
     rows: list[Row]  # seed by seed, so that an unfinished list has as many of each name as can be
-    source: str
-    note: str  # on the scale
-    estimate: bool  # whether a run begins with what it will cost
+    source: str = ""
+    note: str = ""  # on the scale
+    estimate: bool = False  # whether a run begins with what it will cost
 
 
 def read(path: str, scale: str | None = None, changes: list[str] | None = None) -> Experiments:
@@ -303,7 +305,9 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
 def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: dict[str, list[str]]) -> Row:
     folder = folder / setting.name / f"seed-{seed}"
     flags = [*(["--config", setting.config] if setting.config else []), *words_of(setting.flags, setting.name)]
-    command = [sys.executable, str(resolve_path(setting.script)), *flags, f"--{resolved.seed_flag}", str(seed)]
+    launcher = ["-m", "roberta_recipe.tools.launch"] if torch.cuda.device_count() > 1 else []  # on all GPUs
+    command = [sys.executable, *launcher, str(resolve_path(setting.script)), *flags]
+    command += [f"--{resolved.seed_flag}", str(seed)]
     command += ["--output_dir", str(folder / RUN_FOLDER)]
     return Row(setting.name, seed, folder, command, tools, resolved.values)
 

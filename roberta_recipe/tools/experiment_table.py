@@ -106,7 +106,7 @@ def _beside(listed: Experiments) -> dict[str, dict[str, str]]:
     for row in listed.rows:
         if (record := row.run / RECORD_NAME).is_file() and "tokens_seen" in (values := durable.read_json(record)):
             tokens[row.name] = f"{values['tokens_seen'] / 1e6:,.2f}"
-            parameters[row.name] = f"{values['parameters'] / 1e6:,.2f}"
+            parameters[row.name] = f"{values['parameters'] / 1e6:.3g}"
     several = len(set(parameters.values())) > 1
     columns = {"tokens seen, M": tokens, **({"parameters, M": parameters} if several else {})}
     return {title: column for title, column in columns.items() if column}

@@ -1,0 +1,158 @@
+"""The comparisons of the papers as lists at several sizes: what each promises, what a table has beside its figures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from test_experiments import forked  # noqa: F401
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import experiment_list, experiments
+
+ROOT = Path(__file__).parents[1]
+TABLES = ("masking", "formats", "batch", "data", "spans", "sbo", "embedding", "sharing", "sop")
+SCALES = ("demo", "mini", "paper")
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def read(table, scale, *changes):
+    return experiment_list.read(f"presets/tables/{table}.yaml", scale, list(changes))
+
+
+def test_there_is_a_list_for_each_table():
+    assert {path.stem for path in (ROOT / "presets/tables").glob("*.yaml")} == {*TABLES, "scales"}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_is_a_list_at_every_scale(table, scale):
+    """All of it is checked by the parsers of the script and the tools; what a table promises of its rows holds."""
+    listed = read(table, scale)
+    values = {row.name: row.settings for row in listed.rows}
+    assert len(listed.settings) >= 2 and all(setting.published for setting in listed.settings) and listed.source
+    assert len(listed.seeds) == (2 if scale == "demo" else 5) and listed.estimate == (scale == "paper")
+    assert listed.measures[0] == "words" and "loss" not in listed.measures  # which formats do not share
+    assert f"/{table}/{scale}/" in str(listed.rows[0].folder)
+    assert len({str(of) for of in values.values()}) == len(values)  # no two rows are the same run
+    assert ("demonstration" in listed.note) == (scale == "demo")
+    if table == "batch":
+        seen = [of["global_batch_size"] * of["max_steps"] for of in values.values()]
+        assert max(seen) / min(seen) < 1.01
+    if table == "masking" and scale != "paper":
+        for of in values.values():
+            assert of["max_steps"] * of["global_batch_size"] >= 20 * of["max_train_samples"]
+    if table == "data" and scale != "paper":
+        text, steps = ([of[name] for of in values.values()] for name in ("max_train_samples", "max_steps"))
+        assert text[1:] == [10 * text[0]] * 3 and [step / steps[0] for step in steps] == [1, 1, 3, 5]
+    if table == "spans":
+        assert ("entity" in values) == (scale == "paper")
+
+
+@pytest.fixture
+def small(tmp_path, preset):
+    """A function: a list of two rows for two sizes; returns its path."""
+
+    def of(**others):
+        scales = {
+            "one": {"config": preset, "seeds": [1], "note": "Of the small one.", "measures": {"loss": None}},
+            "two": {"config": preset, "seeds": [1, 2], "measures": {"loss": None}, "flags": {"max_steps": 2}},
+        }
+        scales["two"]["estimate"] = True
+        (tmp_path / "scales.yaml").write_text(yaml.safe_dump(scales, sort_keys=False))
+        rows = [
+            {"name": "low", "published": {"F1": 90.25}},
+            {"name": "high", "at": {"one": {"learning_rate": 5e-3}}, "claim": "better", "published": {"EM": "80"}},
+            {"name": "other", "only": ["two"]},
+        ]
+        values = {"scales": str(tmp_path / "scales.yaml"), "output_dir": str(tmp_path / "out"), "rows": rows}
+        values |= {"source": "a paper, Table 9", "at": {"one": {"max_steps": 3, "mlm_probability": 0.2}}, **others}
+        (tmp_path / "list.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        return str(tmp_path / "list.yaml")
+
+    return of
+
+
+def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, forked, capsys, config):  # noqa: F811
+    config.num_hidden_layers = 1
+    config.to_json_file(tmp_path / "one_layer.json")
+    rows = [{"name": "low", "published": {"F1": 90.25}}]
+    rows += [{"name": "high", "flags": {"config_name": str(tmp_path / "one_layer.json")}, "published": {"EM": "80"}}]
+    path = small(rows=rows)
+    experiments.main([path, "--scale", "one"])
+    records = [
+        durable.read_json(tmp_path / "out" / "one" / name / "seed-1/run/run_record.json") for name in ("low", "high")
+    ]
+    assert {record["steps"] for record in records} == {3}
+    tokens = [f"{record['tokens_seen'] / 1e6:,.2f}" for record in records]
+    parameters = [f"{record['parameters'] / 1e6:.3g}" for record in records]
+    assert parameters[0] != parameters[1]
+    head, _, *lines, _, notes = capsys.readouterr().out.splitlines()
+    assert head.startswith("| name | seeds | tokens seen, M | parameters, M | validation loss, nats |")
+    assert head.endswith("| published: F1 | published: EM |")
+    assert lines[0].startswith(f"| low | 1 | {tokens[0]} | {parameters[0]} |") and lines[0].endswith("| 90.25 | - |")
+    assert lines[1].startswith(f"| high | 1 | {tokens[1]} | {parameters[1]} |") and lines[1].endswith("| - | 80 |")
+    assert "| too few seeds |" in lines[1]
+    assert notes.startswith("Of the small one. ") and notes.endswith("published figures: a paper, Table 9.")
+
+
+def test_flags_come_from_row_list_and_scale_in_this_order(small):
+    one, two = experiment_list.read(small(), "one"), experiment_list.read(small(), "two")
+    settings = {(row.name, row.seed): row.settings for row in one.rows}
+    assert [of["learning_rate"] for of in settings.values()] == [1e-3, 5e-3]
+    assert {of["max_steps"] for of in settings.values()} == {3}
+    assert len(two.rows) == 6 and {row.settings["max_steps"] for row in two.rows} == {2}
+    assert {row.settings["mlm_probability"] for row in two.rows} == {0.15}
+    changed = experiment_list.read(small(), "one", ["mlm_probability=0.3", "objective=[mlm]"])
+    assert {row.settings["mlm_probability"] for row in changed.rows} == {0.3}
+
+
+def test_a_set_flag_reaches_the_measures_that_have_it():
+    listed = read("masking", "mini", "corpus=presets/corpus/five_domains.yaml")
+    assert {row.settings["corpus"] for row in listed.rows} == {"presets/corpus/five_domains.yaml"}
+    for row in listed.rows:
+        words = row.measures["words"]
+        assert words[words.index("--corpus") + 1] == "presets/corpus/five_domains.yaml"
+        assert "--corpus" not in row.measures["blimp"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "argv", "said"),
+    [
+        ({}, [], "is a list for several sizes: name one with --scale one or two"),
+        ({}, ["--scale", "tow"], "name one with --scale one or two; did you mean 'two'"),
+        ({"scales": None}, ["--scale", "one"], "--scale one: .*list.yaml has no scales"),
+        ({"scales": None}, [], "unknown key 'at'"),
+        ({"scales": "nowhere.yaml"}, ["--scale", "one"], "no such file: nowhere.yaml"),
+        ({}, ["--scale", "one", "--set", "max_steps"], "--set 'max_steps': write flag=value"),
+        ({}, ["--scale", "one", "--set", "max_steps=[1"], "--set max_steps=.1: no value that YAML can read"),
+        ({}, ["--scale", "one", "--set", "learning_rate=1e-3"], "row 'high' has a value of its own"),
+        ({}, ["--scale", "one", "--set", "steps=1"], "row 'low': .*steps"),
+        ({}, ["--scale", "two"], "takes days on GPUs: name them, and their number, with --hardware 8xH100"),
+        ({}, ["--scale", "two", "--hardware", "8xAbacus"], "Abacus"),
+    ],
+)
+def test_bad_input(small, changed, argv, said):
+    with pytest.raises(InputError, match=said):
+        experiments.main([small(**changed), *argv])
+
+
+def test_what_a_table_costs_is_said_before_it_starts(capsys):
+    experiments.main(["presets/tables/sbo.yaml", "--scale", "paper", "--hardware", "8xH100", "--dry_run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == ["pairs_nsp", "single", "single_sbo"]
+    days = [float(line.split(": ")[1].split(" days")[0]) for line in lines[:3]]
+    assert lines[3].startswith("All rows with 5 seeds: ")
+    assert float(lines[3].split("seeds: ")[1].split(" days")[0]) == pytest.approx(5 * sum(days), abs=0.1)
+
+
+def test_on_several_gpus_a_row_is_launched_on_all(monkeypatch):
+    alone = read("sop", "paper").rows[0].train
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    launched = read("sop", "paper").rows[0].train
+    assert launched == [alone[0], "-m", "roberta_recipe.tools.launch", *alone[1:]]
