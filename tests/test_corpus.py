@@ -625,8 +625,9 @@ def test_broken_files_are_named(tmp_path):
 def test_corpus_presets_of_the_repository(root, monkeypatch):
     monkeypatch.setenv("FIVE_DOMAINS", "somewhere")
     presets = {path.stem: read_corpus(path) for path in (root / "presets" / "corpus").glob("*.yaml")}
-    assert set(presets) == {"docstrings", "five_domains", "roberta_160gb"}
+    assert set(presets) == {"bert_16gb", "docstrings", "five_domains", "roberta_160gb"}
     paper = presets["roberta_160gb"]
+    assert presets["bert_16gb"].sources == paper.sources[:2]
     sizes = {source.name: source.size_gb for source in paper.sources}
     assert sizes["bookcorpus"] + sizes["wikipedia"] == pytest.approx(16)
     assert sum(size for name, size in sizes.items() if name.startswith("cc_news")) == pytest.approx(76)

@@ -138,8 +138,8 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
         seeds = len(listed.seeds)
         test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
         said.append(
-            f"p: exact permutation {test}, two-sided, with Holm's correction over the {len(listed.settings) - 1} "
-            "comparisons of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
+            f"p: exact permutation {test}, two-sided, with Holm's correction over "
+            f"{len(listed.settings) - 1} comparison{'s' * (len(listed.settings) > 2)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
         )
     commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
     if len(commits) > 1:
