@@ -137,9 +137,10 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     elif len(listed.settings) > 1:
         seeds = len(listed.seeds)
         test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
+        count = len(listed.settings) - 1
         said.append(
-            f"p: exact permutation {test}, two-sided, with Holm's correction over "
-            f"{len(listed.settings) - 1} comparison{'s' * (len(listed.settings) > 2)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
+            f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
+            f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
         )
     commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
     if len(commits) > 1:

@@ -10,7 +10,9 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
+from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
+from roberta_recipe.log import logger
 from roberta_recipe.training import optimizers
 
 # what ZeRO, which flattens and splits the weights, takes away
@@ -78,6 +80,8 @@ def _check_optimizer(args: TrainingArguments) -> None:
             f"optim_args={args.optim_args}: optim={name_of(args)} cannot take them ({error}); write them as "
             "name=value,name=value"
         ) from None
+    if args.optim == "muon" and not hardware.has_bf16(args.use_cpu):
+        logger.warning("optim=muon: its matrix products are in bf16, which this machine emulates, many times slower")
     if args.optim in optimizers.OWN:  # whose arguments are listed
         return
     idle = [key for key in given if _groups_without(args, given, key) == with_all]
