@@ -355,7 +355,9 @@ def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == {"rates", "mini_search"}
     searched = experiment_list.read("presets/experiments/mini_search.yaml")
     assert len(searched.rows) == 12 and searched.search
-    arms = {tuple(row.settings[name] for name in ("optim", "optim_args", "mlm_probability")) for row in searched.rows}
+    arms = {
+        tuple(row.settings.get(name) for name in ("optim", "optim_args", "mlm_probability")) for row in searched.rows
+    }
     assert len(arms) == 9 and {row.settings["learning_rate"] for row in searched.rows} == {1e-3, 2e-3, 3e-3}
     listed = experiment_list.read("presets/experiments/rates.yaml")
     assert len(listed.rows) == 10 and listed.measures == ["loss", "words"] and listed.rows[1].seed == 1
