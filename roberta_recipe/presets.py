@@ -92,6 +92,8 @@ def check_type(value: Any, hint: Any) -> Any:
             raise TypeError(describe_type(hint))
         if origin is list and inner:
             return [check_type(item, inner[0]) for item in value]
+        if inner:
+            return {check_type(key, inner[0]): check_type(item, inner[1]) for key, item in value.items()}
         return value
     if isinstance(hint, type) and issubclass(hint, Enum):
         if value in [member.value for member in hint]:
@@ -115,6 +117,8 @@ def describe_type(hint: Any) -> str:
         return "one of " + ", ".join(repr(option) for option in inner)
     if origin is list and inner:
         return f"a list of {describe_type(inner[0])}"
+    if origin is dict:
+        return "`key: value` lines"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(repr(member.value) for member in hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}

@@ -70,7 +70,7 @@ class Setting:
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = ""
     claim: Literal["better", "worse"] | None = None  # what the source says of it, against the first
-    published: dict[str, Any] = field(default_factory=dict)  # figures of the source, by what they are
+    published: dict[str, str | int | float] = field(default_factory=dict)  # figures of the source, by what they are
 
 
 @dataclass
@@ -232,9 +232,9 @@ def read(path: str, scale: str | None = None, changes: list[str] | None = None) 
         for seed in written.seeds
         for setting, of_setting in zip(settings, resolved, strict=True)
     ]
-    measures, note, estimate = list(written.measures), of_scale.get("note", ""), of_scale.get("estimate", False)
     return Experiments(
-        Path(path), folder, settings, written.seeds, measures, written.search, rows, written.source, note, estimate
+        *(Path(path), folder, settings, written.seeds, list(written.measures), written.search, rows),
+        *(written.source, of_scale.note, of_scale.estimate),
     )
 
 
