@@ -45,7 +45,8 @@ def stepped(model, optimizer, steps=3):
 
 
 def test_lamb_is_algorithm_2_of_its_paper(tmp_path):
-    """Without bias correction and without limits of the norm, as in the code of LAMB's and ALBERT's authors."""
+    """Without bias correction and without limits of the norm, and with no norm where nothing decays, as in the code of
+    LAMB's and ALBERT's authors."""
     args = arguments(tmp_path, "lamb", weight_decay=0.1)
     torch.manual_seed(0)
     model = Layers()
@@ -60,7 +61,7 @@ def test_lamb_is_algorithm_2_of_its_paper(tmp_path):
             mean = 0.9 * mean + 0.1 * gradient
             square = 0.98 * square + 0.02 * gradient**2
             update = mean / (square.sqrt() + 1e-6) + (0.1 if name in decayed else 0.0) * weight
-            ratio = weight.norm() / update.norm() if weight.norm() > 0 else 1.0
+            ratio = weight.norm() / update.norm() if name in decayed else 1.0
             weight -= 0.01 * ratio * update
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.detach().double(), expected[name], rtol=1e-4, atol=1e-6)
@@ -132,6 +133,21 @@ def test_a_resumed_run_keeps_both_rates(preset, tmp_path):
     assert [group["initial_lr"] for group in groups] == [2e-3, 2e-3, 0.03]
 
 
+def test_lamb_does_not_adapt_to_what_keeps_padding_out(preset, tmp_path):
+    """The biases of 48 rows of padding have a norm of 7e4, by which the others would be moved."""
+    flags = ["--config", preset, "--optim", "lamb", "--max_steps", "12", "--logging_steps", "12"]
+    plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
+    padded = train_mlm.main([*flags, "--output_dir", str(tmp_path / "padded"), "--pad_vocab_to_multiple_of", "64"])
+    assert padded["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["polynomial", "cosine_with_min_lr"])
+def test_muon_goes_with_schedules_that_ask_for_a_rate(schedule, preset):
+    flags = ["--config", preset, "--optim", "muon", "--lr_scheduler_type", schedule, "--max_steps", "2"]
+    kwargs = {"polynomial": '{"lr_end": 1e-5}', "cosine_with_min_lr": '{"min_lr": 1e-5}'}[schedule]
+    assert train_mlm.main([*flags, "--lr_scheduler_kwargs", kwargs])["steps"] == 2
+
+
 @pytest.mark.parametrize("optim", optimizers.OWN)
 def test_they_are_refused_under_zero(optim, preset, monkeypatch):
     (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", optim])
@@ -147,10 +163,15 @@ def test_they_are_refused_under_zero(optim, preset, monkeypatch):
     [
         (["--optim", "lamb", "--optim_args", "lr=1"], "optim=lamb cannot take them .it has no lr"),
         (["--optim", "muon", "--optim_args", "nesterov=0"], "optim=muon cannot take them .it has no nesterov"),
-        (["--optim", "muon", "--optim_args", "lr=-1"], "Learning rate should be >= 0"),
+        (["--optim", "muon", "--optim_args", "lr=-1"], "lr=-1.0 must be from 0 to below inf"),
         (["--optim", "muon", "--optim_args", "lr=fast"], "could not convert string to float"),
         (["--optim", "muon", "--optim_args", "adjust_lr_fn=mine"], "mine is not supported"),
         (["--optim", "muon", "--optim_args", "lr"], "write them as name=value"),
+        (["--optim", "muon", "--optim_args", "lr=0.1,lr=0.2"], "a name is given twice"),
+        (["--optim", "muon", "--optim_args", "lr=inf"], "lr=inf must be from 0 to below inf"),
+        (["--optim", "muon", "--optim_args", "momentum=1"], "momentum=1.0 must be from 0 to below 1"),
+        (["--optim", "muon", "--optim_args", "ns_steps=100"], "ns_steps=100 must be from 1 to below 100"),
+        (["--optim", "lamb", "--adam_beta1", "1.0"], "optim=lamb: .*[Bb]eta"),
         (["--optim", "muons"], "muons"),
     ],
 )

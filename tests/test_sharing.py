@@ -117,6 +117,18 @@ def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_fi
     assert more["loss_at_steps"]["train"][0][1] < whole["loss_at_steps"]["train"][0][1]
 
 
+def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_path):
+    """As fine-tuning, or further pretraining, in the stock class leaves it."""
+    config = weights.fresh_config(albert_file, "shared_parameters=attention")
+    modeling.masked_lm_class(config)(config).save_pretrained(tmp_path / "saved")
+    stock = AlbertForMaskedLM.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        stock.albert.encoder.albert_layer_groups[1].albert_layers[0].attention.query.bias[0] += 1
+    stock.save_pretrained(tmp_path / "saved")
+    with pytest.raises(InputError, match="layers whose attention differ: it was trained where nothing shares them"):
+        train_mlm.main(["--config", preset, "--model_name_or_path", str(tmp_path / "saved")])
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
@@ -125,7 +137,15 @@ def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_fi
         ({}, ["--config_overrides", "layers=2"], "config_overrides='layers=2' does not go into .*key layers isn't in"),
         ({}, ["--config_overrides", "hidden_size"], "does not go into .* write them as key=value,key=value"),
         ({}, ["--config_overrides", "hidden_size=big"], "does not go into .*'big'"),
-        ({}, ["--config_overrides", "hidden_size=33"], "no model can be made from|does not go into"),
+        ({}, ["--config_overrides", "num_hidden_layers=-1"], "num_hidden_layers=-1 must be at least 1"),
+        ({}, ["--config_overrides", "embedding_size=0"], "embedding_size=0 must be at least 1"),
+        ({}, ["--config_overrides", "num_hidden_groups=2"], "num_hidden_groups follows from shared_parameters=all"),
+        ({}, ["--config_overrides", "hidden_size=32,hidden_size=64"], "a key is given twice"),
+        ({}, ["--config_overrides", "model_type=bert"], "model_type is the family"),
+        ({}, ["--config_overrides", "hidden_dropout_prob=nan"], "hidden_dropout_prob=nan is no number"),
+        ({}, ["--config_overrides", "shared_parameters=some"], "with config_overrides='shared_parameters=some' has"),
+        ({"shared_parameters": ["all"]}, [], "shared_parameters=.'all'., which"),
+        ({}, ["--config_overrides", "hidden_size=33"], "hidden_size=33 is not divisible by 2 heads"),
         (
             {},
             ["--config_overrides", "hidden_size=64", "--model_name_or_path", "m"],

@@ -490,6 +490,10 @@ BAD = {
     "no evaluation at first": (["--eval_delay", 10], "eval_delay must stay 0"),
     "incomplete evaluation": (["--dataloader_drop_last", "true"], "dataloader_drop_last must stay false"),
     "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
+    "decay of lamb": (
+        ["--layer_decay", 0.5, "--optim", "lamb"],
+        "layer_decay=0.5 goes with adamw_torch and its like, not lamb",
+    ),
     "samples": (["--max_train_samples", 0], "max_train_samples=0"),
 }
 

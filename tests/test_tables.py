@@ -46,7 +46,7 @@ def test_every_table_is_a_list_at_every_scale(table, scale):
         assert max(seen) / min(seen) < 1.01
     if table == "masking" and scale != "paper":
         for of in values.values():
-            assert of["max_steps"] * of["global_batch_size"] >= 20 * of["max_train_samples"]
+            assert of["max_steps"] * of["global_batch_size"] >= 40 * of["max_train_samples"]
     if table == "data" and scale != "paper":
         text, steps = ([of[name] for of in values.values()] for name in ("max_train_samples", "max_steps"))
         assert text[1:] == [10 * text[0]] * 3 and [step / steps[0] for step in steps] == [1, 1, 3, 5]
@@ -108,8 +108,9 @@ def test_flags_come_from_row_list_and_scale_in_this_order(small):
     assert {of["max_steps"] for of in settings.values()} == {3}
     assert len(two.rows) == 6 and {row.settings["max_steps"] for row in two.rows} == {2}
     assert {row.settings["mlm_probability"] for row in two.rows} == {0.15}
-    changed = experiment_list.read(small(), "one", ["mlm_probability=0.3", "objective=[mlm]"])
-    assert {row.settings["mlm_probability"] for row in changed.rows} == {0.3}
+    args = experiments.parse([small(), "--set", "mlm_probability=0.3", "--set", "objective=[mlm]", "max_steps=7"])
+    changed = experiment_list.read(args.list, "one", args.set)
+    assert {(row.settings["mlm_probability"], row.settings["max_steps"]) for row in changed.rows} == {(0.3, 7)}
 
 
 def test_a_set_flag_reaches_the_measures_that_have_it():
@@ -149,6 +150,8 @@ def test_a_set_flag_reaches_the_measures_that_have_it():
         ({}, ["--scale", "one", "--set", "max_steps=[1"], "--set max_steps=.1: no value that YAML can read"),
         ({}, ["--scale", "one", "--set", "learning_rate=1e-3"], "row 'high' has a value of its own"),
         ({}, ["--scale", "one", "--set", "steps=1"], "row 'low': .*steps"),
+        ({"output_dir": ""}, ["--scale", "one"], "output_dir is missing or empty"),
+        ({"output_dir": None}, ["--scale", "one"], "output_dir is None, and must be text"),
         ({}, ["--scale", "two"], "takes days on GPUs: name them, and their number, with --hardware 8xH100"),
         ({}, ["--scale", "two", "--hardware", "8xAbacus"], "Abacus"),
     ],

@@ -49,6 +49,7 @@ from roberta_recipe.training import (
     heads,
     libraries,
     optimization,
+    optimizers,
     weights,
 )
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
@@ -159,6 +160,10 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
     if not 0 < args.layer_decay <= 1:
         raise InputError(
             f"layer_decay={args.layer_decay} must be above 0 and at most 1, which is the same rate for all layers"
+        )
+    if args.layer_decay < 1 and training_args.optim in optimizers.OWN:
+        raise InputError(
+            f"layer_decay={args.layer_decay} goes with adamw_torch and its like, not {training_args.optim}"
         )
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")

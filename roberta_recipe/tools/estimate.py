@@ -70,7 +70,8 @@ def parameter_count(config: PreTrainedConfig) -> int:
 def _count(of: type[PreTrainedConfig], as_json: str) -> int:
     config = of.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
-        return modeling.masked_lm_class(config, config.model_type)(config).num_parameters()
+        cls = modeling.masked_lm_class(config, config.model_type)
+        return weights.fresh(cls, config.model_type, config).num_parameters()
 
 
 def _matmul_weights(config: PreTrainedConfig) -> int:

@@ -333,7 +333,7 @@ def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[
     """What the scripts' parsers make of all settings; the tools' parsers take the measures' flags."""
     for name, words in tools.items():
         tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[name].tool}")
-        _named(
+        named(
             f"{path}, measure {name!r}",
             tool.parse,
             ["--model_name_or_path", "run", *words, *_written_to(name, Path("run", f"{name}.json"))],
@@ -341,14 +341,14 @@ def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[
     found = []
     for setting in settings:
         where = f"{path}, row {setting.name!r}"
-        found.append(_named(where, _resolve, setting, where))
+        found.append(named(where, _resolve, setting, where))
         kind = "fine-tuning" if found[-1].seed_flag == "seeds" else "pretraining"
         if wrong := [name for name in measures if MEASURES[name].of != kind]:
             raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {setting.script} is not")
     return found
 
 
-def _named(where: str, call: Callable, *args: Any) -> Any:
+def named(where: str, call: Callable, *args: Any) -> Any:
     """`call(*args)`, where an error says where in the list its cause stands."""
     try:
         return call(*args)

@@ -46,9 +46,11 @@ def at_scale(written: dict[str, Any], path: str, scale: str | None, changes: lis
         scales = load_yaml(listed.scales)
         if scale not in scales:
             near = did_you_mean(scale, scales) if scale else ""
-            raise InputError(f"{path} is a list for several sizes: name one with --scale {' or '.join(scales)}{near}")
+            raise InputError(
+                f"{path} is a list for several sizes: name one with --scale {' or '.join(map(str, scales))}{near}"
+            )
         if unknown := {name for of in (listed, *rows) for name in (*of.at, *of.only)} - scales.keys():
-            raise InputError(f"{path}: {min(unknown)!r} is no scale of {listed.scales}: {', '.join(scales)}")
+            raise InputError(f"{path}: {min(unknown)!r} is no scale of {listed.scales}: {', '.join(map(str, scales))}")
         where = f"{listed.scales}, {scale}"
         if not isinstance(scales[scale], dict):
             raise InputError(f"{where} must be `key: value` lines, not {scales[scale]!r}")
@@ -82,7 +84,9 @@ def _merged(written: dict[str, Any], listed: _Scaled, rows: list[_Scaled], found
         for row, known in zip(listed.rows, rows, strict=True)
         if scale in (known.only or [scale])
     ]
-    merged |= {"flags": {**found.flags, **listed.flags, **at}, "output_dir": f"{listed.output_dir}/{scale}"}
+    merged["flags"] = {**found.flags, **listed.flags, **at}
+    if listed.output_dir:
+        merged["output_dir"] = f"{listed.output_dir}/{scale}"
     return {**left_open, **merged}
 
 

@@ -95,7 +95,7 @@ def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[
             line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
             if not listed.search:
                 line += ["-"] * 3 if setting.name == first else _against(cell)
-        table.append(line + [str(setting.published.get(name, "-")) for name in published])
+        table.append(line + [" ".join(str(setting.published.get(name, "-")).split()) for name in published])
     return head, table
 
 

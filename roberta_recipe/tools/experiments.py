@@ -251,7 +251,11 @@ def costs(listed: Experiments, hardware: str) -> list[str]:
     said, days, dollars = [], 0.0, 0.0
     for setting in listed.settings:
         flags = words_of(setting.flags, setting.name)
-        cost = estimate.read_estimate(["--config", setting.config, *flags, "--hardware", hardware])
+        cost = experiment_list.named(
+            f"{listed.path}, row {setting.name!r}",
+            estimate.read_estimate,
+            ["--config", setting.config, *flags, "--hardware", hardware],
+        )
         fits = "" if cost.fits else ", and does not fit into memory"
         said.append(f"{setting.name}: {cost.days:,.2f} days, {estimate.dollars(cost.cost)} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
@@ -265,7 +269,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("list", metavar="LIST.yaml", help="the experiments, as docs/statistics.md describes them")
     parser.add_argument("--scale", help="the size to run at, of a list for several (presets/tables: demo, mini, paper)")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FLAG=VALUE",
+        "--set", nargs="+", action="extend", default=[], metavar="FLAG=VALUE",
         help="a flag for all rows, and for the measures that have it: --set corpus=my_corpus.yaml",
     )  # fmt: skip
     parser.add_argument("--hardware", help="say first what it costs there: 8xH100 (see the estimate)")

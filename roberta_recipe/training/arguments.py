@@ -16,10 +16,10 @@ from roberta_recipe.training import optimizers
 # "fixed": they change what is computed
 _OPTIMIZATION = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim", "adam_beta1"),
-    *("adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "bf16", "fp16", "seed"),
+    *("adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "optim_args", "bf16", "fp16", "seed"),
 )
 _ALSO_FIXED = (
-    *("lr_scheduler_kwargs", "optim_args", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
+    *("lr_scheduler_kwargs", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
     "label_names",
 )
 # "layout": how the same step is spread out and which kernels compute it

@@ -134,6 +134,11 @@ def build_model(
     """
     source = model_name_or_path or config_name
     config = weights.read_config(source) if model_name_or_path else weights.fresh_config(source, config_overrides)
+    if model_name_or_path:
+        where = f"model_name_or_path={source!r}"
+        sharing.resolve(config, where)
+        if sharing.shares_parts(config):
+            sharing.check_copies(weights.load(families.stock_class(config, source), source, config=config)[0], where)
     cls = class_of(config, source)
     padded = round_up(len(tokenizer), pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):

@@ -76,6 +76,8 @@ def _check_optimizer(args: TrainingArguments) -> None:
     except ImportError as error:
         raise InputError(f"optim={name_of(args)}: {error}; pip install -r requirements.txt") from None
     except (TypeError, ValueError) as error:
+        if not args.optim_args:
+            raise InputError(f"optim={name_of(args)}: {error}") from None
         raise InputError(
             f"optim_args={args.optim_args}: optim={name_of(args)} cannot take them ({error}); write them as "
             "name=value,name=value"
@@ -113,7 +115,10 @@ def name_of(args: TrainingArguments) -> str:
 
 def parsed(optim_args: str | None) -> dict[str, str]:
     """`optim_args` by name. Raises `ValueError` where they are not name=value,name=value."""
-    return dict(pair.split("=") for pair in (optim_args or "").replace(" ", "").split(",") if pair)
+    pairs = [pair.split("=") for pair in (optim_args or "").replace(" ", "").split(",") if pair]
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def _groups(args: TrainingArguments, optim_args: dict[str, str]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """LAMB (You et al. 2020, arXiv 1904.00962; ALBERT was trained with it) and Muon (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon), from the libraries that keep them."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "ada
 OWN = ("lamb", "muon")  # those that `TrainingArguments` does not know
 MUON_LEARNING_RATE = 0.02  # its author's, for the update whose scale is adjusted by a matrix's shape alone
 _OF_MUON = {"lr": float, "weight_decay": float, "momentum": float, "ns_steps": int, "adjust_lr_fn": str}
+_RANGES = {"lr": (0, math.inf), "weight_decay": (0, math.inf), "momentum": (0, 1), "ns_steps": (1, 100)}
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -19,7 +21,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon):
         self._both = (adamw, muon)
-        super().__init__([*adamw.param_groups, *muon.param_groups], {})
+        super().__init__([*adamw.param_groups, *muon.param_groups], dict(adamw.defaults))  # schedules read a rate there
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # `load_state_dict` makes new groups and a new state
@@ -66,9 +68,15 @@ def build(
         class Unclamped(Lamb):
             clamp = float("inf")  # of a weight's norm: 10 in the paper's first version, no limit in the authors' code
 
-        # the decay is a part of the update whose norm is taken (Algorithm 2); `adam_debias` leaves the rate as it is
+        # the decay is a part of the update whose norm is taken (Algorithm 2); `adam_debias` leaves the rate as it is;
+        # `adam`, the norms out: in the authors' code, of what is not decayed (a bias of padding would be its norm)
+        groups = [{**group, "adam": group["weight_decay"] == 0} for group in groups]
         return Unclamped(groups, **common, weight_decouple=False, adam_debias=True)
     given = {name: _OF_MUON[name](value) for name, value in optim_args.items()}
+    for name, value in given.items():
+        least, below = _RANGES.get(name, (None, None))
+        if least is not None and not least <= value < below:
+            raise ValueError(f"{name}={value} must be from {least} to below {below:g}")
     taken = set(map(id, matrices))
     rest = [{**group, "params": [weight for weight in group["params"] if id(weight) not in taken]} for group in groups]
     adamw = torch.optim.AdamW(rest, **common)

@@ -9,7 +9,7 @@ the stock class has, which computes the same from them. Trained in the stock cla
 from typing import Any
 
 import torch
-from transformers import AlbertConfig, PreTrainedConfig
+from transformers import AlbertConfig, PreTrainedConfig, PreTrainedModel
 
 from roberta_recipe.errors import InputError
 
@@ -30,7 +30,7 @@ def resolve(config: PreTrainedConfig, name: str) -> None:
         return
     if not isinstance(config, AlbertConfig) or shared not in _KINDS:
         raise InputError(
-            f"{name!r} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
+            f"{name} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
             + ", ".join(_KINDS)
         )
     config.num_hidden_groups = 1 if shared == "all" else config.num_hidden_layers
@@ -56,6 +56,22 @@ class SharedParts:
             if of != name and of in state:
                 state[name] = state[of].clone()
         return super().save_pretrained(save_directory, state_dict=state, **kwargs)
+
+
+def check_copies(stock: PreTrainedModel, where: str) -> None:
+    """Raise `InputError` where the copies of what the layers share are not equal in a checkpoint, read as the stock
+    class: it was trained there, or it is another's."""
+    first, *others = stock.base_model.encoder.albert_layer_groups
+    shared = getattr(stock.config, SHARED)
+    for group in others:
+        for layer, of_first in zip(group.albert_layers, first.albert_layers, strict=True):
+            for part in _PARTS[shared]:
+                pairs = zip(getattr(layer, part).parameters(), getattr(of_first, part).parameters(), strict=True)
+                if not all(torch.equal(*pair) for pair in pairs):
+                    raise InputError(
+                        f"{where} has {SHARED}={shared} in its config, and layers whose {part} differ: it was trained "
+                        f"where nothing shares them. Write {SHARED}: none into its config.json to go on like that"
+                    )
 
 
 def shares_parts(config: PreTrainedConfig) -> bool:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from roberta_recipe.input_files import path_or_hub_id, resolve_path
 from roberta_recipe.training import sharing
 
 MODEL_ARGUMENT = "model_name_or_path"
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "embedding_size", "num_hidden_layers", "num_attention_heads"),
+    *("inner_group_num", "num_hidden_groups", "max_position_embeddings"),
+)
 
 
 def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
@@ -51,19 +56,38 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
     """The config `name` of a model with fresh weights, with `overrides` (key=value,key=value) in it. Raises
     `InputError`."""
     config = read_config(name, "config_name")
+    where = f"config_name={name!r}" + (f" with config_overrides={overrides!r}" if overrides else "")
     if overrides:
         try:
-            config.update_from_string(overrides.replace(" ", ""))
+            _override(config, overrides.replace(" ", ""))
         except Exception as error:  # values of each config's own checks too
             raise InputError(
                 f"config_overrides={overrides!r} does not go into {name!r}: {_reason(error)}; write them as "
                 "key=value,key=value, with keys of the config"
             ) from error
-    sharing.resolve(config, name)
+    sharing.resolve(config, where)
+    for field in _SIZES:
+        if getattr(config, field, 1) < 1:
+            raise InputError(f"{where}: {field}={getattr(config, field)} must be at least 1")
     size, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
-    if not hasattr(config, "head_dim") and (heads < 1 or size % heads):  # not every family tells, ALBERT does not
-        raise InputError(f"no model can be made from {name!r}: hidden_size={size} is not divisible by {heads} heads")
+    if not hasattr(config, "head_dim") and size % heads:  # ALBERT does not tell
+        raise InputError(f"{where}: hidden_size={size} is not divisible by {heads} heads")
     return config
+
+
+def _override(config: PreTrainedConfig, overrides: str) -> None:
+    """`PreTrainedConfig.update_from_string`. Raises `ValueError` also for what would have no effect, or another."""
+    names = [pair.partition("=")[0] for pair in overrides.split(",")]
+    if len(set(names)) < len(names):
+        raise ValueError("a key is given twice")
+    if "model_type" in names:
+        raise ValueError("model_type is the family: name the config of another one")
+    if "num_hidden_groups" in names and hasattr(config, sharing.SHARED):
+        raise ValueError(f"num_hidden_groups follows from {sharing.SHARED}={getattr(config, sharing.SHARED)}")
+    config.update_from_string(overrides)
+    for name in names:
+        if isinstance(value := getattr(config, name), float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} is no number")
 
 
 def positions(config: PreTrainedConfig) -> int | None:
@@ -127,7 +151,7 @@ def fresh(cls: Any, name: str, config: PreTrainedConfig) -> PreTrainedModel:
     of which no such model can be made."""
     try:
         return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"no model can be made from {name!r}: {_reason(error)}") from error
 
 
