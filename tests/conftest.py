@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run beside each other, and fork data workers
 
 import datasets
+import hypothesis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +38,8 @@ from roberta_recipe.training.modeling import build_model
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)  # a busy machine fails no test
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):

@@ -116,7 +116,7 @@ def test_bf16_moves_scores_a_little(model_dir, tokenizer):
     assert half == pytest.approx(whole, rel=0.02) and (half != whole).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.text("abcdeXYZ 01.,'-?", min_size=1, max_size=20).filter(str.strip), min_size=1, max_size=6))
 def test_scores_of_random_sentences_equal_the_plain_loop(wordpiece, sentences):
     torch.manual_seed(1)
@@ -256,7 +256,7 @@ def test_ties_count_half():
     assert blimp.summarise(found)["ties"] == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_means_of_random_outcomes(data):
     """Against plain sums, for any subset of the paradigms."""

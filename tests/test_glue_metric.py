@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 from conftest import run_python
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roberta_recipe.tasks import glue_metric
@@ -23,7 +23,6 @@ def columns(pairs):
     return np.array([a for a, _ in pairs], dtype=float), np.array([b for _, b in pairs], dtype=float)
 
 
-@settings(deadline=None)
 @given(CLASSES)
 def test_accuracy(pairs):
     predictions, references = columns(pairs)
@@ -31,7 +30,6 @@ def test_accuracy(pairs):
     assert glue_metric.accuracy(predictions, references) == pytest.approx(wanted, abs=1e-12)
 
 
-@settings(deadline=None)
 @given(BINARY)
 def test_f1_and_matthews_correlation(pairs):
     predictions, references = columns(pairs)
@@ -41,7 +39,6 @@ def test_f1_and_matthews_correlation(pairs):
     assert glue_metric.matthews_correlation(predictions, references) == pytest.approx(wanted, abs=1e-12)
 
 
-@settings(deadline=None)
 @given(SCORES)
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 def test_correlations_of_scores(pairs):
