@@ -38,7 +38,7 @@ spec.loader.exec_module(fuzz)
             "prefetch_factor=0 must be at least 1",
         ),
         ("--lr_scheduler_type warmup_stable_decay", "num_decay_steps"),
-        ("--optim adamw_bnb_8bit", "optim=adamw_bnb_8bit"),
+        ("--optim adamw_bnb_8bit", "argument --optim: invalid choice: .adamw_bnb_8bit. .choose from"),
         ("--accelerator_config nofile.json", "accelerator_config=nofile.json"),
         ("--logging_steps 0", "logging_steps=0.0: ValueError: logging strategy"),
         ("--torch_compile_mode much", "torch_compile_mode=much: RuntimeError: Unrecognized mode"),

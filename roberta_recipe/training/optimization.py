@@ -70,6 +70,8 @@ def check_warmup(args: TrainingArguments, steps: int) -> None:
 def _check_optimizer(args: TrainingArguments) -> None:
     if args.deepspeed_plugin and (lost := _LOST_UNDER_ZERO.get(name_of(args))):
         raise InputError(f"optim={name_of(args)}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
+    if not args.optim_args and args.optim not in optimizers.OWN:  # `libraries.check` makes it
+        return
     try:
         given = parsed(args.optim_args)
         with_all = _groups(args, given)
