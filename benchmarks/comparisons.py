@@ -40,6 +40,7 @@ FINETUNE_BATCH = 16  # examples or windows
 RTE_STEPS, SQUAD_STEPS = 12, 6
 STOCK_LENGTH, OUR_LENGTH = 128, 512  # of GLUE
 SQUAD_LENGTH, SQUAD_STRIDE, QUERY = 384, 128, 64
+PRECISIONS = "stock in fp32, Trainer's default, ours in bf16 where the processor has it"
 SCORED_ROWS, SCORED = 64, 256  # windows: of the longest length in a batch; in all
 
 
@@ -135,7 +136,7 @@ def run(task: dict[str, Any]) -> dict[str, float]:
     else:
         words = ["train_mlm.py", "--config", "presets/mlm/roberta_mini.yaml", "--train_file", text]
         words += ["--validation_file", held_out, "--tokenizer_name", tokenizer, "--config_name", config]
-        words += ["--output_dir", out, "--max_steps", sizes[0], "--eval_strategy", "no", *our_precision()]
+        words += ["--output_dir", out, "--max_steps", sizes[0], "--eval_strategy", "no", *our_flags(task)]
     wall_s = wall_of(task, words)
     return {"rate": tokens_of(out, task["way"]) / wall_s}
 
@@ -144,19 +145,22 @@ def demo(task: dict[str, Any]) -> dict[str, float]:
     """Tokens a second of the demonstration, whose tokenizer is made, raw text to predictions, imports included."""
     out = Path(task["folder"]) / "demo"
     shutil.rmtree(out, ignore_errors=True)
-    wall_s = wall_of(task, ["train_mlm.py", "--output_dir", out, *our_precision()])
+    wall_s = wall_of(task, ["train_mlm.py", "--output_dir", out, *our_flags(task)])
     record = json.loads((out / "run_record.json").read_text())
     return {"rate": record["tokens_seen"] / wall_s, "eval_loss": record["metrics"]["eval_loss"]}
 
 
-def our_precision() -> list[str]:
-    """On a CPU in the precision that this recipe takes by default, which a commit before may not; and no progress bar
-    and tracker."""
+def in_bf16(task: dict[str, Any]) -> bool:
+    """The precision of a whole run or of fine-tuning on a CPU: stock in fp32, the default of Trainer; this recipe, and
+    the commit before, in what this recipe takes by default."""
     import torch
 
     has = torch.cpu.get_capabilities()  # as `hardware.has_bf16`, which a commit before lacks
-    bf16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
-    return ["--use_cpu", "--bf16", str(bf16), "--report_to", "none", "--disable_tqdm", "true"]
+    return task["way"] != "stock" and bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def our_flags(task: dict[str, Any]) -> list[str]:
+    return ["--use_cpu", "--bf16", str(in_bf16(task)), "--report_to", "none", "--disable_tqdm", "true"]
 
 
 def wall_of(task: dict[str, Any], words: list[Any]) -> float:
@@ -224,11 +228,14 @@ def fine_tune(
     """Examples a second of forward, backward and optimizer step on batches, after two of them."""
     import torch
 
-    model = (model if task["way"] == "stock" else prepared(model, False)).train()
+    half = in_bf16(task)
+    model = (model if task["way"] == "stock" else prepared(model, half)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def once(batch: dict) -> None:
-        loss_of(model, dict(batch)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_of(model, dict(batch))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,11 +300,12 @@ def squad_evaluation(task: dict[str, Any]) -> dict[str, float]:
         chosen = [order[start : start + SCORED_ROWS] for start in range(0, SCORED, SCORED_ROWS)]
     else:
         chosen = trainer.token_batches(lengths, SCORED_ROWS)
-    model = (model if task["way"] == "stock" else prepared(model, False)).eval()
+    half = in_bf16(task)
+    model = (model if task["way"] == "stock" else prepared(model, half)).eval()
     batches = [collate([features[number] for number in numbers]) for numbers in chosen]
 
     def once(batch: dict) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
             script.span_loss(model, dict(batch))
 
     once(batches[-1])
@@ -334,24 +342,23 @@ COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]]
     "step-6x384-bf16": (step, "tokens; 6 layers of 384, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
     "run": (
         run,
-        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, imports included; stock in fp32, the "
-        "default of Trainer, ours in bf16 where the processor has it",
+        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, imports included; {PRECISIONS}",
     ),
     "demo": (demo, "tokens; the demonstration, raw text to predictions, imports included"),
     "rte": (
         rte,
-        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, fp32, the stock way cut and padded to "
+        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, {PRECISIONS}, the stock way cut and padded to "
         f"{STOCK_LENGTH}",
     ),
     "squad": (
         squad,
-        f"windows; {SQUAD_STEPS} batches of {FINETUNE_BATCH} of SQuAD 1.1, fp32, the stock way padded to "
+        f"windows; {SQUAD_STEPS} batches of {FINETUNE_BATCH} of SQuAD 1.1, {PRECISIONS}, the stock way padded to "
         f"{SQUAD_LENGTH}",
     ),
     "squad-evaluation": (
         squad_evaluation,
-        f"windows; {SCORED} of SQuAD 1.1 scored, as many tokens at once as {SCORED_ROWS} windows of the longest, fp32, "
-        f"the stock way padded to {SQUAD_LENGTH}",
+        f"windows; {SCORED} of SQuAD 1.1 scored, as many tokens at once as {SCORED_ROWS} windows of the longest, "
+        f"{PRECISIONS}, the stock way padded to {SQUAD_LENGTH}",
     ),
 }
 WITHOUT_STOCK = ("demo",)  # compared with another commit alone

@@ -1,8 +1,9 @@
 """How fast training is: tokens a second, and how much of the machine it uses.
 
 Utilisation is FLOPs of the model by formula / the rate that this machine multiplies matrices at, in the precision of
-the run, as a probe measures it when training begins. FLOPs count a multiply-add as 2, the backward pass as twice the
-forward (Kaplan et al. 2020, appendix B; 6N), real tokens only, and nothing that is computed again.
+the run, as a probe measures it when training begins. On a CPU it is measured again at the first log line, and the
+faster counts: the threads of a new process may share a core at first. FLOPs count a multiply-add as 2, the backward
+pass as twice the forward (Kaplan et al. 2020, appendix B; 6N), real tokens only, and nothing that is computed again.
 """
 
 import contextlib
@@ -22,7 +23,10 @@ from roberta_recipe.training import attention
 BERT_LIKE = ("albert", "bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_rate_of = functools.cache(matrix_rate)  # a process fine-tunes with several seeds
+
+@functools.cache  # a process fine-tunes with several seeds
+def _probe(device: torch.device, dtype: torch.dtype, again: bool) -> float:
+    return matrix_rate(device, dtype)
 
 
 def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float | None:
@@ -52,7 +56,7 @@ class Throughput:
     def measure_machine(self) -> None:
         """Set `matrix_rate`, and say it."""
         precision, device = attention.precision(self.args), self.args.device
-        self.matrix_rate = _rate_of(device, _DTYPES[precision])
+        self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
         forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
         if self.args.process_index == 0:
             on_gpu, threads = device.type == "cuda", torch.get_num_threads()
@@ -85,10 +89,12 @@ class Throughput:
     def figures(self) -> tuple[dict[str, float], float]:
         """(what a log line has: `tokens_per_second` and, where the FLOPs are known, `mfu`; the seconds that it is of).
         The next line begins here."""
-        now_s = time.monotonic()
-        elapsed_s = now_s - self._since_s - self._outside_s
+        elapsed_s = time.monotonic() - self._since_s - self._outside_s
         found: dict[str, float] = {"tokens_per_second": round(self._tokens / elapsed_s)}
         if not math.isnan(self._flops):
+            if self.args.device.type == "cpu":  # a GPU may have no memory left for it
+                rate = _probe(self.args.device, _DTYPES[attention.precision(self.args)], again=True)
+                self.matrix_rate = max(self.matrix_rate, rate)
             found["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
-        self._since_s, self._outside_s, self._tokens, self._flops = now_s, 0.0, 0, 0.0
+        self._since_s, self._outside_s, self._tokens, self._flops = time.monotonic(), 0.0, 0, 0.0
         return found, elapsed_s
