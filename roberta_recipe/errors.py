@@ -92,14 +92,18 @@ def lost_message(lost: str, error: BaseException) -> str:
 
 def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`; the errors above, signals, full disks and lost processes become one line on stderr and
-    an exit code. Nothing of what is printed holds a password or a token."""
+    an exit code. Nothing of what is printed holds a password or a token. Where what read the output has gone, as `head`
+    does, the exit code is a shell's for SIGPIPE."""
     sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         try:
             main()
+            sys.stdout.flush()
             return
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _output_is_closed():
+                raise SystemExit(128 + signal.SIGPIPE) from None
             if (said := _said_of(error)) is None:
                 raise
     except (KeyboardInterrupt, _Terminated) as ended:
@@ -111,6 +115,16 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
     _print_once(redact(message), code)
     raise SystemExit(code)
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads the standard output any more; if so, what is left for it is dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _said_of(error: Exception) -> tuple[str, int] | None:

@@ -386,3 +386,18 @@ def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):
 
     process = Forked(run, tmp_path / "log")
     assert (process.end(), process.log) == (2, "error: what is wrong\n")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # less and more than a pipe holds
+def test_output_that_nobody_reads_any_more_ends_a_command_in_silence(tmp_path, lines):
+    def print_lines():
+        reader, writer = os.pipe()
+        os.dup2(writer, sys.stdout.fileno())
+        os.close(reader)
+        sys.stdout.reconfigure(line_buffering=False)  # as Python has it on a pipe
+        for _ in range(lines):
+            print("as `head` leaves it")
+
+    ended = Forked(print_lines, tmp_path / "log.txt")
+    assert ended.end() == 128 + signal.SIGPIPE
+    assert (tmp_path / "log.txt").read_text() == ""

@@ -25,7 +25,6 @@ class Choice(NamedTuple):
 FASTEST = (
     Choice("cpu", half=False, dropout=False, name="sdpa"),
     Choice("cpu", half=False, dropout=True, name=BLOCKWISE),
-    # torch 2.13, AVX-512 BF16, 32 x 4 heads x 128 x 64, forward and backward: sdpa 49.7 ms, eager 11.7
     Choice("cpu", half=True, dropout=False, name="eager"),
     Choice("cpu", half=True, dropout=True, name=BLOCKWISE),
 )
