@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -119,12 +120,12 @@ def exit_on_error(main: Callable[[], Any]) -> None:
 
 def _output_is_closed() -> bool:
     """Whether nobody reads the standard output any more; if so, what is left for it is dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _said_of(error: Exception) -> tuple[str, int] | None:
