@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 BLOCKWISE = "blockwise"  # as `attn_implementation`
-_WEIGHTS_AT_ONCE = 1 << 18  # attention weights in work: 1 MiB in fp32
+_WEIGHTS_AT_ONCE = 1 << 19  # attention weights in work: 2 MiB in fp32
 _LEVELS = 1 << 16  # of a drawn number
 
 
