@@ -151,8 +151,8 @@ def demo(task: dict[str, Any]) -> dict[str, float]:
 
 
 def in_bf16(task: dict[str, Any]) -> bool:
-    """The precision of a whole run or of fine-tuning on a CPU: stock in fp32, the default of Trainer; this recipe, and
-    the commit before, in what this recipe takes by default."""
+    """Whether a whole run or fine-tuning on a CPU is in bf16: not the stock way, as Trainer's default is fp32; this
+    recipe, and the commit before, where the processor has it, which is this recipe's default."""
     import torch
 
     has = torch.cpu.get_capabilities()  # as `hardware.has_bf16`, which a commit before lacks

@@ -1,6 +1,5 @@
 """How fast fine-tuning is: the formula beside FLOPs that were counted, utilisation in the log, evaluation by tokens."""
 
-import functools
 import itertools
 import json
 
@@ -74,10 +73,13 @@ def flags(root, tmp_path, model_dir):
 def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_path, capsys, monkeypatch):
     """Of the steps between two lines: what their tokens take by the formula, in the time without evaluations."""
     rates, counted = iter((1e8, 5e10)), []  # the threads of a process that begins may share a core
-    monkeypatch.setattr(throughput, "_probe", functools.cache(lambda device, dtype, again: next(rates)))
+    throughput._probe.cache_clear()
+    monkeypatch.setattr(throughput, "matrix_rate", lambda device, dtype: next(rates))
     count = throughput.Throughput.count
     monkeypatch.setattr(throughput.Throughput, "count", lambda self, *of: counted.append(of) or count(self, *of))
     finetune_glue.main(flags)
+    assert throughput._probe.cache_info().misses == 2  # in two seeds
+    throughput._probe.cache_clear()
     assert capsys.readouterr().err.count("GFLOP/s in fp32") == 2
     for seed in (1, 2):
         run = tmp_path / "rte" / f"lr2e-05-batch8-seed{seed}"

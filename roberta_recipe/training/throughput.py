@@ -56,12 +56,15 @@ class Throughput:
     def measure_machine(self) -> None:
         """Set `matrix_rate`, and say it."""
         precision, device = attention.precision(self.args), self.args.device
-        self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
+        self.matrix_rate = self._probed(again=False)
         forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
         if self.args.process_index == 0:
             on_gpu, threads = device.type == "cuda", torch.get_num_threads()
             where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"
             logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
+
+    def _probed(self, again: bool) -> float:
+        return _probe(self.args.device, _DTYPES[attention.precision(self.args)], again)
 
     @property
     def begun(self) -> bool:
@@ -93,8 +96,7 @@ class Throughput:
         found: dict[str, float] = {"tokens_per_second": round(self._tokens / elapsed_s)}
         if not math.isnan(self._flops):
             if self.args.device.type == "cpu":  # a GPU may have no memory left for it
-                rate = _probe(self.args.device, _DTYPES[attention.precision(self.args)], again=True)
-                self.matrix_rate = max(self.matrix_rate, rate)
+                self.matrix_rate = max(self.matrix_rate, self._probed(again=True))
             found["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
         self._since_s, self._outside_s, self._tokens, self._flops = time.monotonic(), 0.0, 0, 0.0
         return found, elapsed_s
