@@ -1,8 +1,8 @@
-"""Fine-tuning on RTE by the stock Hugging Face path, as transformers' run_glue.py does it: cut to 128, `Trainer`.
-Padded to the longest of a batch, which run_glue.py can too (padding to 128 takes longer and scores the same). Prints
-the accuracy on dev after each epoch, for the score beside `finetune_glue.py` with the same flags and head dropout:
+"""Fine-tuning on RTE or SST-2 by the stock Hugging Face path, as transformers' run_glue.py does it: cut to 128,
+`Trainer`. Padded to the longest of a batch, which run_glue.py can too (padding to 128 takes longer and scores the
+same). Prints the accuracy on dev after each epoch, for the score beside `finetune_glue.py` with the same flags:
 
-    python benchmarks/stock_rte.py glue/RTE MODEL OUTPUT_DIR --seed 1 --bf16
+    python benchmarks/stock_glue.py glue/RTE MODEL OUTPUT_DIR --seed 1 --bf16
     python finetune_glue.py --config presets/glue/rte.yaml --data_dir glue --model_name_or_path MODEL --seeds 1 \\
         --max_steps -1 --num_train_epochs 5 --warmup_steps 0.06 --learning_rate 1e-4 --head_dropout 0.1 --bf16 true \\
         --output_dir OTHER_DIR
@@ -29,9 +29,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     def split(name: str) -> datasets.Dataset:
-        rows = [line.split("\t") for line in (args.data_dir / f"{name}.tsv").read_text().splitlines()[1:]]
-        columns = tokenizer([row[1] for row in rows], [row[2] for row in rows], truncation=True, max_length=128)
-        return datasets.Dataset.from_dict({**columns, "labels": [int(row[3] == "not_entailment") for row in rows]})
+        header, *rows = (
+            line.split("\t") for line in (args.data_dir / f"{name}.tsv").read_text().rstrip("\n").split("\n")
+        )
+        texts = [[row[header.index(column)] for row in rows] for column in header if column.startswith("sentence")]
+        columns = tokenizer(*texts, truncation=True, max_length=128)
+        of_label = {"entailment": 0, "not_entailment": 1, "0": 0, "1": 1}
+        return datasets.Dataset.from_dict({**columns, "labels": [of_label[row[header.index("label")]] for row in rows]})
 
     training = TrainingArguments(
         output_dir=args.output_dir,
