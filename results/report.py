@@ -286,8 +286,9 @@ def verdict(ledger: Ledger) -> list[str]:
     for model, record in ledger.pretrained.items():
         said: dict[str, list[str]] = {}
         judged_pairs = [p for p in pairs(ledger) if p.model == model and p.pretrained and p.random]
-        for pair, (p, corrected) in zip(judged_pairs, tested(judged_pairs), strict=True):
-            kind, what = judged(pair, p, corrected)
+        of_seeds = tested(judged_pairs)
+        for pair, its in zip(judged_pairs, of_seeds, strict=True):
+            kind, what = judged(pair, its)
             said.setdefault(kind, []).append(f"{pair.row.name} {what}")
         if not said:
             continue
@@ -296,34 +297,50 @@ def verdict(ledger: Ledger) -> list[str]:
         gains = said.pop("Better than random weights", None)
         sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
                      f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
-        if not gains and (least := least_p(judged_pairs)) > significance.LEVEL:
-            sentences.append(f"So few seeds could not show it: p would be {least:.2f} at best.")
+        if not gains and (least := min(its.least for its in of_seeds)) > significance.LEVEL:
+            sentences.append(
+                f"So few seeds could not show it: p, corrected for the tasks, would be {least:.2f} at best."
+            )
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
 
 
-def tested(some: list[Pair]) -> list[tuple[float, float]]:
-    """(p, p corrected for the tasks of this model that have seeds to test) of each pair; 1 for a single seed and for
-    scores that are no numbers."""
-    ps = []
-    for pair in some:
-        sides = seeds_of(pair)
-        testable = min(map(len, sides)) > 1 and all(map(math.isfinite, sides[0] + sides[1]))
-        ps.append(significance.permutation_p(*sides) if testable else None)
-    corrected = iter(significance.holm([p for p in ps if p is not None]))
-    return [(1.0, 1.0) if p is None else (p, next(corrected)) for p in ps]
+class Tested(NamedTuple):
+    """What the seeds of a task tell: p, p corrected for the tasks of the model that have seeds to test, and the least
+    that so many seeds could give, for so many tasks. 1 for a single seed and for scores that are no numbers."""
+
+    p: float = 1.0
+    corrected: float = 1.0
+    least: float = 1.0
 
 
-def seeds_of(pair: Pair) -> tuple[list[float], list[float]]:
-    """The seeds' scores with pretraining, and with random weights."""
-    with_it, without = ([_number(run["metrics"][pair.row.metric]) for run in side["runs"]] for side in pair[2:])
+def tested(some: list[Pair]) -> list[Tested]:
+    """The test of each task of a model."""
+    ps: dict[int, tuple[float, float]] = {}
+    for number, pair in enumerate(some):
+        sides = scores_of(pair)
+        if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
+            ps[number] = significance.compare_seeds(*sides)
+    corrected = significance.holm([p for p, _ in ps.values()])
+    found = {
+        number: Tested(p, its, min(1.0, least * len(ps)))
+        for (number, (p, least)), its in zip(ps.items(), corrected, strict=True)
+    }
+    return [found.get(number, Tested()) for number in range(len(some))]
+
+
+def scores_of(pair: Pair) -> tuple[dict[int, float], dict[int, float]]:
+    """The score of each seed with pretraining, and with random weights."""
+    with_it, without = (
+        {run["seed"]: _number(run["metrics"][pair.row.metric]) for run in side["runs"]} for side in pair[2:]
+    )
     return with_it, without
 
 
-def judged(pair: Pair, p: float, corrected: float) -> tuple[str, str]:
+def judged(pair: Pair, its: Tested) -> tuple[str, str]:
     """(the verdict on a task, its figures): pretrained against random weights, by the seeds' scores."""
-    metric, (ours, random) = pair.row.metric, seeds_of(pair)
+    metric, (ours, random) = pair.row.metric, ([*scores.values()] for scores in scores_of(pair))
     baseline = (pair.any["baseline"] or {"metrics": {}})["metrics"].get(metric)
     medians = statistics.median(ours), statistics.median(random)
     against = " against ".join(percent(median) for median in medians)
@@ -332,20 +349,15 @@ def judged(pair: Pair, p: float, corrected: float) -> tuple[str, str]:
     if baseline is not None and max(medians) <= baseline:
         return "Not above the majority answer", f"{against} ({percent(baseline)})"
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
-    figures = f"{against}, {seeds}, two-sided permutation p {p:.2f}"
+    figures = f"{against}, {seeds}, two-sided permutation p {its.p:.2f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    found = significance.verdict(gain, corrected, significance.least_p(len(ours), len(random)))
+    found = significance.verdict(gain, its.corrected, its.least)
     if found in ("better", "worse"):
-        figures += f" ({corrected:.2f} with Holm's correction)" * (corrected != p)
+        figures += f" ({its.corrected:.2f} with Holm's correction)" * (its.corrected != its.p)
         return "Better than random weights" if found == "better" else "Below random weights", figures
     if min(random) <= medians[0] <= max(random):
         return "Level with random weights", against
     return "Suggestive, no more", figures
-
-
-def least_p(some: list[Pair]) -> float:
-    """The least p that the seeds of any of these pairs could give."""
-    return min(significance.least_p(len(pair.pretrained["runs"]), len(pair.random["runs"])) for pair in some)
 
 
 def _number(score: float | None) -> float:

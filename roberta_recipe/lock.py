@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from roberta_recipe.credentials import redact
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 
@@ -64,7 +65,7 @@ def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     _held[found.st_dev, found.st_ino] = descriptor
     owner = {"pid": os.getpid(), "host": os.uname().nodename, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps({**owner, "command": shlex.join(sys.argv)}) + "\n").encode(), 0)
+    os.pwrite(descriptor, (json.dumps({**owner, "command": redact(shlex.join(sys.argv))}) + "\n").encode(), 0)
 
 
 def release(folder: str | Path, name: str = LOCK_NAME) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 
 LEVEL = 0.05  # p, corrected for the comparisons beside it, up to which a difference is called one
 PAIRS = 8  # seeds from which on scores are compared in pairs; five pairs give p = 0.06 at best, eight 0.008
-MOST_SEEDS = 16  # of a setting: the tests are exact, and go through all arrangements
+MOST_SEEDS = 16  # of a setting of a list, whose tests go through all arrangements
+_MOST_SPLITS = 1 << 20  # of two groups; where there are more, as many are drawn at random
+_DRAWN = 1 << 17
 Verdict = Literal["reproduced", "reversed", "better", "worse", "within noise", "too few seeds"]
 
 
@@ -81,11 +83,25 @@ def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
     return Comparison(mean - other, together, permutation_p(scores, first), least_p(count, count))
 
 
+def compare_seeds(scores: dict[int, float], first: dict[int, float]) -> tuple[float, float]:
+    """(p, the least that so many seeds could give) of scores by seed: `compare`'s where both sides have the same seeds,
+    and not too many; else by `permutation_p`."""
+    if scores.keys() == first.keys() and len(scores) <= MOST_SEEDS:
+        found = compare([scores[seed] for seed in sorted(scores)], [first[seed] for seed in sorted(scores)])
+        return found.p, found.least_p
+    return permutation_p([*scores.values()], [*first.values()]), least_p(len(scores), len(first))
+
+
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p of the difference of means, exact: the share of all ways to split the scores into two groups of these
-    sizes that differ at least as much."""
+    """Two-sided p of the difference of means: the share of all ways to split the scores into two groups of these sizes
+    that differ at least as much; of 2^17 ways that are drawn, and of the way that it is, where there are more than
+    2^20."""
     scores, size = np.array([*first, *second], dtype=float), len(first)
-    chosen = np.array(list(itertools.combinations(range(len(scores)), size)))  # the first is `first`
+    if math.comb(len(scores), size) <= _MOST_SPLITS:
+        chosen = np.array(list(itertools.combinations(range(len(scores)), size)))  # the first is `first`
+    else:
+        draws = np.random.default_rng(0).random((_DRAWN, len(scores))).argsort(axis=1)[:, :size]
+        chosen = np.concatenate([np.arange(size)[None], draws])
     sums = scores[chosen].sum(1)
     gaps = np.abs(sums / size - (scores.sum() - sums) / (len(scores) - size))
     return float(np.mean(gaps >= gaps[0] - _rounding(scores)))
@@ -93,7 +109,8 @@ def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
 
 def least_p(first: int, second: int) -> float:
     """The least p that `permutation_p` gives for groups of these sizes: 0.10 for three and three, 0.008 for five."""
-    return (2 if first == second else 1) / math.comb(first + second, first)
+    splits = math.comb(first + second, first)
+    return (2 if first == second else 1) / splits if splits <= _MOST_SPLITS else 1 / (_DRAWN + 1)
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

@@ -83,8 +83,8 @@ def test_resolved_arguments_are_a_preset_that_resolves_to_the_same(preset, tmp_p
 
 
 def test_what_belongs_to_one_start_is_not_saved(preset):
-    _, resolved = parsed(["--resume_from_checkpoint", "x", "--hub_token", "secret"], preset)
-    assert not {"resume_from_checkpoint", "hub_token"} & resolved.keys() and "secret" not in resolved.values()
+    _, resolved = parsed(["--resume_from_checkpoint", "x", "--hub_model_id", "me/x"], preset)
+    assert not {"resume_from_checkpoint", "hub_model_id"} & resolved.keys() and "me/x" not in resolved.values()
 
 
 def test_a_flag_replaces_its_alternative_in_the_preset(preset):

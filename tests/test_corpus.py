@@ -175,6 +175,17 @@ def test_file_folder_glob_and_list(tmp_path):
     assert len(texts_of(files=str(tmp_path / "*.parquet"), share=1e-9)) == 40
 
 
+def test_a_folder_has_what_is_behind_its_links(tmp_path):
+    """As a glob has it; a link to a folder above, or a second link to a folder, adds nothing."""
+    for number, place in enumerate(("text", "disk/wiki", "disk/wiki/deep")):
+        (tmp_path / place).mkdir(parents=True)
+        write_parquet(tmp_path / place / "a.parquet", TEXTS[number * 20 : number * 20 + 20])
+    for name, target in (("wiki", "disk/wiki"), ("again", "disk/wiki"), ("wiki/up", "text")):
+        (tmp_path / "text" / name).symlink_to(tmp_path / target)
+    (tmp_path / "text" / "b.parquet").symlink_to(tmp_path / "nowhere.parquet")
+    assert sorted(texts_of(files=str(tmp_path / "text"), share=1e-9)) == sorted(TEXTS)
+
+
 def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
     """As for a dataset of the Hub, the card says which files belong to which split of which config."""
     (tmp_path / "card").mkdir()

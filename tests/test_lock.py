@@ -46,7 +46,8 @@ def in_child(folder, log):
     return child, int(Path(f"{log}.worker").read_text())
 
 
-def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_path):
+def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_aVerySecretTokenOfNobody"])
     folder = tmp_path / "folder"
     folder.mkdir()
     child, worker = in_child(folder, tmp_path / "log")
@@ -60,7 +61,8 @@ def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_p
     lock.take(folder)
     lock.take(folder)  # held already
     os.kill(worker, signal.SIGKILL)
-    assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+    held = json.loads((folder / ".lock").read_text())
+    assert held["pid"] == os.getpid() and held["command"] == "train.py --hub_token ***"
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[1]", b'{"pid": 3}'])

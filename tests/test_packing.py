@@ -85,6 +85,16 @@ def test_full_sentences_loses_nothing_and_cuts_only_what_cannot_fit(documents, l
     assert (state.blocks, state.documents, state.empty_documents) == (len(blocks), len(documents), documents.count([]))
 
 
+@given(some_documents, st.integers(4, 40))
+def test_a_contiguous_block_names_the_document_that_it_begins_in(documents, length):
+    state, position = PackState(), 0
+    owners = [number for number, document in enumerate(documents) for _ in [*itertools.chain(*document), *document[:1]]]
+    for columns in contiguous(documents, state, max_seq_length=length, **IDS):
+        assert columns["document"] == owners[position]
+        position += len(columns["input_ids"]) - 1
+    assert position == len(owners)
+
+
 def sequences_of(columns):
     """The sequences of a block, by its column."""
     pairs = zip(columns["input_ids"], columns["sequence"].tolist(), strict=True)

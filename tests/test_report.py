@@ -248,6 +248,19 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
         write_pair(ledger, tmp_path, task, *same)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
     assert "not shown to be better" in verdict and verdict.count("Suggestive") == 1
+    assert "So few seeds could not show it: p, corrected for the tasks, would be 0.06 at best." in verdict  # 7 x 2/252
+
+
+def test_eight_seeds_are_compared_in_pairs(ledger, tmp_path):
+    """Seeds differ by more than the weights do, and all pairs have one sign."""
+    write_pretraining(tmp_path / "results" / "mini")
+    random = [0.50, 0.58, 0.66, 0.74, 0.54, 0.62, 0.70, 0.78]
+    write_pair(ledger, tmp_path, "rte", [score + 0.02 for score in random], random)
+    (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
+    assert (
+        "is better than random weights on GLUE rte 66.0 against 64.0, 8 seeds each, two-sided permutation p 0.01"
+        in verdict
+    )
 
 
 def test_curves_stand_over_the_tokens_that_were_seen(tmp_path, monkeypatch):
@@ -379,7 +392,10 @@ def test_the_committed_verdict_says_what_the_seeds_say(ledger, root):
         f"{100 * sorted(ours)[1]:.1f} against {100 * sorted(random)[1]:.1f}, 3 seeds each, two-sided permutation p"
     )
     assert f"Suggestive, no more: GLUE cola {figures} {p:.2f}." in verdict and 0.05 < p <= 0.2
-    assert "So few seeds could not show it: p would be 0.10 at best." in verdict
+    tested = sum(len(scores(path.stem)) > 1 for path in folder.glob("*_random_weights*.json"))
+    assert (
+        f"So few seeds could not show it: p, corrected for the tasks, would be {0.1 * tested:.2f} at best." in verdict
+    )
     f1 = [100 * scores(f"squad_1.1{kind}_max_train_samples_4000")[0]["f1"] for kind in ("", "_random_weights")]
     single = verdict.split("A single seed, so no statement: ")[1]
     assert f"SQuAD 1.1 {f1[0]:.1f} against {f1[1]:.1f}" in single and "RACE" in single

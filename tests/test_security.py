@@ -55,7 +55,7 @@ def test_credentials_in_a_flag_that_is_saved_are_refused(preset, name, tmp_path)
     with pytest.raises(InputError, match=r"train_file=.*holds a password"):
         train_mlm.read_arguments(["--config", str(tmp_path / "secret.yaml")])
     public = "https://h/a.parquet?download=true"
-    (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public, "--hub_token", TOKEN])
+    (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public])
     assert args.train_file == [public]
 
 

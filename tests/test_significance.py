@@ -6,12 +6,14 @@ import re
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from roberta_recipe import significance
 from roberta_recipe.significance import (
     LEVEL,
     PAIRS,
     compare,
+    compare_seeds,
     decimals_of,
     error_of_ratio,
     holm,
@@ -105,6 +107,22 @@ def test_seeds_are_paired_where_there_are_enough_of_them():
     assert compare([1.0], [2.0]) == (-1.0, None, 1.0, 1.0)
     with pytest.raises(ValueError, match="are not of the same seeds"):
         compare([1.0, 2.0], [2.0])
+
+
+def test_seeds_of_two_sides_are_matched_by_number():
+    many = {seed: float(seed**2) for seed in range(PAIRS)}
+    assert compare_seeds({seed: many[seed] + 0.1 for seed in reversed(many)}, many) == (2 / 2**PAIRS, 2 / 2**PAIRS)
+    others = {seed + 1: score + 0.1 for seed, score in many.items()}  # of other seeds, so no pairs
+    assert compare_seeds(others, many)[0] > 0.8
+
+
+def test_more_splits_than_can_be_gone_through_are_drawn():
+    """14 and 14 scores: 40 million splits, of which a normal approximation gives the p."""
+    draws = np.random.default_rng(3)
+    first, second = draws.normal(0.5, 1, 14), draws.normal(0, 1, 14)
+    p, least = compare_seeds(dict(enumerate(first)), dict(enumerate(second, start=20)))
+    assert p == pytest.approx(scipy.stats.ttest_ind(first, second).pvalue, abs=0.01) and least < 1e-5
+    assert permutation_p(first + 99, second) == least and permutation_p(first, second) == p
 
 
 def rejected(draw, repeats=1500):

@@ -1,6 +1,7 @@
 """From documents to blocks: nothing is lost, the order is fixed, and a run resumes anywhere without reading from the
 start."""
 
+import copy
 import itertools
 from collections import Counter
 
@@ -10,6 +11,7 @@ import torch
 from conftest import make_documents, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
@@ -75,6 +77,22 @@ def test_a_pass_loses_nothing(one_source, tokenizer, input_format):
     assert len({b["block_id"] for b in blocks}) == len(blocks) > 50
     if input_format == "contiguous":  # only the last block of each file is shorter
         assert sum(len(b["input_ids"]) < 64 for b in blocks) <= 4
+
+
+@pytest.mark.parametrize("input_format", ["full_sentences", "segment_pair sop"])
+def test_a_sentence_of_which_a_normalizer_leaves_nothing_is_none(wordpiece, tmp_path, input_format):
+    """As BERT's takes away a soft hyphen, a byte order mark and a space of no width."""
+    wordpiece = copy.deepcopy(wordpiece)
+    wordpiece.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    texts = make_documents(20, seed=3)
+    odd = ["\u00ad\n" + text.replace("\n", "\n\ufeff\n\u200b\n") for text in texts]
+    found = []
+    for name, of_name in (("plain", texts), ("odd", ["\u200b", *odd, "\u00ad\n\ufeff"])):
+        source = Source("s", files=write_parquet(tmp_path / f"{name}.parquet", of_name))
+        corpus = Corpus("c", [source], validation_share=1e-9)
+        blocks = first_pass(corpus, wordpiece, input_format=input_format, shuffle_window=0)
+        found.append([block["input_ids"].tolist() for block in blocks])
+    assert found[0] == found[1] and len(found[0]) > 5
 
 
 def test_the_order_is_a_function_of_corpus_and_seed(one_source, tokenizer):

@@ -1,6 +1,7 @@
 """The token cache: the same blocks as from text, built by several machines, repaired, and refused for other data."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -16,9 +17,10 @@ import torch
 from conftest import Forked, make_documents, write_parquet
 
 from roberta_recipe import durable, lock
-from roberta_recipe.data import token_cache
+from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.corpus import Corpus, Source
-from roberta_recipe.data.order import batches_of
+from roberta_recipe.data.documents import documents, text_digest
+from roberta_recipe.data.order import batches_of, place_of
 from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, RunError, exit_on_error
@@ -64,6 +66,45 @@ def test_cache_and_text_give_the_same_blocks_in_the_same_order(corpus, tokenizer
     assert cache.fingerprint() == reader.fingerprint()
     assert cache.count_table()["a"]["held_out_documents"] > 0 == cache.count_table()["b"]["held_out_documents"]
     assert sum(counts["blocks"] for counts in cache.count_table().values()) > 100
+
+
+def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer, tmp_path):
+    """In a source without validation files, whose held-out documents are packed with the training documents."""
+    source = corpus.sources[0]
+    texts = list(documents(corpus, source, "validation", seed=0))
+    (tmp_path / "near.json").write_text(json.dumps({"documents": [text_digest(text) for text in texts[::2]]}))
+    corpus = Corpus("c", corpus.sources, validation_share=0.2, leave_out=str(tmp_path / "near.json"))
+    reader = reader_of(corpus, tokenizer)
+    token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    cache = TokenCache(tmp_path / "cache", corpus, seed=5)
+    assert facts(cache.validation(None)) == facts(reader.validation(None))
+    counts = cache.count_table("validation")["a"]
+    assert (counts["documents"], counts["held_out_documents"]) == (len(texts) // 2, len(texts[::2]))
+
+
+def test_validation_of_so_many_blocks_reads_as_many_files_as_hold_them(tmp_path, tokenizer, monkeypatch):
+    """The same of text and cache; its own validation files are read to the end."""
+    for number in range(12):
+        write_parquet(tmp_path / f"{number}.parquet", make_documents(40, seed=number))
+        write_parquet(tmp_path / f"own{number}.parquet", make_documents(9, seed=100 + number))
+    share = Source("share", files=str(tmp_path / "[0-9]*.parquet"))
+    own = Source("own", files=str(tmp_path / "0.parquet"), validation_files=str(tmp_path / "own*.parquet"))
+    corpus, opened = Corpus("c", [share, own], validation_share=0.2), []
+    reader = reader_of(corpus, tokenizer)
+    token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    cache = TokenCache(tmp_path / "cache", corpus, seed=5)
+    read = stream.file_rows
+    monkeypatch.setattr(stream, "file_rows", lambda *args, **kwargs: opened.append(args[3]) or read(*args, **kwargs))
+    everything = facts(cache.validation(None))
+    for limit in (1, 5, 20, 60, 10**6):
+        opened.clear()
+        drawn = facts(reader.validation(limit))
+        assert drawn == facts(cache.validation(limit)) and len(drawn) == min(limit, len(everything))
+        files = [corpus.files(share, "train")[1].index(path) for path in opened if "own" not in path]
+        held = [sum(place_of(name)[:2] == (0, file) for _, name, _ in everything) for file in files]
+        assert sum(held[:-1]) < limit <= sum(held) or len(files) == 12
+        assert len(opened) - len(files) == 12 and (len(files) < 12) == (limit < 10**6)
+    assert sorted(drawn) == sorted(everything)
 
 
 def test_three_machines_make_the_same_bytes_as_a_single_machine(corpus, tokenizer, tmp_path):

@@ -4,6 +4,7 @@ import functools
 import glob
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -218,10 +219,22 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
 
 
 def _local_paths(path: Path) -> list[str]:
-    """The files below a folder, a file itself, or the files that a glob finds."""
+    """The files below a folder, those behind links too, a file itself, or the files that a glob finds."""
     if path.is_dir():
-        return [str(p) for p in path.rglob("*") if p.is_file()]
+        return [*_files_below(path)]
     return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """The files below a folder; a folder that links lead to again is searched once."""
+    searched = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(place)) in searched:
+            folders.clear()
+            continue
+        searched.add(real)
+        yield from (path for name in names if os.path.isfile(path := os.path.join(place, name)))
 
 
 def _remote_paths(name: str, pattern: str) -> list[str]:

@@ -1,5 +1,5 @@
 """What is masked together: whole words (BERT's later models), spans (SpanBERT, arXiv 1907.10529, section 3.1), n-grams
-(ALBERT, arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 5.2). Lengths are counted in words, and no unit goes
+(ALBERT, arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are counted in words, and no unit goes
 across a special token.
 """
 

@@ -92,6 +92,8 @@ def contiguous(
     for sentences in documents:
         ids = [token for sentence in sentences for token in sentence] + [eos_id] if sentences else []
         while state.token < len(ids):
+            if len(state.open) == 1:
+                state.begun_in = state.documents
             taken = ids[state.token : state.token + max_seq_length - len(state.open)]
             state.open += taken
             state.token += len(taken)

@@ -24,7 +24,7 @@ from roberta_recipe.data.packing import (
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
 _DONORS = 16  # documents of which text for B is kept
-SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT, appendix A.2)
+SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
 _SEED = 1
 
 

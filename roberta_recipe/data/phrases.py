@@ -1,4 +1,4 @@
-"""Named entities and noun phrases, for masks of what means something together (SpanBERT, arXiv 1907.10529, section 5.2,
+"""Named entities and noun phrases, for masks of what means something together (SpanBERT, arXiv 1907.10529, section 6.1,
 compares them with spans at random). spaCy finds them when text is packed; blocks carry them as a column.
 
 Until a block is packed, a token's mark stands in its number, above the bits of its id: a packer moves both together.

@@ -151,14 +151,16 @@ class TextReader:
         return marking_encoder(self.tokenizer, self.phrases) if self.phrases else corpus_encoder(self.tokenizer)
 
     def validation(self, limit: int | None) -> Iterator[Block]:
-        """Blocks drawn evenly from the whole held-out text of each source, which is read once, in the proportions of
-        the mixture as far as each source goes; all without a limit."""
+        """Blocks drawn evenly from the held-out text of each source, in the proportions of the mixture as far as each
+        source goes. With a limit, files of a source are read, in an order drawn from the seed, until they hold as many
+        blocks; all of its own validation files, and all files without a limit, which takes all blocks."""
         encode = self.encoder()
         sources = range(len(self.corpus.sources))
         with tqdm(desc="Reading validation", unit=" blocks", mininterval=1, leave=False, disable=None) as bar:
             held_out: list[list[Block]] = [[] for _ in sources]
             for number in sources:
-                for block in self._in_file_order(number, SourceState(), encode, "validation"):
+                enough = None if self.corpus.sources[number].validation_files else limit
+                for block in self._in_file_order(number, SourceState(), encode, "validation", enough):
                     held_out[number].append(block)
                     bar.update()
         drawn = drawn_evenly([*map(len, held_out)], self.corpus.shares, limit, self.seed)
@@ -197,10 +199,15 @@ class TextReader:
                 read_ahead()
 
     def _in_file_order(
-        self, number: int, state: SourceState, encode: Callable[[list[str]], list[list[int]]], split: str
+        self,
+        number: int,
+        state: SourceState,
+        encode: Callable[[list[str]], list[list[int]]],
+        split: str,
+        enough: int | None = None,
     ) -> Iterator[Block]:
         """The blocks of one source from `state` on, which is kept up to date: pass after pass of training text, or one
-        pass of validation text."""
+        pass of validation text, which ends with the file that makes it `enough`."""
         source = self.corpus.sources[number]
         _, files = self.corpus.files(source, split)
         while True:
@@ -215,6 +222,8 @@ class TextReader:
                     yield {**columns, "epoch": state.epoch, "block_id": name}
                 state.counts = state.table()
                 state.file, state.row, state.pack = state.file + 1, 0, PackState()
+                if enough is not None and state.taken >= enough:
+                    break
             state.count("passes", 1)
             self._share_counts(number, state)
             if split == "validation":
@@ -385,7 +394,8 @@ def _tokenize(
         split = [_sentences(row.text or "", input_format, language) for row in batch]
         ids = iter(encode([sentence for sentences in split for sentence in sentences]))
         for row, sentences in zip(batch, split, strict=True):
-            yield row, list(itertools.islice(ids, len(sentences)))
+            # a normalizer can take all of a sentence away, as BERT's does with a soft hyphen: no ids, no sentence
+            yield row, [sentence for sentence in itertools.islice(ids, len(sentences)) if sentence]
 
 
 def _sentences(text: str, input_format: str, language: str) -> list[str]:

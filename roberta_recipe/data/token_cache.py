@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 
 from roberta_recipe import durable, lock
 from roberta_recipe.data.corpus import Corpus
-from roberta_recipe.data.documents import Row, file_rows
+from roberta_recipe.data.documents import Row, file_rows, text_digest
 from roberta_recipe.data.order import (
     WINDOWS,
     block_id,
@@ -142,18 +142,25 @@ class TokenCache:
 
     def validation(self, limit: int | None) -> Iterator[Block]:
         """The held-out blocks of `TextReader.validation`, in its order."""
-        counts = [int(sizes.sum()) for sizes in self._sizes["validation"]]
-        drawn = drawn_evenly(counts, self.corpus.shares, limit, self.seed)
-        streams = [self._validation_of(number, indices) for number, indices in enumerate(drawn)]
+        read = [self._files_read(source, limit) for source in range(len(self.corpus.sources))]
+        drawn = drawn_evenly([int(ends[-1]) for _, ends in read], self.corpus.shares, limit, self.seed)
+        streams = [self._validation_of(number, *read[number], indices) for number, indices in enumerate(drawn)]
         return interleave(streams, self.corpus.shares)
 
-    def _validation_of(self, source: int, indices: np.ndarray) -> Iterator[Block]:
+    def _validation_of(self, source: int, files: np.ndarray, ends: np.ndarray, indices: np.ndarray) -> Iterator[Block]:
         """The blocks at `indices` of a source's held-out text, one file after another."""
+        for index in indices.tolist():
+            yield self._at(index, source, "validation", files, ends, epoch=0)
+
+    def _files_read(self, source: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """(the files from which `validation` draws, in the order of a pass; the blocks up to the end of each), both
+        (files,)."""
         sizes = self._sizes["validation"][source]
         files = np.array(file_order(source, len(sizes), seed=self.seed, epoch=0), dtype=np.int64)
         ends = np.cumsum(sizes[files])
-        for index in indices.tolist():
-            yield self._at(index, source, "validation", files, ends, epoch=0)
+        whole = limit is None or self.corpus.sources[source].validation_files
+        read = len(files) if whole else int(np.searchsorted(ends, limit)) + 1
+        return files[:read], ends[:read]
 
     def _read(self, shard: Shard, index: int, epoch: int) -> Block:
         """A block, its arrays copied out of the mapped file: what was checked is what is used."""
@@ -460,7 +467,7 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> 
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.file]
     rows = {file: file_rows(corpus, source, file.split, path, others=held_out)}
-    rows |= {other: _held_out_rows(held_out) for other in _made_with(corpus, file)[1:]}
+    rows |= {other: _held_out_rows(held_out, corpus.left_out) for other in _made_with(corpus, file)[1:]}
     tokens = 0
     for shard, documents in rows.items():
         state = SourceState()
@@ -470,10 +477,16 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> 
     return tokens
 
 
-def _held_out_rows(rows: list[Row]) -> Iterator[Row]:
-    """The rows that reading the training split of a file has put aside, once it is read."""
-    yield from rows
-    yield Row(-1, None)
+def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
+    """The rows that reading the training split of a file has put aside, once it is read, without those `left_out`."""
+    passed_over = 0
+    for row in rows:
+        if left_out and text_digest(row.text) in left_out:
+            passed_over += 1
+        else:
+            yield row._replace(held_out=passed_over)
+            passed_over = 0
+    yield Row(-1, None, held_out=passed_over)
 
 
 def _write_shard(

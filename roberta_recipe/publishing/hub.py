@@ -166,11 +166,6 @@ class PublishCheckpoints(TrainerCallback):
 def publisher(training_args: TrainingArguments) -> Publisher | None:
     """The publisher of a run with `push_to_hub`, on the first process, before anything is trained; None elsewhere.
     Raises `InputError` where the Hub refuses, or the token or the name is wrong."""
-    if training_args.hub_token:
-        raise InputError(
-            "hub_token would stand in process lists and in launchers' messages: leave it out, and run hf auth login or "
-            "set HF_TOKEN"
-        )
     if not training_args.push_to_hub or training_args.process_index:
         return None
     output_dir = Path(training_args.output_dir)

@@ -124,6 +124,11 @@ class RecipeTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 
     def __post_init__(self):
+        if self.hub_token:
+            raise InputError(
+                "hub_token would stand in process lists and in launchers' messages: leave it out, and run hf auth "
+                "login or set HF_TOKEN"
+            )
         if self.bf16 is None:  # in all processes and after every restart on this kind of machine alike
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
         if self.bf16 and not torch.cuda.is_available():

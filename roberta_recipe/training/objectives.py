@@ -18,18 +18,18 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.training import modeling
 
 _PLACES = 64  # in a span, tokens; those further on share the last
+_PLACE_SIZE = 200  # of a place's embedding (SpanBERT, section 4.2)
 
 
 class SpanBoundaryHead(nn.Module):
     """Predicts the tokens of a span from the two tokens beside it and the place in it: two layers with GELU and
-    LayerNorm. The paper does not say how wide a place's embedding is; here as the hidden states. `width`: that of the
-    token embedding, narrower than the hidden states in ALBERT."""
+    LayerNorm. `width`: that of the token embedding, narrower than the hidden states in ALBERT."""
 
     def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
         size, eps = config.hidden_size, getattr(config, "layer_norm_eps", 1e-5)
-        self.places = nn.Embedding(_PLACES, size)
-        self.first, self.first_norm = nn.Linear(3 * size, size), nn.LayerNorm(size, eps)
+        self.places = nn.Embedding(_PLACES, _PLACE_SIZE)
+        self.first, self.first_norm = nn.Linear(2 * size + _PLACE_SIZE, size), nn.LayerNorm(size, eps)
         self.second, self.second_norm = nn.Linear(size, width), nn.LayerNorm(width, eps)
 
     def forward(self, hidden: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:

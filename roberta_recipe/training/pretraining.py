@@ -87,7 +87,7 @@ class TextArguments:
         "free",
     )
     max_train_samples: int | None = setting(None, "Train on the first so many blocks only, again and again.", "data")
-    max_eval_samples: int | None = setting(None, "Validate on the first so many held-out blocks only.", "free")
+    max_eval_samples: int | None = setting(None, "Validate on so many held-out blocks only, drawn evenly.", "free")
 
 
 @dataclass
