@@ -2,10 +2,13 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 from conftest import make_documents, run_python, write_parquet
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus
@@ -114,6 +117,14 @@ def test_as_a_user_starts_it(root, tmp_path):
 
 def test_words():
     assert words_of("The  cat's 1,000 Ärger!") == ["the", "cat", "s", "1", "000", "ärger"] and words_of("...") == []
+    assert words_of("हिन्दी में Cafe\u0301") == ["हिन्दी", "में", "cafe\u0301"]  # accents belong to their letters
+    # no blanks, so characters
+    assert words_of("東京へ Go行く。ภาษา") == ["東", "京", "へ", "go", "行", "く", "ภ", "า", "ษ", "า"]
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs", "Cn", "Mn", "Mc", "Me"], max_codepoint=0x5FF)))
+def test_words_of_scripts_with_blanks_are_those_of_re(text):
+    assert words_of(text) == re.findall(r"\w+", text.lower()) or "\u0307" in text.lower()  # of a dotted capital I
 
 
 def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, capsys):

@@ -103,6 +103,26 @@ def test_words_stand_alone_and_windows_are_few(text):
         assert all(one[1] <= two[0] for one, two in zip(window.spans, window.spans[1:], strict=False))
 
 
+def test_accents_belong_to_their_word():
+    """Vowel signs of Hindi and Tamil, and accents that follow their letter."""
+    text = "हिन्दी भाषा में तमिल தமிழ் மொழி nai\u0308ve cafe\u0301 plain " * 8
+    asked = {window.text[first:end] for window in words.windows_of([text]) for first, end in window.spans}
+    assert len(asked) > 5 and asked <= set(text.split())
+
+
+def test_words_without_pieces_are_counted(wordpiece, capsys, tmp_path):
+    """A model that has [UNK] for a word is asked for [UNK]."""
+    windows = list(words.windows_of(TEXTS))
+    config = transformers.BertConfig(**SIZES | {"vocab_size": len(wordpiece)})
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "model")
+    wordpiece.save_pretrained(tmp_path / "model")
+    asked = [window.text[first:end] for window in windows for first, end in window.spans]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    figures = words.main(["--model_name_or_path", str(tmp_path / "model"), "--text_file", str(tmp_path / "text.jsonl")])
+    assert 0 < figures["unknown_words"] == sum(not word.isascii() for word in asked) < len(asked)
+    assert f"{figures['unknown_words']} words are [UNK] to this tokenizer" in capsys.readouterr().out
+
+
 def test_command_line(tmp_path, config, tokenizer, capsys):
     config.max_position_embeddings = 514
     folder, text = tmp_path / "model", tmp_path / "text.jsonl"

@@ -1,5 +1,5 @@
 """Input formats by name (paper, section 4.2): packers of `packing` and `pairs`. A format of pairs is named with what
-its labels tell: the next sentence, or the order of two."""
+its labels tell, the next sentence or the order of two; or with "in_order", where nothing uses them."""
 
 from functools import partial
 
@@ -14,9 +14,7 @@ PACKERS = {
     "full_sentences": packing.full_sentences,
     "doc_sentences": packing.doc_sentences,
     "contiguous": packing.contiguous,
-    **{
-        f"{name} {objective}": partial(packer, label=label)
-        for name, packer in PAIRS.items()
-        for objective, label in (("nsp", pairs.NSP), ("sop", pairs.SOP))
-    },
+    **{f"{name} nsp": partial(packer, label=pairs.NSP) for name, packer in PAIRS.items()},
+    **{f"{name} sop": partial(packer, label=pairs.SOP) for name, packer in PAIRS.items()},
+    **{f"{name} in_order": partial(packer, label=pairs.SOP, share_of_ones=0.0) for name, packer in PAIRS.items()},
 }

@@ -3,7 +3,8 @@
 NSP: B is what follows A (label 0), or as often text of an earlier document of the same file (label 1), and what follows
 A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each other, as often the other way
 round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a sequence without a pair and without a
-label, so that no label can be told from there being one sentence. Half of the labelled pairs have each label.
+label, so that no label can be told from there being one sentence. Half of the labelled pairs have each label, unless
+`share_of_ones` of 0 leaves all in order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,6 +55,7 @@ def _pairs(
     bos_id: int,
     eos_id: int,
     short: float = 0.0,
+    share_of_ones: float = 0.5,
 ) -> Iterator[tuple[int, Sequence]]:
     """(document of A, sequence) of one pair, or one segment without a second, after the other."""
     room = max_seq_length - _SPECIAL
@@ -69,7 +71,7 @@ def _pairs(
                 yield state.documents, Sequence(ids, len(ids))
                 continue
             cut = int(draws.integers(1, len(chunk)))
-            its_label = int(draws.random() < 0.5)
+            its_label = int(draws.random() < share_of_ones)
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 from tqdm import tqdm
 
 from roberta_recipe import durable
@@ -31,6 +32,10 @@ from roberta_recipe.tasks import glue, race, squad
 
 MOSTLY = 0.8  # of a text's n-grams
 HELD_OUT = "held out "  # begins the name of a set of held-out documents
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_LETTER = r"\p{L}\p{N}\p{M}_"
+_WORD = regex.compile(rf"(?V1)[[{_LETTER}]&&[{_UNSPACED}]]\p{{M}}*|[[{_LETTER}]--[{_UNSPACED}]]+")
+_NOT_LATIN = re.compile("[\u0300-\u1fff\u20d0-\u20ff\u2c00-\U0010ffff]")  # has all marks, and such scripts
 _FACTOR = np.int64(0x5851F42D4C957F2D)  # odd: the hash of an n-gram is a polynomial of its words' hashes
 _EXAMPLES = 3  # of each set
 
@@ -46,8 +51,9 @@ class Text:
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words without punctuation."""
-    return re.findall(r"\w+", text.lower())
+    """Lower-case words without punctuation; of scripts that write no blanks between words, characters."""
+    text = text.lower()
+    return _WORD.findall(text) if _NOT_LATIN.search(text) else re.findall(r"\w+", text)  # which is faster
 
 
 def ngram_hashes(words: list[str], length: int) -> np.ndarray:

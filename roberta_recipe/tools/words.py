@@ -6,9 +6,9 @@
 A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
 is summed over the pieces. Which words are masked depends on the text alone, so every masked LM with a fast tokenizer
 answers the same questions, whatever its pieces; a model of few positions has less of a window around them. Words are
-runs of letters with no letter, digit, underscore or apostrophe beside them, which no common tokenizer joins with what
-is beside them; where one does, that is counted and said. An uncased model need not tell Paris from paris, and has an
-easier task.
+runs of letters and their accents with no letter, digit, underscore or apostrophe beside them, which no common tokenizer
+joins with what is beside them; where one does, or has no pieces for a word, that is counted and said. An uncased model
+need not tell Paris from paris, and has an easier task.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,8 @@ from roberta_recipe.training import environment, predictions, weights
 SHARE = 0.15  # of the words of a window
 WINDOW = 64  # words
 WINDOWS = 16  # of a document at most: a book does not outweigh a library
-_WORD = re.compile(r"(?<![\w'’])[^\W\d_]+(?![\w'’])")
+_LETTER, _OTHER = r"\p{L}\p{Nl}\p{No}", r"\p{Nd}_'’"
+_WORD = regex.compile(rf"(?<![{_LETTER}\p{{M}}{_OTHER}])[{_LETTER}][{_LETTER}\p{{M}}]*(?![{_LETTER}\p{{M}}{_OTHER}])")
 _LOGITS_AT_ONCE = 1 << 26
 _TOKENS_AT_ONCE = 1 << 13
 
@@ -58,6 +60,7 @@ class Loss(NamedTuple):
     characters: int
     pieces: int
     joined: int  # words of which a piece reaches beyond the word
+    unknown: int  # words that the tokenizer has no pieces for
 
 
 def windows_of(texts: Iterable[str]) -> Iterator[Window]:
@@ -76,19 +79,20 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
                 yield Window(number, window, [candidates[one] for one in chosen])
 
 
-def masked(tokenizer: PreTrainedTokenizerBase, window: Window) -> tuple[list[int], dict[int, int], int]:
+def masked(tokenizer: PreTrainedTokenizerBase, window: Window) -> tuple[list[int], dict[int, int], int, int]:
     """(the ids of a window with its words masked, position -> the id that stands there, words that a piece joins with
-    other text)."""
+    other text, words that the tokenizer has no pieces for)."""
     encoded = tokenizer(window.text, return_offsets_mapping=True, verbose=False)
-    ids, targets, joined = list(encoded["input_ids"]), {}, 0
+    ids, targets, joined, unknown = list(encoded["input_ids"]), {}, 0, 0
     pieces = [(position, *span) for position, span in enumerate(encoded["offset_mapping"]) if span[0] < span[1]]
     for first, end in window.spans:
         own = [(position, a, b) for position, a, b in pieces if a < end and b > first]
         joined += any(window.text[a:first].strip() or window.text[end:b].strip() for _, a, b in own)
+        unknown += any(ids[position] == tokenizer.unk_token_id for position, _, _ in own)
         targets |= {position: ids[position] for position, _, _ in own}
     for position in targets:
         ids[position] = tokenizer.mask_token_id
-    return ids, targets, joined
+    return ids, targets, joined, unknown
 
 
 def divided(tokenizer: PreTrainedTokenizerBase, window: Window, positions: int) -> list[Window]:
@@ -133,15 +137,15 @@ def losses(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: 
             log_p = predictions.log_probabilities(model, given, positions.to(model.device), ids.to(model.device))
             sums = [float(part.double().sum()) for part in log_p.split([len(of_row) for of_row in targets])]
             for number, total in zip(batch, sums, strict=True):
-                window, (_, of_window, joined) = windows[number], asked[number]
+                window, (_, of_window, *odd) = windows[number], asked[number]
                 characters = sum(end - first for first, end in window.spans)
-                counts = len(window.spans), characters, len(of_window), joined
+                counts = len(window.spans), characters, len(of_window), *odd
                 found[number] = Loss(window.document, -total / math.log(2), *counts)
             bar.update(len(batch))
     return [found[number] for number in range(len(windows))]
 
 
-def _batches(asked: list[tuple[list[int], dict[int, int], int]], vocab_size: int) -> Iterator[list[int]]:
+def _batches(asked: list[tuple[list[int], dict[int, int], int, int]], vocab_size: int) -> Iterator[list[int]]:
     """Windows of like length, as many as memory is meant for."""
     batch: list[int] = []
     targets = 0
@@ -157,11 +161,11 @@ def _batches(asked: list[tuple[list[int], dict[int, int], int]], vocab_size: int
 
 def summarise(found: list[Loss]) -> dict[str, Any]:
     """The figures with their standard errors over documents."""
-    table = np.array([(loss.bits, loss.words, loss.characters, loss.pieces, loss.joined) for loss in found])
+    table = np.array([loss[1:] for loss in found])
     _, document = np.unique([loss.document for loss in found], return_inverse=True)
     by_document = np.zeros((document.max() + 1, table.shape[1]))
     np.add.at(by_document, document, table)
-    bits, words, characters, pieces, joined = by_document.T
+    bits, words, characters, pieces, joined, unknown = by_document.T
     return {
         "bits_per_word": float(bits.sum() / words.sum()),
         "bits_per_word_error": error_of_ratio(bits, words),
@@ -171,6 +175,7 @@ def summarise(found: list[Loss]) -> dict[str, Any]:
         "pieces_per_word": float(pieces.sum() / words.sum()),
         "documents": len(by_document),
         "joined_words": int(joined.sum()),
+        "unknown_words": int(unknown.sum()),
     }
 
 
@@ -223,6 +228,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(
             f"{figures['joined_words']:,} words are joined with other text by this tokenizer, so that more than the "
             "word is masked: not quite comparable"
+        )
+    if figures["unknown_words"]:
+        print(
+            f"{figures['unknown_words']:,} words are {tokenizer.unk_token} to this tokenizer, which is easier to tell "
+            "than the word: not quite comparable"
         )
     if args.output:
         durable.write_json(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})

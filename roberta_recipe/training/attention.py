@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
 
 # The fastest of `benchmarks/attention.py`, at 64 to 512 tokens (benchmarks/README.md has the figures). Where two are
-# within a tenth of each other at all lengths, PyTorch's own.
+# within a seventh of each other at all lengths, PyTorch's own.
 FASTEST = (
     Choice("cpu", half=False, dropout=False, name="sdpa"),
     Choice("cpu", half=False, dropout=True, name=BLOCKWISE),

@@ -259,10 +259,10 @@ def check_objective(args: MlmArguments) -> None:
 
 
 def packer_name(args: MlmArguments) -> str:
-    """The name of `formats.PACKERS`: pairs are made for an objective, also where none uses their labels."""
+    """The name of `formats.PACKERS`: pairs are made for an objective, and follow each other without one."""
     if args.input_format not in PAIRS:
         return args.input_format
-    return f"{args.input_format} {'sop' if 'sop' in args.objective else 'nsp'}"
+    return f"{args.input_format} {next((name for name in ('nsp', 'sop') if name in args.objective), 'in_order')}"
 
 
 def check_model(args: MlmArguments) -> None:
