@@ -55,8 +55,8 @@ from roberta_recipe.training.step_watch import StepWatch
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
 
 
-def main(argv: list[str] | None = None) -> records.PretrainingRecord:
-    """Run the command line `argv`; returns the run record. Raises `InputError`, and `RunError` for a run that broke."""
+def main(argv: list[str] | None = None, trained_since_s: float | None = None) -> records.PretrainingRecord:
+    """Run the command line `argv` (the rest: `StepWatch`); returns the run record. Raises `InputError`, `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     started_s = time.monotonic()
     set_up_logging()
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         callbacks=listeners(training_args, publisher),
         fingerprint=fingerprint,
         resumed=resumed,
-        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike),
+        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s),
         skipped=blocks.skipped,
         also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
         flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
@@ -107,10 +107,10 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
-    end_if_stopped(trainer, publisher)
-    if is_sent_back(trainer, trainer.watch):
-        del trainer, model, blocks  # make room for those of the next start
-        return main(argv)
+    if is_sent_back(trainer, publisher):
+        trained_since_s = trainer.watch.start_s
+        del trainer, model, blocks  # what they hold is freed at the next start
+        return main(argv, trained_since_s)
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
@@ -250,17 +250,20 @@ def announce_run(
     )
 
 
-def end_if_stopped(trainer: MlmTrainer, publisher: hub.Publisher | None) -> None:
-    """Raise `Stopped` where a signal ended training; the step is saved."""
+def is_sent_back(trainer: MlmTrainer, publisher: hub.Publisher | None) -> bool:
+    """Whether a spike of the loss sends the run back to its last checkpoint; then its folder says which blocks it
+    leaves out from there. Raises `Stopped` where a signal ended training, and `RunError`, in all processes, where the
+    run has been sent back too often."""
+    if trainer.watch.spike is not None:
+        note_return(trainer)
     cut_off = "; a push to the Hub was cut off, and the next push makes up for it"
     trainer.end_if_stopped(cut_off if publisher and publisher.is_pushing() else "")
+    return trainer.watch.spike is not None
 
 
-def is_sent_back(trainer: MlmTrainer, watch: StepWatch) -> bool:
-    """Whether a spike of the loss sends the run back to its last checkpoint; then its folder says which blocks it
-    leaves out from there. Raises `RunError`, in all processes, where it has been sent back too often."""
-    if watch.spike is None:
-        return False
+def note_return(trainer: MlmTrainer) -> None:
+    """Write into the run's folder to which checkpoint it returns, and without which blocks."""
+    watch = trainer.watch
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
     path = checkpoint.find(trainer.args)
     returned_to = Path(path).name if path else "the beginning"
@@ -271,7 +274,6 @@ def is_sent_back(trainer: MlmTrainer, watch: StepWatch) -> bool:
         blocks = trainer.blocks_of_steps(spikes.STEPS_LEFT_OUT)
         spikes.write_return(output_dir, returns, step=step, loss=watch.spike, returned_to=returned_to, blocks=blocks)
     trainer.accelerator.wait_for_everyone()
-    return True
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:

@@ -1,6 +1,7 @@
 """The machine that a run is on: processor, GPUs and their peaks, memory taken."""
 
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -113,6 +114,13 @@ def give_back_freed_memory() -> None:
     """Return to the system what was freed, as far as glibc can: for what does not allocate through it."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_memory() -> None:
+    """Free what a run held, trainers with their cycles of references, before the next run of the same process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

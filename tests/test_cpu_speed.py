@@ -151,6 +151,12 @@ def test_the_table_says_which_attention(tmp_path, config):
 
 
 def test_an_attention_that_does_not_exist_is_an_error(preset):
+    for flags, said in (
+        (["--input_format", "doc_sentences"], "flex_attention does not keep apart the sequences that share a block of"),
+        (["--config_overrides", "attention_probs_dropout_prob=0.1"], "flex_attention has no dropout of attention"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train_mlm.main(["--config", preset, "--attn_implementation", "flex_attention", *flags])
     with pytest.raises(InputError, match="attn_implementation=flash"):
         train_mlm.main(["--config", preset, "--attn_implementation", "flash"])
 

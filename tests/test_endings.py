@@ -23,6 +23,7 @@ from roberta_recipe.publishing import plots
 from roberta_recipe.tools import compare
 from roberta_recipe.training import checkpoint, durable_trainer, environment, step_watch
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 RUN = "lr0.001-batch8-seed1"
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
@@ -95,6 +96,30 @@ def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path
     assert checkpoint.newest_first(tmp_path / "run")[0].name == "checkpoint-5"
     assert train(preset, *SAVING)["resumes"] == 1
     assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+
+
+def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path, monkeypatch):
+    """A launcher passes a signal on to all processes of a rank; in an evaluation too, the step is saved."""
+    batches = MlmTrainer._equally_many
+
+    def slowly(self, loader):
+        for number, batch in enumerate(batches(self, loader)):
+            (tmp_path / "evaluates").touch()
+            time.sleep(0.3 * (number < 5))
+            yield batch
+
+    monkeypatch.setattr(MlmTrainer, "_equally_many", slowly)
+    monkeypatch.setattr(step_watch, "_MOST_OF_A_CALL_S", 5.0)
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", 5, "--dataloader_num_workers", 1]
+    run = Forked(lambda: train(preset, *SAVING, *evaluating), tmp_path / "log")
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "evaluates").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    workers = psutil.Process(run.pid).children(recursive=True)
+    for process in [*workers, psutil.Process(run.pid)]:
+        process.send_signal(signal.SIGTERM)
+    assert run.end() == 75 and len(workers) >= 2, run.log
+    assert "step 6 of 12 is saved" in run.log
 
 
 def test_a_second_interrupt_ends_at_once(preset, tmp_path, at_step, monkeypatch):

@@ -106,6 +106,18 @@ def test_sequences_of_a_row_are_kept_apart(name, attention):
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
+def test_weights_in_bf16_keep_the_sequences_of_a_row_apart_too():
+    """As DeepSpeed has them, without autocast."""
+    torch.manual_seed(0)
+    model = modeling.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval().bfloat16()
+    ids, sequence = torch.randint(261, 390, (1, 12)), torch.tensor([[0] * 5 + [1] * 7])
+    found = {}
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        found[attention] = model(ids, sequence=sequence).logits.float()
+    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("objectives", [["mlm", "sbo"], ["mlm", "nsp"]])
 @pytest.mark.parametrize("name", TRAINED)
 def test_other_objectives_have_heads_that_fit(name, objectives, batch):

@@ -5,12 +5,15 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
 import types
 import zipfile
 from pathlib import Path
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -21,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Debe
 
 import finetune_glue
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.tasks import answers, glue, protocol, qnli_ranking, summary_text, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
@@ -399,6 +402,39 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):
+    """A signal to all processes of a run saves the step; one behind the last step ends the protocol after that run."""
+    step = finetune_trainer.FinetuneTrainer.training_step
+
+    def told(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            for process in [*psutil.Process().children(), psutil.Process()]:
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        return step(self, *args, **kwargs)
+
+    workers = ["--dataloader_num_workers", 1, "--save_strategy", "epoch", "--seeds", 1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "training_step", told)
+        with pytest.raises(Stopped, match="stopped by SIGTERM: step 4 of 6 is saved"):
+            finetune_glue.main(flags("rte", *workers))
+    evaluate = finetune_trainer.FinetuneTrainer.evaluate
+
+    def last(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "evaluate", last)
+        with pytest.raises(Stopped, match=r"stopped by Ctrl-C: the run in .*seed1 is finished\. Continue with: "):
+            finetune_glue.main(flags("rte", *workers))
+    assert record_of(tmp_path)["steps"] == 6 and not (tmp_path / "glue/rte/lr0.001-batch8-seed2").exists()
+    finetune_glue.main(flags("rte", *workers))
+    assert record_of(tmp_path)["resumes"] == 1
+    assert record_of(tmp_path, run="lr0.001-batch8-seed2")["resumes"] == 0
+
+
 def test_killed_behind_the_last_step(flags, tmp_path):
     """The second start writes scores and record, and repeats no step."""
     saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
@@ -639,6 +675,8 @@ BAD = {
     ),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
+    "no step": (["--max_steps", "0"], "max_steps=0 and num_train_epochs=3 train nothing"),
+    "no epoch": (["--max_steps", "-1", "--num_train_epochs", "0"], "max_steps=-1 and num_train_epochs=0 train nothing"),
     "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),

@@ -74,7 +74,7 @@ def test_seeds_and_warm_up_of_a_fine_tuning(monkeypatch):
     with pytest.raises(InputError, match=r"seeds=4294967296 must be below 2\^32"):
         finetune_race.read_arguments(["--seeds", "1", "4294967296"])
     (_, training_args), _ = finetune_race.read_arguments(["--warmup_steps", "100", "--use_cpu"])
-    assert protocol.steps_of(training_args, examples=100, batch_size=16) == 28  # 4 epochs of 7 steps
+    assert protocol.steps_of(training_args, examples=100, batch_size=16) == 24  # 4 epochs of 6 whole batches
     with pytest.raises(InputError, match="warmup_steps=100 is more than the 28 steps"):
         protocol.optimization.check_warmup(training_args, 28)
 

@@ -44,10 +44,11 @@ def stepped(model, optimizer, steps=3):
     return drawn
 
 
-def test_lamb_is_algorithm_2_of_its_paper(tmp_path):
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_lamb_is_algorithm_2_of_its_paper(tmp_path, decay):
     """Without bias correction and without limits of the norm, and with no norm where nothing decays, as in the code of
     LAMB's and ALBERT's authors."""
-    args = arguments(tmp_path, "lamb", weight_decay=0.1)
+    args = arguments(tmp_path, "lamb", weight_decay=decay)
     torch.manual_seed(0)
     model = Layers()
     nn.init.normal_(model.head.weight, std=10)  # a norm above 10
@@ -60,7 +61,7 @@ def test_lamb_is_algorithm_2_of_its_paper(tmp_path):
             gradient = step[name].double()
             mean = 0.9 * mean + 0.1 * gradient
             square = 0.98 * square + 0.02 * gradient**2
-            update = mean / (square.sqrt() + 1e-6) + (0.1 if name in decayed else 0.0) * weight
+            update = mean / (square.sqrt() + 1e-6) + (decay if name in decayed else 0.0) * weight
             ratio = weight.norm() / update.norm() if name in decayed else 1.0
             weight -= 0.01 * ratio * update
     for name, weight in model.named_parameters():

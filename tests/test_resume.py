@@ -24,8 +24,10 @@ from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.errors import InputError, first_line, says_no_room
 from roberta_recipe.tools import compare
 from roberta_recipe.training import batch, checkpoint
+from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 KEYS = ("step", "loss", "grad_norm", "tokens_seen", "blocks_digest", "digest")
@@ -314,6 +316,53 @@ exit_on_error(train_mlm.main)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and what in last and "Continue with: " in last
     assert train(preset, *SAVING)["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 3}, "group"),
+        ({"num_hidden_layers": 1}, "group"),
+        ({"intermediate_size": 48}, "size mismatch for roberta.encoder.layer.0.intermediate.dense.weight"),
+    ],
+)
+def test_weights_of_another_shape_are_not_resumed(preset, config, tmp_path, changes, said):
+    """Also where changes are allowed."""
+    train(preset, *SAVING)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-12")
+    (tmp_path / "run" / "run_record.json").unlink()
+    config.update(changes)
+    config.to_json_file(tmp_path / "config.json")
+    with pytest.raises(InputError, match=rf"has the state of another model \(.*{said}.* --model_name_or_path "):
+        train(preset, *SAVING, "--resume_despite_changes")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(preset, tmp_path):
+    """What trackers have written beside the log is in nobody's way; a checkpoint moved aside is none."""
+    (tmp_path / "run" / "runs" / "Nov23_host").mkdir(parents=True)
+    assert train(preset, *SAVING)["steps"] == 12
+    (tmp_path / "run" / "checkpoint-12").rename(tmp_path / "run" / "checkpoint-99-bad")
+    assert [path.name for path in checkpoint.newest_first(tmp_path / "run")] == [
+        *("checkpoint-9", "checkpoint-6", "checkpoint-3")
+    ]
+
+
+@pytest.mark.parametrize(("at_once", "passes"), [(8, 1), (4, 2), (2, 2)])
+def test_a_trial_of_a_batch_is_what_training_does(config, tokenizer, tmp_path, at_once, passes):
+    """Activations as they are kept in training; of several micro-batches, the second beside the first's gradient."""
+    model, seen = RobertaForMaskedLM(config), []
+    values = {"activation_checkpointing": True, "per_device_train_batch_size": at_once, "max_steps": 1}
+    args = MlmTrainingArguments(str(tmp_path), use_cpu=True, bf16=False, auto_find_batch_size=True, **values)
+
+    def looked_at(*_):
+        seen.append((model.is_activation_checkpointing, model.get_input_embeddings().weight.grad is not None))
+
+    hook = model.register_forward_pre_hook(looked_at)
+    labels = torch.full((at_once, 8), 7)
+    batch.lower_to_memory(args, model, 8, lambda count: {"input_ids": labels[:count], "labels": labels[:count]})
+    hook.remove()
+    assert seen == [(True, number > 0) for number in range(passes)]
+    assert args.per_device_train_batch_size == at_once and model.get_input_embeddings().weight.grad is None
 
 
 def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeypatch):

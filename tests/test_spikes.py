@@ -1,6 +1,8 @@
 """Blocks that are left out of the order, and runs that return to a checkpoint after a loss spike."""
 
+import os
 import shutil
+import signal
 
 import pytest
 from conftest import forked_ranks
@@ -8,9 +10,10 @@ from conftest import forked_ranks
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import order
-from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.training import spikes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from roberta_recipe.training.step_watch import StepWatch
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "12"]
 
@@ -104,6 +107,36 @@ def test_a_spike_sends_the_run_back_without_its_blocks(preset, tmp_path, poisone
     for name in ("run_record.json", "checkpoint-8/manifest.json", "checkpoint-12/manifest.json"):
         (tmp_path / "run" / name).unlink()
     train(preset, *flags)
+    assert weights(tmp_path / "run") == weights(tmp_path / "never")
+
+
+def test_a_return_keeps_the_clock_and_other_data_keep_no_returns(preset, tmp_path, poisoned, monkeypatch):
+    """`max_train_minutes` counts from the first start; positions left out are those of the old data."""
+    watches = []
+    monkeypatch.setattr(train_mlm, "StepWatch", lambda *args: watches.append(StepWatch(*args)) or watches[-1])
+    poisoned.add(60)
+    flags = [*SAVING, "--rewind_on_spike", 20, "--max_train_minutes", 60]
+    assert train(preset, *flags)["skipped_blocks"] == [[48, 64]]
+    assert len(watches) == 2 and watches[0].start_s == watches[1].start_s
+    more = ["--max_steps", 14, "--data_seed", 7, "--resume_despite_changes"]
+    assert train(preset, *flags, *more)["skipped_blocks"] == []
+
+
+def test_a_signal_at_a_spike_ends_the_run_that_then_returns(preset, tmp_path, poisoned, monkeypatch):
+    train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
+    poisoned.add(60)
+    compute = MlmTrainer.compute_loss
+
+    def told(self, *others, **kwargs):
+        if self.position == 56:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, *others, **kwargs)
+
+    monkeypatch.setattr(MlmTrainer, "compute_loss", told)
+    with pytest.raises(Stopped, match="stopped by SIGTERM: step 8 of 12 is a spike, and returned from: the run is in "):
+        train(preset, *SAVING, "--rewind_on_spike", 20)
+    monkeypatch.setattr(MlmTrainer, "compute_loss", compute)
+    train(preset, *SAVING, "--rewind_on_spike", 20)
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 

@@ -111,6 +111,17 @@ def test_token_batches_hold_all_features_once_within_tokens_and_padding(lengths,
             assert (len(batch) + 1) * -(-width // 8) * 8 > room or padding > room // 16
 
 
+def test_an_evaluation_before_the_first_step_takes_no_time_of_training(monkeypatch, tmp_path):
+    now = iter([10.0, 40.0, 50.0, 54.0, 54.0])
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: next(now))
+    clock = throughput.Throughput(FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    with clock.outside():
+        pass
+    clock.begin()
+    clock.count(200, None)
+    assert clock.figures() == ({"tokens_per_second": 50}, 4.0)
+
+
 def test_only_a_gpu_pads_to_a_multiple(monkeypatch):
     for has_gpu, wanted in ((True, [8, None]), (False, [None, None])):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)

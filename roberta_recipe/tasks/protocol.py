@@ -22,6 +22,7 @@ from roberta_recipe import durable, lock
 from roberta_recipe.args import fixed_values, parse, setting, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
@@ -164,6 +165,11 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
     if args.layer_decay < 1 and training_args.optim in optimizers.OWN:
         raise InputError(
             f"layer_decay={args.layer_decay} goes with adamw_torch and its like, not {training_args.optim}"
+        )
+    if training_args.max_steps == 0 or (training_args.max_steps < 0 and training_args.num_train_epochs <= 0):
+        raise InputError(
+            f"max_steps={training_args.max_steps} and num_train_epochs={training_args.num_train_epochs:g} train "
+            "nothing: name a number of one of the two"
         )
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
@@ -315,8 +321,9 @@ def finetune(
             write_record(record, training_args.output_dir)
             for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
+        trainer.end_if_told()
     del trainer, model
-    finetune_trainer.free_memory()
+    free_memory()
     return record
 
 
@@ -324,7 +331,7 @@ def steps_of(training_args: FinetuneTrainingArguments, examples: int, batch_size
     """Optimizer steps of a run over so many training examples."""
     if training_args.max_steps > 0:
         return training_args.max_steps
-    return math.ceil(training_args.num_train_epochs * math.ceil(examples / batch_size))
+    return math.ceil(training_args.num_train_epochs * max(examples // batch_size, 1))
 
 
 def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:

@@ -8,6 +8,7 @@ its own traceback behind a script's error, make an exit code of 1 of any other, 
 """
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
 from roberta_recipe.started import continue_with
 
+_TO_SAVE_S = 600  # that the processes of a run have to finish and save their step; torchrun's 30 are too few
 _OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
@@ -35,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
     signal.signal(signal.SIGTERM, _pass_on)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TO_SAVE_S))
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:

@@ -20,6 +20,8 @@ class Choice(NamedTuple):
     name: str
 
 
+_MASKED_BY_PAIRS = ("sdpa", "eager")
+
 # The fastest of `benchmarks/attention.py`, at 64 to 512 tokens (benchmarks/README.md has the figures). Where two are
 # within a seventh of each other at all lengths, PyTorch's own.
 FASTEST = (
@@ -39,13 +41,28 @@ def choose(config: PreTrainedConfig, args: TrainingArguments) -> str:
     if named == BLOCKWISE and (args.device.type != "cpu" or not takes_any):
         where = f"{config.model_type!r} models have an attention of their own" if not takes_any else "it is for CPUs"
         raise InputError(f"attn_implementation={named}: {where}; take sdpa or eager, or leave it out")
+    dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
+    if named == "flex_attention" and dropout:
+        raise InputError(
+            f"attn_implementation={named} has no dropout of attention, and the model has "
+            f"attention_probs_dropout_prob={dropout}; take sdpa or eager, or leave it out"
+        )
     if named or not takes_any:
         return named or "eager"
-    half, dropout = args.bf16 or args.fp16, getattr(config, "attention_probs_dropout_prob", 0.0) > 0
+    half, dropout = args.bf16 or args.fp16, dropout > 0
     for row in FASTEST:
         if (row.device, row.half, row.dropout) == (args.device.type, half, dropout) and not args.torch_compile:
             return row.name
     return "sdpa"
+
+
+def check_shared_rows(attn_implementation: str, input_format: str) -> None:
+    """Raise `InputError` for an attention that does not keep sequences of a row apart by a mask of every two tokens."""
+    if attn_implementation not in (*_MASKED_BY_PAIRS, BLOCKWISE):
+        raise InputError(
+            f"attn_implementation={attn_implementation} does not keep apart the sequences that share a block of "
+            f"input_format={input_format}; take {' or '.join(_MASKED_BY_PAIRS)}, or leave it out"
+        )
 
 
 def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:

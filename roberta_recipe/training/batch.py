@@ -65,8 +65,17 @@ def lower_to_memory(
     `auto_find_batch_size` asks for this search; Trainer's own search would shrink the global batch.
     """
     args.auto_find_batch_size = False
+    if args.deepspeed_plugin:
+        raise InputError(
+            "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
+            "per_device_train_batch_size (python -m roberta_recipe.tools.estimate says what fits)"
+        )
+    if args.activation_checkpointing:  # as Trainer does when it trains
+        kept = dict(args.activation_checkpointing_kwargs or {})
+        own = {name: kept.pop(name) for name in ("every_n_layers", "offload") if name in kept}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kept or None, **own)
     micro = args.per_device_train_batch_size
-    while not _fits(args, model, full_batch(micro)):
+    while not _fits(args, model, full_batch(micro), accumulation_steps(global_batch_size, micro, args.world_size)):
         if micro == 1:
             raise RunError("not even one full block fits into memory: take a smaller model, or ZeRO")
         micro = largest_divisor(micro, micro // 2)
@@ -79,8 +88,9 @@ def lower_to_memory(
     args.gradient_accumulation_steps = accumulation_steps(global_batch_size, micro, args.world_size)
 
 
-def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
-    """Whether a micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved."""
+def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, torch.Tensor], accumulation: int) -> bool:
+    """Whether a micro-batch can be trained on, with Adam's two moments (and DDP's buckets) reserved, also the second of
+    a step, beside the gradient of the first."""
     device, half = args.device, torch.bfloat16 if args.bf16 else torch.float16
     reserved = (8 + 4 * (args.world_size > 1)) * model.num_parameters()
     try:
@@ -88,10 +98,12 @@ def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, tor
             model.to(device).train()
             optimizer = torch.empty(reserved, dtype=torch.uint8, device=device)
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
-                loss = sum(model(**inputs).loss_sums.values())
-            loss.backward()
-            del loss, optimizer
+            for _ in range(min(accumulation, 2)):
+                with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
+                    loss = sum(model(**inputs).loss_sums.values())
+                loss.backward()
+                del loss
+            del optimizer
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -56,8 +56,8 @@ class RecipeState(TypedDict):
 
 def newest_first(output_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, newest first, whether they are whole or not."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
-    return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
 
 def resume(
@@ -190,9 +190,10 @@ def load_state(
                 f"before, or take the weights alone into a new run with --model_name_or_path {checkpoint}"
             )
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
-        if any(name in data for name in changed):
-            state |= {"position": 0, "states": None, "skipped_blocks": []}
-    return {**state, "changed": list(changed)}
+    data_changed = any(name in data for name in changed)
+    if data_changed:
+        state |= {"position": 0, "states": None, "skipped_blocks": []}
+    return {**state, "changed": list(changed), "data_changed": data_changed}
 
 
 def _fault_of_state(state: dict[str, Any]) -> str | None:

@@ -1,16 +1,18 @@
 """`Trainer` for runs that are killed: checkpoints that are whole or absent, the gradient of the whole effective batch
 for every objective, and errors that say what is safe. `trainer_internals` lists what it builds on."""
 
+import functools
 import json
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
@@ -40,7 +42,7 @@ from roberta_recipe.training.checkpoint import (
     newest_first,
 )
 from roberta_recipe.training.progress import Progress
-from roberta_recipe.training.step_watch import StepWatch
+from roberta_recipe.training.step_watch import StepWatch, outlive_a_stop
 
 # of a group of weights: which they are, and which kernel steps them
 _NOT_OF_THE_RATE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -280,6 +282,17 @@ class DurableTrainer(Trainer):
         if self.accelerator.scaler is not None:  # None for a run that began in fp16 and is resumed in bf16 or fp32
             super()._load_scaler(checkpoint)
 
+    # Data
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.spared(super().get_eval_dataloader(eval_dataset))
+
+    def spared(self, loader: DataLoader) -> DataLoader:
+        """`loader`, whose workers leave a stop to this process."""
+        own = getattr(loader, "base_dataloader", loader)  # of accelerate's, what starts the workers
+        own.worker_init_fn = functools.partial(outlive_a_stop, self.watch.told, own.worker_init_fn)
+        return loader
+
     # Training
 
     @property
@@ -308,15 +321,20 @@ class DurableTrainer(Trainer):
         )
 
     def end_if_stopped(self, note: str = "") -> None:
-        """After `train`: raise `Stopped` where a signal ended it; the step is saved."""
-        if self.watch.stopped_by not in Stopped.EXIT_CODES:
-            return
+        """After `train`: raise `Stopped` where a signal ended it; the step is saved, unless a spike ended it too."""
+        if self.watch.stopped_by in Stopped.EXIT_CODES:
+            step = f"step {self.state.global_step:,} of {self.state.max_steps:,}"
+            what = "is saved in" if self.watch.spike is None else "is a spike, and returned from: the run is in"
+            self._stop(self.watch.stopped_by, f"{step} {what} {self.args.output_dir}{note}")
+
+    def end_if_told(self) -> None:
+        """After a run is finished: raise `Stopped` where a signal came after its last step."""
+        if by := self.watch.told_since():
+            self._stop(by, f"the run in {self.args.output_dir} is finished")
+
+    def _stop(self, by: str, what: str) -> NoReturn:
         environment.leave_process_group()
-        raise Stopped(
-            f"stopped by {self.watch.stopped_by}: step {self.state.global_step:,} of {self.state.max_steps:,} is saved "
-            f"in {self.args.output_dir}{note}. {continue_with()}",
-            self.watch.stopped_by,
-        )
+        raise Stopped(f"stopped by {by}: {what}. {continue_with()}", by)
 
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()

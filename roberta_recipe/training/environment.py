@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores, has_bf16, keep_freed_memory
+from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import logger
 from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
@@ -33,12 +33,13 @@ _NOT_BY_LAUNCHER = {
 
 
 def set_up_process() -> None:
-    """End with the launcher (`end_with_launcher`); keep memory that is freed (`keep_freed_memory`); share the cores
-    among this machine's processes where they train on them.
+    """End with the launcher (`end_with_launcher`); free what a run before held, and keep memory that is freed
+    (`keep_freed_memory`); share the cores among this machine's processes where they train on them.
 
     Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
     end_with_launcher()
+    free_memory()
     keep_freed_memory()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         remove_stale_locks(Path(get_default_build_root()))
@@ -76,6 +77,9 @@ def _take(output_dir: str, max_steps: int) -> None:
     _check_content(path, max_steps)  # another run may have begun and ended in between
 
 
+_OF_TENSORBOARD = "runs"  # where transformers has it write, below the output folder
+
+
 def _check_content(path: Path, max_steps: int) -> None:
     if (path / RECORD_NAME).exists() and not _can_continue(path, max_steps):
         raise InputError(
@@ -84,7 +88,7 @@ def _check_content(path: Path, max_steps: int) -> None:
             "true (the rate then follows the schedule of the longer run)"
         )
     # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
-    left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME)
+    left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME, _OF_TENSORBOARD)
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     if any(name not in left and not durable.is_aside(name) for name in names) and not newest_first(path):
         raise InputError(

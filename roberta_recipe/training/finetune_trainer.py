@@ -1,6 +1,5 @@
 """Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
 
-import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -145,6 +144,9 @@ class FinetuneTrainer(DurableTrainer):
 
     # Training
 
+    def get_train_dataloader(self):
+        return self.spared(super().get_train_dataloader())
+
     @property
     def ends_epoch(self) -> bool:
         """Whether the last step is the last of its epoch, or of all."""
@@ -270,7 +272,7 @@ class FinetuneTrainer(DurableTrainer):
         )
         self.callback_handler.eval_dataloader = loader
         self.model.eval()
-        for inputs in loader:
+        for inputs in self.spared(loader):
             with torch.no_grad(), self.accelerator.autocast():
                 _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
             found.append(scores.float())
@@ -322,10 +324,3 @@ def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,
     if fault := durable.fault(folder, needed):
         raise InputError(f"{folder} cannot be used: {fault}. Move {output_dir} away to have it run again")
     return np.load(folder / SCORES)
-
-
-def free_memory() -> None:
-    """Free what a run held, before the next run of the same process."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals` lists what this builds on.
 """
 
-import functools
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
+from roberta_recipe.errors import InputError
 from roberta_recipe.record import SourceMetrics, loss_at_steps
 from roberta_recipe.training import optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
-from roberta_recipe.training.step_watch import outlive_a_stop
 from roberta_recipe.training.throughput import Throughput
 
 _DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
@@ -72,16 +72,16 @@ class MlmTrainer(DurableTrainer):
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         # a compiled model would be compiled anew for each length
         micro_batches = MicroBatches(self.data_collator, size, like_length=not self.args.torch_compile)
-        return MicroBatchLoader(
+        loader = MicroBatchLoader(
             self.train_dataset,
             batch_size=size * self.args.gradient_accumulation_steps,
             collate_fn=micro_batches,
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            worker_init_fn=functools.partial(outlive_a_stop, self.watch.told),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
+        return self.spared(loader)
 
     @property
     def position(self) -> int:
@@ -137,8 +137,26 @@ class MlmTrainer(DurableTrainer):
         self._of_command_line = optimization.hyperparameters(optimizer)
         return optimizer
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self._as_changed(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @contextlib.contextmanager
+    def _as_changed(self, checkpoint: str) -> Iterator[None]:
+        """Within, weights that the model has not, of other shapes or in another number, raise `InputError`."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if not self._changed:
+                raise
+            raise InputError(
+                f"{checkpoint} has the state of another model ({' '.join(str(error).split())}), which cannot be taken "
+                f"over: start it as before, or take its weights into a new run with --model_name_or_path {checkpoint}"
+            ) from None
+
     def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._as_changed(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._changed:  # rate and decay are those of the command line
             optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 

@@ -60,8 +60,10 @@ class PredictedPositions:
             kwargs.pop("token_type_ids", None)
         family = families.TABLE.get(self.config.model_type)
         if sequence is not None:
+            # the eager attention adds the mask to scores of the weights' precision
+            added = self.dtype if self.config._attn_implementation == "eager" else None
             attention_mask, kwargs["position_ids"] = apart(
-                sequence, attention_mask, family.first_position(self.config), self.config._attn_implementation
+                sequence, attention_mask, family.first_position(self.config), added
             )
         other_targets = {column: kwargs.pop(column, None) for column in self.objectives.values() if column != "labels"}
         if labels is None:
@@ -100,15 +102,16 @@ def masked_lm_class(
 
 
 def apart(
-    sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, attn_implementation: str
+    sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, added: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What keeps the sequences of a row apart: the attention mask (batch, 1, seq_len, seq_len), in which a token sees
-    its own sequence alone, and position ids (batch, seq_len) that begin anew in each, from `first_position` on."""
+    its own sequence alone, True or, of a type `added`, 0; and position ids (batch, seq_len) that begin anew in each,
+    from `first_position` on."""
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
-    if attn_implementation == "eager":  # which adds it to the scores
-        same = torch.where(same, 0.0, torch.finfo(torch.float32).min)
+    if added:
+        same = torch.where(same, 0.0, torch.finfo(added).min).to(added)
     places = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]

@@ -57,8 +57,8 @@ def matrices_of_layers(model: nn.Module) -> list[nn.Parameter]:
 def build(
     args: TrainingArguments, optim_args: dict[str, str], groups: list[dict[str, Any]], matrices: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer that `args.optim` names, one of `OWN`, over `groups` of weights; under Muon, `matrices` are taken
-    out of them. Raises `TypeError` and `ValueError` for `optim_args` that it cannot take."""
+    """The optimizer that `args.optim` names, one of `OWN`, over `groups` of weights, first those that decay; under
+    Muon, `matrices` are taken out of them. Raises `TypeError` and `ValueError` for `optim_args` that it cannot take."""
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if unknown := [name for name in optim_args if args.optim != "muon" or name not in _OF_MUON]:
         raise TypeError(f"it has no {unknown[0]}")
@@ -70,7 +70,7 @@ def build(
 
         # the decay is a part of the update whose norm is taken (Algorithm 2); `adam_debias` leaves the rate as it is;
         # `adam`, the norms out: in the authors' code, of what is not decayed (a bias of padding would be its norm)
-        groups = [{**group, "adam": group["weight_decay"] == 0} for group in groups]
+        groups = [{**group, "adam": number > 0} for number, group in enumerate(groups)]
         return Unclamped(groups, **common, weight_decouple=False, adam_debias=True)
     given = {name: _OF_MUON[name](value) for name, value in optim_args.items()}
     for name, value in given.items():

@@ -397,9 +397,10 @@ def build_model(
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
         class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
+    training_args.attn_implementation = attention.choose(model.config, training_args)
     if args.input_format in SHARED_ROWS:
         families.check_shared_rows(model.config, args.input_format)
-    training_args.attn_implementation = attention.choose(model.config, training_args)
+        attention.check_shared_rows(training_args.attn_implementation, args.input_format)
     attention.set_up(model, training_args)
     return model
 
@@ -452,7 +453,9 @@ def skipped_blocks(
             f"skip_blocks: blocks {order.in_words(consumed)} are before block {position:,}, where the run is resumed: "
             "move the checkpoints away that were written after them"
         )
-    return order.union([*before, *named, *spikes.read_skipped(training_args.output_dir)])
+    # where the data have changed, positions of returns are those of other blocks
+    returns = [] if resumed and resumed["data_changed"] else spikes.read_skipped(training_args.output_dir)
+    return order.union([*before, *named, *returns])
 
 
 def full_batch(

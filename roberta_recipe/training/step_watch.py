@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # a terminal's Ctrl-C reaches a process, and again through its launcher
 _SAME_INTERRUPT_S = 2.0
+# a process notes a signal when a call of torch returns, as of a backward pass on a CPU
+_MOST_OF_A_CALL_S = 30.0
 
 
 class StepWatch(TrainerCallback):
@@ -32,8 +34,9 @@ class StepWatch(TrainerCallback):
     (`spikes.is_spike`), to train again from the last. A second Ctrl-C ends the process at once.
     """
 
-    def __init__(self, minutes: float | None = None, deviations: float | None = None):
+    def __init__(self, minutes: float | None = None, deviations: float | None = None, start_s: float | None = None):
         self.minutes, self.deviations = minutes, deviations
+        self.start_s = start_s  # time.monotonic() from which `minutes` count; None: from the begin of training
         self.stopped_by: str | None = None  # "SIGTERM", "Ctrl-C", `TIME_LIMIT`
         self.spike: float | None = None  # the loss that ended training
         self.told = torch.zeros(1).share_memory_()  # to stop: a signal's number; data workers look at it too
@@ -44,7 +47,7 @@ class StepWatch(TrainerCallback):
 
     def begin(self, recent_losses: Iterable[float]) -> None:
         """Take over the signals; `recent_losses` are those of the steps before."""
-        self.start_s = time.monotonic()
+        self.start_s = self.start_s or time.monotonic()
         self.recent_losses.extend(recent_losses)
         # a job that a script's shell has put into the background ignores Ctrl-C, which is for others
         numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -76,18 +79,26 @@ class StepWatch(TrainerCallback):
         terminated, interrupted, over, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
         self.trainer.not_finite.zero_()
         self.trainer.step_loss.zero_()
+        if terminated or interrupted:
+            self.stopped_by = "SIGTERM" if terminated else "Ctrl-C"
         if self._is_spike(loss / args.world_size):
             self.spike = loss / args.world_size
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
             return
         self.trainer.check_step(bool(not_finite))
-        if terminated or interrupted or (over and state.global_step < state.max_steps):
-            self.stopped_by = "SIGTERM" if terminated else "Ctrl-C" if interrupted else TIME_LIMIT
+        if self.stopped_by or (over and state.global_step < state.max_steps):
+            self.stopped_by = self.stopped_by or TIME_LIMIT
             control.should_save = control.should_training_stop = True
             why = f"{TIME_LIMIT}={self.minutes:g}" if self.stopped_by == TIME_LIMIT else self.stopped_by
             why = "The launcher has ended" if terminated and launcher_is_gone() else why
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
+
+    def told_since(self) -> str | None:
+        """By which signal a process was told to end after the last step; called in all processes."""
+        told = torch.tensor([float(self.told) == number for number in _SIGNALS], device=self.trainer.args.device)
+        terminated, interrupted = self.trainer.sum_over_processes(told.float()).tolist()
+        return "SIGTERM" if terminated else "Ctrl-C" if interrupted else None
 
     def _is_spike(self, loss: float) -> bool:
         """Whether `loss` of the step ends training; another loss is one of those that the next is compared with."""
@@ -99,12 +110,16 @@ class StepWatch(TrainerCallback):
         return False
 
 
-def outlive_a_stop(told: torch.Tensor, worker: int) -> None:
-    """What a data worker does of signals: Ctrl-C is its trainer's, which ends its workers, and so is a SIGTERM that the
-    trainer has got too; both finish and save their step first."""
+def outlive_a_stop(told: torch.Tensor, before: Callable[[int], None] | None, worker: int) -> None:
+    """What a data worker does of signals, after what it did `before`: Ctrl-C is its trainer's, which ends its workers,
+    and so is a SIGTERM that the trainer has got too; both finish and save their step first."""
+    if before:
+        before(worker)
+    trainer = os.getppid()
 
     def end_unless_told(*_: Any) -> None:
-        for _ in range(20):
+        end_s = time.monotonic() + _MOST_OF_A_CALL_S
+        while time.monotonic() < end_s and os.getppid() == trainer:
             if told:
                 return
             time.sleep(0.05)

@@ -73,7 +73,7 @@ class Throughput:
     def begin(self) -> None:
         """Start the clock, at the first batch: what came before, filling a stream, is not throughput."""
         if not self.begun:
-            self._since_s = time.monotonic()
+            self._since_s, self._outside_s = time.monotonic(), 0.0
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:

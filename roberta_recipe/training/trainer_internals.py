@@ -52,6 +52,9 @@ _SHARED = (
         ("self", "checkpoint"),
         "loads a stored loss scale, and fails where `accelerator.scaler` is None",
     ),
+    Internal("get_train_dataloader", ("self",), "used as it is returned: not prepared by accelerate"),
+    Internal("get_eval_dataloader", ("self", "eval_dataset"), "its `worker_init_fn` is read when workers start"),
+    Internal("_load_from_checkpoint", ("self", "resume_from_checkpoint", "model"), "loads the weights alone"),
     Internal("training_step", _STEP, "forward, `compute_loss` and backward of one micro-batch"),
     Internal("_issue_warnings_after_load", ("self", "load_result"), "called with what the loaded weights lack"),
     Internal("_tr_loss", None, "the sum of `training_step`'s losses since the last log line, of this process"),
@@ -66,7 +69,6 @@ _PRETRAINING = (
     Internal(
         "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"), "as it is documented"
     ),
-    Internal("get_train_dataloader", ("self",), "used as it is returned: not prepared by accelerate"),
     Internal("_load_optimizer_and_scheduler", ("self", "checkpoint"), "called with None where nothing is resumed"),
     Internal("evaluate", _EVALUATE, "calls `evaluation_loop` and `log`"),
     Internal(
@@ -83,6 +85,5 @@ _PRETRAINING = (
 )
 _FINE_TUNING = (
     Internal("_get_train_sampler", ("self", "train_dataset"), "its indices are sharded over processes by batch"),
-    Internal("_load_from_checkpoint", ("self", "resume_from_checkpoint", "model"), "loads the weights alone"),
 )
 INTERNALS = _SHARED + _PRETRAINING + _FINE_TUNING
