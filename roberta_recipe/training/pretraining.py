@@ -454,7 +454,7 @@ def skipped_blocks(
             "move the checkpoints away that were written after them"
         )
     # where the data have changed, positions of returns are those of other blocks
-    returns = [] if resumed and resumed["data_changed"] else spikes.read_skipped(training_args.output_dir)
+    returns = [] if (resumed or {}).get("data_changed") else spikes.read_skipped(training_args.output_dir)
     return order.union([*before, *named, *returns])
 
 
