@@ -1,10 +1,7 @@
-"""fp16 on the CPU: a real loss scale and half-precision arithmetic, with overflow injected at chosen steps.
+"""fp16 on the CPU: a real loss scale and half-precision arithmetic, with overflow injected at chosen steps. accelerate
+makes no loss scale on a CPU, so `fp16_on_cpu` gives it one."""
 
-accelerate makes no loss scale on a CPU, so `fp16_on_cpu` gives it one. `python tests/test_fp16.py STEPS RUNS` is
-`train_mlm.py` with that in two processes, for each of RUNS, [[environment, flags], ...] in JSON; the gradients of the
-second process overflow at STEPS ("2,3").
-"""
-
+import functools
 import importlib
 import itertools
 import json
@@ -12,8 +9,6 @@ import math
 import os
 import re
 import shutil
-import socket
-import sys
 import types
 from pathlib import Path
 
@@ -21,7 +16,7 @@ import accelerate
 import pytest
 import torch
 import yaml
-from conftest import run_python
+from conftest import end_well, forked_ranks
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -274,27 +269,25 @@ def test_fine_tuning_keeps_the_same_promises(root, model_dir, tmp_path, monkeypa
     assert stored(folders[-1], "scaler.pt")["scale"] == 2**14
 
 
-def test_two_processes_skip_together(preset, train, tmp_path, root):
+def test_two_processes_skip_together(preset, train, tmp_path, deepspeed_ranks):
     """Overflow in the second process alone, with data parallelism and under ZeRO (whose hysteresis keeps the loss scale
     at the first overflow)."""
     few = ["--max_steps", "4"]
     train(Overflow({2, 3}), *few, name="single")
-    stages = [2] if shutil.which(os.environ.get("CXX", "c++")) else []  # DeepSpeed builds an extension
     flags = ["--config", preset, "--fp16", "true", *SAVING, *few, "--per_device_train_batch_size", "2", "--output_dir"]
-    runs = {
-        "ddp": {},
-        **{
-            f"zero{stage}": {  # what `accelerate launch` says
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(root / "ds_configs" / f"zero{stage}.json"),
-            }
-            for stage in stages
-        },
-    }
-    listed = [(environ, [*flags, str(tmp_path / name)]) for name, environ in runs.items()]
-    done = run_python(__file__, "2,3", json.dumps(listed), cwd=tmp_path, env={"PYTHONPATH": str(root)})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("fp16 gradients overflowed") == 2 * len(runs)
+    accelerator = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
+
+    def one_process(folder):
+        fp16_on_cpu(setattr, Overflow({2, 3}, process=1))
+        accelerator.is_fp16_supported = lambda self: True  # DeepSpeed asks for fp16 that is fast
+        train_mlm.main([*flags, str(folder)])
+
+    runs = {"ddp": forked_ranks, "zero2": functools.partial(deepspeed_ranks, "zero2")}
+    for name, start in runs.items():
+        (logs := tmp_path / f"logs-{name}").mkdir()
+        ranks = start(lambda rank, name=name: one_process(tmp_path / name), logs)
+        end_well(ranks)
+        assert sum(rank.log.count("fp16 gradients overflowed") for rank in ranks) == 2
     single = history(tmp_path / "single")
     for name in runs:
         two = history(tmp_path / name)
@@ -346,24 +339,3 @@ def test_the_gpu_script_believes_a_run_that_skips_and_no_other(train, tmp_path):
     assert not half.promises(tmp_path / "run", 40, 2.0**17)[0]  # a halving too few
     assert not half.promises(tmp_path / "run", 41, 2.0**16)[0]  # another schedule
     assert half.weights_changed(tmp_path / "run", 39, 40) and not half.weights_changed(tmp_path / "run", 39, 39)
-
-
-def one_process(rank, port, steps, environ, argv):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
-    fp16_on_cpu(setattr, Overflow(map(int, steps.split(",")), process=1))
-    if environ:  # DeepSpeed asks for fp16 that is fast
-        patched = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
-        patched.is_fp16_supported = lambda self: True
-    train_mlm.main(argv)
-
-
-if __name__ == "__main__":  # the processes share these imports
-    for environ, argv in json.loads(sys.argv[2]):
-        if environ:
-            importlib.import_module("deepspeed")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (port, sys.argv[1], environ, argv)
-        torch.multiprocessing.start_processes(one_process, arguments, nprocs=2, start_method="fork")

@@ -33,7 +33,7 @@ def by_definition(model, ids, labels):
     for at in (labels != IGNORED).nonzero()[:, 0].tolist():
         left = max(n for n in range(at) if labels[n] == IGNORED)
         right = min(n for n in range(at, len(labels)) if labels[n] == IGNORED)
-        state = torch.cat([hidden[left], hidden[right], head.places.weight[at - left - 1]])
+        state = torch.cat([hidden[left], hidden[right], head.position_embeddings.weight[at - left - 1]])
         for layer, norm in ((head.first, head.first_norm), (head.second, head.second_norm)):
             state = norm(torch.nn.functional.gelu(layer(state)))
         logits = model.roberta.embeddings.word_embeddings.weight @ state + model.lm_head.bias

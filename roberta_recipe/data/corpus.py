@@ -228,13 +228,13 @@ def _local_paths(path: Path) -> list[str]:
 def _files_below(folder: Path) -> Iterator[str]:
     """The files below a folder; a folder that links lead to again is searched once."""
     searched = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, followlinks=True):
         folders.sort()
-        if (real := os.path.realpath(place)) in searched:
+        if (real := os.path.realpath(parent)) in searched:
             folders.clear()
             continue
         searched.add(real)
-        yield from (path for name in names if os.path.isfile(path := os.path.join(place, name)))
+        yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
 
 
 def _remote_paths(name: str, pattern: str) -> list[str]:

@@ -120,7 +120,7 @@ def _read_memo() -> dict[str, list[Any]]:
 
 
 def _add_to_memo(files: dict[str, list[Any]]) -> None:
-    """Remember `files` beside what is remembered of files that still exist; without a place for it, nothing."""
+    """Remember `files` beside what is remembered of files that still exist; without a file to keep it in, nothing."""
     kept = {path: value for path, value in _read_memo().items() if os.path.exists(path)}
     try:
         _memo_path().parent.mkdir(parents=True, exist_ok=True)

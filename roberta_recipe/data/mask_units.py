@@ -15,7 +15,7 @@ from roberta_recipe.data.word_starts import WordStarts
 Unit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]
 
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
-_PLACES = 32  # that are tried for a length; text of shorter sentences has none for it
+_POSITIONS = 32  # that are tried for a length; text of shorter sentences has none for it
 _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 _TRIES_A_WORD = 4  # of all lengths; a block that has no more room stays below its budget
@@ -81,24 +81,25 @@ def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
     """(begins, ends): spans of `budget` tokens in all, as first positions and positions behind, in the order in which
     they are drawn.
 
-    A length is drawn from `LENGTHS`, then places until one has so many words that are free, so that lengths keep their
-    law. A word stays between two spans, which shows their ends (for a span-boundary objective). The last span is cut to
-    the budget; of a word that is too long for what is left of it, chance takes as many as make it right on average.
+    A length is drawn from `LENGTHS`, then positions until one has so many words that are free, so that lengths keep
+    their law. A word stays between two spans, which shows their ends (for a span-boundary objective). The last span is
+    cut to the budget; of a word that is too long for what is left of it, chance takes as many as make it right on
+    average.
     """
     borders = words.borders.data  # a number of a memoryview is read faster
     begins, ends, tried = [], [], 0
     # 1: a special token, or a word in a span or beside one; and one more at both ends
     held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
-    places = len(held) - 2
+    count = len(held) - 2
     uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, LENGTHS[unit].tolist()
     length = 1 + bisect_right(law, uniform())
-    for _ in range(_PLACES + _TRIES_A_WORD * places):
+    for _ in range(_POSITIONS + _TRIES_A_WORD * count):
         if budget < 1:
             break
         tried += 1
-        begin = int(uniform() * places)
+        begin = int(uniform() * count)
         if held.count(0, begin + 1, begin + 1 + length) < length:
-            if tried == _PLACES:
+            if tried == _POSITIONS:
                 length, tried = 1 + bisect_right(law, uniform()), 0
             continue
         first, end = borders[begin], borders[begin + length]

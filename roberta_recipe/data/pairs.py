@@ -33,7 +33,7 @@ def segment_pair(
     documents: Iterable[Document], state: PackState, *, label: str, short: float = 0.0, **lengths: int
 ) -> Iterator[Columns]:
     """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. The share
-    `short` of them has a length at random in place of the block's, though not less than a sentence."""
+    `short` of them has a length at random in index of the block's, though not less than a sentence."""
     for document, sequence in _pairs(documents, state, label, most_sentences=None, short=short, **lengths):
         yield columns_of(state, document, [sequence], label)
 
@@ -139,6 +139,6 @@ def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
     if len(donors) < _DONORS:
         donors = [*donors, kept]
     else:
-        place = int(draws.integers(_DONORS))
-        donors = [*donors[:place], kept, *donors[place + 1 :]]
+        index = int(draws.integers(_DONORS))
+        donors = [*donors[:index], kept, *donors[index + 1 :]]
     state.extra = {**state.extra, "donors": donors}

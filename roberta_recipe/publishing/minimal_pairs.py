@@ -76,12 +76,12 @@ def plot(record: BlimpRecord, path: str | Path) -> None:
     ends = [[100 * end for end in scores["by_phenomenon_interval"][name]] for name in names]
     errors = [[max(0.0, x - low) for x, (low, _) in zip(own, ends, strict=True)],
               [max(0.0, high - x) for x, (_, high) in zip(own, ends, strict=True)]]  # fmt: skip
-    places = range(len(names))
-    left.barh([p + 0.2 for p in places], own, 0.4, xerr=errors, color="C0", label=record["model"])
+    rows = range(len(names))
+    left.barh([p + 0.2 for p in rows], own, 0.4, xerr=errors, color="C0", label=record["model"])
     if record["random_weights"]:
         control = [100 * _mean(record["random_weights"], method, name) for name in names]
-        left.barh([p - 0.2 for p in places], control, 0.4, color="C7", label="random weights")
-    left.set_yticks(list(places), [name.replace("_", " ") for name in names])
+        left.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
+    left.set_yticks(list(rows), [name.replace("_", " ") for name in names])
     left.set_xlabel(f"acceptable sentence higher, %, by {_SHOWN[method]}", fontsize=9)
     left.legend(fontsize=8, loc="lower right")
     bars = [(f"{record['model']}, {mean.replace('_', ' ')}", 100 * scores[mean], "C0")

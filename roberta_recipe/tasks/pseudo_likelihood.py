@@ -76,7 +76,7 @@ def _words(sentence: str, word_ids: list[int | None], offsets: list[tuple[int, i
     """The number of each token's word, -1 for special tokens."""
     words, before, end = [], None, 0
     for word_id, (start, its_end), is_special in zip(word_ids, offsets, special, strict=True):
-        # a blank that is a token of its own (its offsets are empty) begins a word, and what comes next goes on with it
+        # a blank that is a token of its own (its offsets are empty) begins a word, which the next token continues
         after_blank = sentence[end:start].isspace() or sentence[start:its_end][:1].isspace()
         words.append(words[-1] if words and word_id == before and not after_blank else len(words))
         before, end = word_id, its_end

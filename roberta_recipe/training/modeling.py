@@ -37,7 +37,7 @@ class PredictedPositions:
     """
 
     objectives: ClassVar[dict[str, str]] = {"mlm": "labels"}
-    heads_of_objectives: tuple[str, ...] = ()  # how the names of weights begin that the stock class has no place for
+    heads_of_objectives: tuple[str, ...] = ()  # how the names of weights begin that the stock class does not have
 
     def forward(
         self,
@@ -112,10 +112,10 @@ def apart(
         same &= attention_mask[:, None, None, :].bool()
     if added:
         same = torch.where(same, 0.0, torch.finfo(added).min).to(added)
-    places = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
+    columns = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    positions = places - torch.where(begins, places, 0).cummax(dim=1).values + first_position
+    positions = columns - torch.where(begins, columns, 0).cummax(dim=1).values + first_position
     return same, positions
 
 

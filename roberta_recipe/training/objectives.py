@@ -2,7 +2,7 @@
 sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, section 3.1).
 
 Each has a head of its own, which is trained and kept in the checkpoints that a run is resumed from; the stock class has
-no place for it, so the finished model is saved without it.
+none of them, so the finished model is saved without it.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import modeling
 
-_PLACES = 64  # in a span, tokens; those further on share the last
-_PLACE_SIZE = 200  # of a place's embedding (SpanBERT, section 4.2)
+_MAX_SPAN = 64  # positions in a span that have an embedding; those behind share the last one
+_POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, section 4.2)
 
 
 class SpanBoundaryHead(nn.Module):
-    """Predicts the tokens of a span from the two tokens beside it and the place in it: two layers with GELU and
+    """Predicts the tokens of a span from the two tokens beside it and the position in it: two layers with GELU and
     LayerNorm. `width`: that of the token embedding, narrower than the hidden states in ALBERT."""
 
     def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
         size, eps = config.hidden_size, getattr(config, "layer_norm_eps", 1e-5)
-        self.places = nn.Embedding(_PLACES, _PLACE_SIZE)
-        self.first, self.first_norm = nn.Linear(2 * size + _PLACE_SIZE, size), nn.LayerNorm(size, eps)
+        self.position_embeddings = nn.Embedding(_MAX_SPAN, _POSITION_SIZE)
+        self.first, self.first_norm = nn.Linear(2 * size + _POSITION_SIZE, size), nn.LayerNorm(size, eps)
         self.second, self.second_norm = nn.Linear(size, width), nn.LayerNorm(width, eps)
 
     def forward(self, hidden: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ class SpanBoundaryHead(nn.Module):
         right = torch.where(predicted, predicted.shape[1], at).flip(1).cummin(dim=1).values.flip(1)
         rows, positions = predicted.nonzero(as_tuple=True)
         left, right = left[predicted], right[predicted]
-        places = self.places((positions - left - 1).clamp(max=_PLACES - 1))
-        states = torch.cat([hidden[rows, left], hidden[rows, right], places], dim=-1)
+        relative = self.position_embeddings((positions - left - 1).clamp(max=_MAX_SPAN - 1))
+        states = torch.cat([hidden[rows, left], hidden[rows, right], relative], dim=-1)
         states = self.first_norm(functional.gelu(self.first(states)))
         return self.second_norm(functional.gelu(self.second(states)))
 
