@@ -445,8 +445,18 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
     assert path.stat().st_size > 4 << 20  # beyond what the check before training reads
+    # a worker that waited whether its trainer is told to stop, too, would keep the process for longer than the test has
+    script = f"""
+import sys
+sys.path.insert(0, {str(root)!r})
+from roberta_recipe.errors import exit_on_error
+from roberta_recipe.training import step_watch
+step_watch._MOST_OF_A_CALL_S = 1e6
+import train_mlm
+exit_on_error(train_mlm.main)
+"""
     done = run_python(
-        *[root / "train_mlm.py", "--config", preset, "--train_file", path, "--max_steps", "9"],
+        *["-c", script, "--config", preset, "--train_file", path, "--max_steps", "9"],
         *["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
         cwd=tmp_path,
     )

@@ -3,9 +3,11 @@
 All processes decide alike, at the end of an optimizer step, by the sum of what each of them has seen.
 """
 
+import atexit
 import os
 import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_INTERRUPT_S = 2.0
 # a process notes a signal when a call of torch returns, as of a backward pass on a CPU
 _MOST_OF_A_CALL_S = 30.0
+_ENDS = -1  # in `StepWatch.told`: this process ends, and so do its data workers
 
 
 class StepWatch(TrainerCallback):
@@ -40,6 +43,7 @@ class StepWatch(TrainerCallback):
         self.stopped_by: str | None = None  # "SIGTERM", "Ctrl-C", `TIME_LIMIT`
         self.spike: float | None = None  # the loss that ended training
         self.told = torch.zeros(1).share_memory_()  # to stop: a signal's number; data workers look at it too
+        atexit.register(_end_workers, weakref.ref(self))  # before multiprocessing's own end, which waits for them
         self.recent_losses: deque[float] = deque(maxlen=spikes.WINDOW)
         self.trainer: DurableTrainer | None = None
         self._handlers: dict[int, Any] = {}
@@ -110,6 +114,13 @@ class StepWatch(TrainerCallback):
         return False
 
 
+def _end_workers(watch: weakref.ref) -> None:
+    """As the interpreter ends: tell the data workers that are left, as of an error's traceback, that nobody wants
+    them."""
+    if watch():
+        watch().told[0] = _ENDS
+
+
 def outlive_a_stop(told: torch.Tensor, before: Callable[[int], None] | None, worker: int) -> None:
     """What a data worker does of signals, after what it did `before`: Ctrl-C is its trainer's, which ends its workers,
     and so is a SIGTERM that the trainer has got too; both finish and save their step first."""
@@ -120,8 +131,10 @@ def outlive_a_stop(told: torch.Tensor, before: Callable[[int], None] | None, wor
     def end_unless_told(*_: Any) -> None:
         end_s = time.monotonic() + _MOST_OF_A_CALL_S
         while time.monotonic() < end_s and os.getppid() == trainer:
-            if told:
+            if told > 0:
                 return
+            if told == _ENDS:
+                break
             time.sleep(0.05)
         os._exit(0)
 
