@@ -1,22 +1,26 @@
 """Commands of README and docs are those that their programs take; those of docs/adapting.md run as they are written, in
 a copy of the repository, with fewer steps."""
 
+import contextlib
 import importlib
 import itertools
 import json
 import os
 import random
 import re
+import runpy
 import shutil
+import socket
 import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_documents, write_jsonl, write_text
+from conftest import Forked, make_documents, write_jsonl, write_text
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT
 
 FEWER = ((r"--max_steps \d+", "--max_steps 4"), (r"--save_steps \d+", "--save_steps 2"))
 FEWER += ((r"--warmup_steps \d+ ", "--warmup_steps 1 "), (r"--num_train_epochs 3", "--num_train_epochs 1 --seeds 1 2"))
@@ -73,7 +77,7 @@ def apply(diff: str, folder: Path) -> list[str]:
     return [line[1:].strip() for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
 
 
-NOTED = """#!{python}
+NOTED = """#!{python} -IS
 import json, os, sys
 with open({calls!r}, "a") as stream:
     stream.write(json.dumps(sys.argv[1:]) + "\\n")
@@ -146,7 +150,78 @@ def test_every_test_that_the_reliability_page_names_is_there(root):
     assert not missing and len(named) > 30
 
 
-def test_every_command_of_the_page_runs(root, tmp_path, monkeypatch, capsys):
+ASKS = """#!{python} -IS
+import json, os, socket, sys
+words = sys.argv[1:]
+server = socket.socket(socket.AF_UNIX)
+server.connect({server!r})
+program = sys.stdin.read() if words[0] == "-" else None
+with server.makefile("rw") as stream:
+    stream.write(json.dumps([words, program, os.getcwd(), dict(os.environ)]) + "\\n")
+    stream.flush()
+    code, said = json.loads(stream.readline())
+sys.stdout.write(said)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A function that runs a block in bash, whose `python` is a fork of this process, which has everything imported;
+    returns what it said."""
+    monkeypatch.chdir(tmp_path)  # a socket's path may have 107 bytes
+    (tmp_path / "bin").mkdir()
+    (python := tmp_path / "bin" / "python").write_text(ASKS.format(python=sys.executable, server=str(tmp_path / "s")))
+    python.chmod(0o755)
+    numbers = itertools.count()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s")
+        server.listen()
+        server.settimeout(0.05)
+
+        def run(block, folder):
+            path = f"{tmp_path / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            with open(tmp_path / f"said-{next(numbers)}", "w+") as said:
+                done = subprocess.Popen(
+                    ["bash", "-e", "-c", block], cwd=folder, env={**os.environ, "PATH": path}, stdout=said, stderr=said
+                )
+                while done.poll() is None:
+                    with contextlib.suppress(TimeoutError):
+                        answer(server.accept()[0], tmp_path / f"python-{next(numbers)}")
+                said.seek(0)
+                text = said.read()
+            assert done.returncode == 0, f"{block}\n{text}"
+            return text
+
+        yield run
+
+
+def answer(connection, log):
+    """Run what `ASKS` asks for; the reply is its exit code and its output."""
+    with connection, connection.makefile("rw") as stream:
+        words, program, folder, environment = json.loads(stream.readline())
+        child = Forked(lambda: python(words, program, folder), log, **environment)
+        stream.write(json.dumps([child.end(), child.log]) + "\n")
+
+
+def python(words, program, folder):
+    """What `python WORDS` does in `folder`, with the recipe's modules from there."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("roberta_recipe", "train_mlm")]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    if program is not None:
+        exec(program, {"__name__": "__main__"})
+    elif is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, capsys):
     folder = clone(root, tmp_path / "clone")
     write_inputs(folder)
     of_page = blocks(root / "docs" / "adapting.md")
@@ -168,20 +243,13 @@ def test_every_command_of_the_page_runs(root, tmp_path, monkeypatch, capsys):
             "cp presets/glue/rte.yaml my_project/mine.yaml",
             block,
         )
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         if launched:  # once is enough, as a launcher takes seconds to start
             block = block.replace("python -m roberta_recipe.tools.launch ", "python ")
-        launched |= "tools.launch " in block
-        done = subprocess.run(
-            ["bash", "-e", "-c", block],
-            cwd=folder,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{block}\n{done.stderr}"
-        shown.append(done.stdout + done.stderr)
+        elif launched := "tools.launch " in block:
+            block = block.replace(
+                "python -m roberta_recipe.tools.launch ", f"{sys.executable} -m roberta_recipe.tools.launch "
+            )
+        shown.append(shell(block, folder))
     assert "8,192 entries in tokenizer/mine" in shown[1] and re.search(r"tokens, [\d.]+ epochs of", shown[2])
     record = json.loads((folder / "runs/mine/run_record.json").read_text())
     assert record["steps"] == 4 and set(record["metrics_by_source"]) == {"books", "mail"}

@@ -116,14 +116,13 @@ def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsy
 
 
 def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
-    """A copy of the script with `roberta_recipe` and a preset in an empty folder, by `accelerate launch`; then the same
-    command line, which finds its runs done."""
+    """A copy of the script with `roberta_recipe` and a preset in an empty folder; then the same command line, which
+    finds its runs done. (With a launcher: tests/test_glue.py.)"""
     script = copied("finetune_race.py", tmp_path / "mine")
     shutil.copy(root / "presets" / "race" / "paper.yaml", script.parent / "mine.yaml")
     argv = flags("--seeds", 1, 2, "--level", "high")
     assert argv[0] == "--config"
-    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
-    done = run_python(*command, script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
+    done = run_python(script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
     assert done.returncode == 0, done.stderr
     assert "medians: accuracy" in done.stdout and "middle" not in done.stdout.replace("middle 86.5", "")
     assert record_of(tmp_path / "race")["steps"] == 6

@@ -148,14 +148,12 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
     assert (best / answerability.FILE).is_file() == (no_answer == "classifier")
 
 
-def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
-    """The script copied with `roberta_recipe` into an empty folder, by `accelerate launch`; then the same command line,
-    which finds its runs done."""
+def test_as_a_user_starts_it_and_again(flags, tmp_path, capfd):
+    """The script copied with `roberta_recipe` into an empty folder; then the same command line, which finds its runs
+    done. (With a launcher: tests/test_glue.py.)"""
     script = copied("finetune_squad.py", tmp_path / "mine")
-    command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
     argv = flags("2.0", "--seeds", 1, 2)
-    command += [script, *argv]
-    done = run_python(*command, cwd=script.parent)
+    done = run_python(script, *argv, cwd=script.parent)
     assert done.returncode == 0, done.stderr
     assert "RoBERTa-large: exact 86.5, f1 89.4 (Table 6)" in done.stdout and "HasAns_f1" in done.stdout
     finetune_squad.main(argv)
