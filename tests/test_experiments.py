@@ -269,11 +269,15 @@ def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, sa
 
 
 def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
-    rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py"}]
-    listed = experiment_list.read(write(rows=rows, seeds=[7], measures={"score": None}))
-    (row,) = listed.rows
+    """Each seed may have its own model: the row of a pretraining list with that seed."""
+    flags = {"model_name_or_path": "pretrained/seed-{seed}/run"}
+    rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "flags": flags}]
+    listed = experiment_list.read(write(rows=rows, seeds=[7, 8], measures={"score": None}))
+    row, other = listed.rows
     assert row.train[-4:] == ["--seeds", "7", "--output_dir", str(tmp_path / "out/rte/seed-7/run")]
     assert row.settings["task_name"] == "rte" and "seeds" not in row.settings and row.figure("score") is None
+    assert "pretrained/seed-7/run" in row.train and "pretrained/seed-8/run" in other.train
+    assert row.settings == other.settings
 
 
 def test_jobs_are_at_most_the_cores(monkeypatch):

@@ -304,7 +304,8 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
 
 def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: dict[str, list[str]]) -> Row:
     folder = folder / setting.name / f"seed-{seed}"
-    flags = [*(["--config", setting.config] if setting.config else []), *words_of(setting.flags, setting.name)]
+    of_seed = [word.replace("{seed}", str(seed)) for word in words_of(setting.flags, setting.name)]
+    flags = [*(["--config", setting.config] if setting.config else []), *of_seed]
     launcher = ["-m", "roberta_recipe.tools.launch"] if torch.cuda.device_count() > 1 else []  # on all GPUs
     command = [sys.executable, *launcher, str(resolve_path(setting.script)), *flags]
     command += [f"--{resolved.seed_flag}", str(seed)]
