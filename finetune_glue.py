@@ -24,7 +24,6 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from roberta_recipe import durable
 from roberta_recipe.args import setting
-from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> Summary:
     overlap = glue.duplicates(data["train"], data[task.splits_of("validation")[0]])
 
     # 3. Features, head and loss.
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
+    tokenizer = protocol.load_tokenizer(args)
     form = FORMS[form_name(args, task)](args, task, data, tokenizer)
     found = announce(args, task, data, form, overlap)
 
@@ -132,8 +131,9 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
     """Raise `InputError` for values out of range and for choices that exclude each other."""
     if args.task_name not in TASKS:
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
-    if unknown := [name for name in TASKS[args.task_name].metrics if name not in glue_metric.FUNCTIONS]:
-        raise InputError(f"{args.task_name}: {unknown[0]} is no metric of {', '.join(glue_metric.FUNCTIONS)}")
+    glue.check_metrics(args.task_name, TASKS[args.task_name])
+    if args.predict_with == "ensemble" and not training_args.do_predict:
+        raise InputError("predict_with=ensemble says how the test set is predicted: add --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
@@ -319,6 +319,8 @@ def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
+        # what `pipeline` makes of the logits: a checkpoint to start from may say otherwise
+        problem_type="regression" if len(labels) == 1 else "single_label_classification",
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
@@ -353,7 +355,7 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     """Log what will run, in a few lines; return the counts."""
     validation = data[task.splits_of("validation")[0]]
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
-    skipped = sum(examples.skipped for examples in data.values())
+    skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
     counts = "; ".join(f"{name}: {count:,}" for name, count in form.counts.items() if count) or "none cut"
     grid = (
         f"Grid        rates {', '.join(map(str, SWEEP_RATES))} x batches {', '.join(map(str, SWEEP_BATCHES))}, 10 "
@@ -361,12 +363,12 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     )
     logger.info(
         f"Task        {args.task_name}: {', '.join(task.labels) or 'scores from 0 to 5'}; best epoch by {task.metric}\n"
-        f"Rows        {rows}" + (f"; {skipped:,} broken rows skipped" if skipped else "") + "\n"
+        f"Rows        {rows}" + (f"; {sum(skipped.values()):,} broken rows skipped" if skipped else "") + "\n"
         f"Features    {form_name(args, task)}; {counts}\n"
         f"Duplicates  {overlap['in_train']:,} of {len(validation):,} validation examples are in the training set, "
         f"{overlap['with_the_same_label']:,} with the same label\n" + (grid if args.sweep else "")
     )
-    return {"duplicates": overlap, "features": form.counts}
+    return {"duplicates": overlap, "features": {**form.counts, **skipped}}
 
 
 def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, found: dict) -> protocol.Job:
@@ -456,7 +458,8 @@ def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data
 def write_submission(
     args: GlueArguments, task: glue.Task, job: protocol.Job, form: Form, data, runs, summary: Summary, folder: Path
 ) -> None:
-    """The server's files in `<folder>/submission`, from the best run or from all seeds of the best setting."""
+    """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
+    of the best setting."""
     picked = picked_setting(summary)
     chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
     if args.predict_with == "best":
@@ -466,14 +469,16 @@ def write_submission(
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)
         print(f"ensemble    validation {task.metric} {100 * metrics[task.metric]:.1f}")
-    files = {split: (task, file) for split, file in task.submission.items()}
+    own = {split: f"{Path(task.splits[split][0]).stem}_predictions.tsv" for split in task.splits_of("test")}
+    of_task = task if task.submission else dataclasses.replace(task, words=True, submission=own)
+    files = {split: (of_task, file) for split, file in of_task.submission.items()}
     if args.task_name == "mnli":
         files["ax"] = glue.AX, glue.AX.submission["test"]
-    for split, (of_task, file) in files.items():
+    for split, (of_file, file) in files.items():
         scores = mean_over_runs(form, [scores_by_split[split] for scores_by_split in tests])
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
-        glue.write_predictions(path, glue.answers(of_task, predictions))
+        glue.write_predictions(path, glue.answers(of_file, predictions))
         print(f"submission  {path}: {len(predictions):,} rows from {len(chosen)} run{'s' * (len(chosen) > 1)}")
 
 

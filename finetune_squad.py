@@ -21,7 +21,6 @@ from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding,
 
 from roberta_recipe import durable
 from roberta_recipe.args import setting
-from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> Summary:
     overlap = sum(question.context in contexts for question in data["validation"])
 
     # 3. Features, head and loss.
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name or args.model_name_or_path, needed=("pad_token",))
+    tokenizer = protocol.load_tokenizer(args)
     tokenizer.padding_side = "right"  # positions are counted from the left
     windows = {split: make_windows(args, questions, tokenizer) for split, questions in data.items()}
     found = announce(args, data, windows, overlap, misplaced)

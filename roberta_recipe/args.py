@@ -278,8 +278,9 @@ def parse(
     """Read `--config` and the flags on top of it.
 
     Of two `alternatives` (and of those that a dataclass names), a flag that sets the first replaces the preset's value
-    for the second, and vice versa; both at once are an error. Returns the filled dataclasses, and all resolved values
-    as a preset, without flags of a single start (`Flag`). Raises `InputError`.
+    for the second, and vice versa; both at once are an error. Of two that a dataclass `replaces`, the first does
+    that to the second, and both may be given. Returns the filled dataclasses, and all resolved values as a preset,
+    without flags of a single start (`Flag`). Raises `InputError`.
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
     parser = RecipeParser(
@@ -306,6 +307,9 @@ def parse(
         for name, other in (pair, pair[::-1]):
             if name in given and named[name] and other not in given:
                 values.pop(other, None)
+    for name, other in (pair for cls in dataclass_types for pair in getattr(cls, "replaces", ())):
+        if name in given and other not in given:
+            values.pop(other, None)
     parser.set_defaults(**values)
     namespace = vars(parser.parse_args(argv))
     for name, other in alternatives:

@@ -21,7 +21,7 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.tasks import protocol, summary_text
 from roberta_recipe.training import finetune_trainer, heads
@@ -165,6 +165,36 @@ def test_a_damaged_best_epoch_of_a_run_that_is_resumed(flags, tmp_path, monkeypa
         else:
             with pytest.raises(InputError, match=r"best cannot be used: model.safetensors is not what was written"):
                 finetune_glue.main(again)
+
+
+def test_a_best_epoch_that_a_resumed_run_does_not_reach_again(flags, tmp_path, monkeypatch):
+    """Killed behind a best epoch that no checkpoint has, and resumed with another rounding: the checkpoint's counts."""
+    coming, given = iter([0.2, 0.3, 0.9]), {}
+
+    def measure(task, form, split, scores, *_):
+        key = scores.tobytes()
+        given[key] = given[key] if key in given else next(coming)
+        return {"accuracy": given[key]}
+
+    def step_7_fails(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    step = FinetuneTrainer.training_step
+    monkeypatch.setattr(finetune_glue, "measure", measure)
+    monkeypatch.setattr(FinetuneTrainer, "training_step", step_7_fails)
+    saving = ["--max_steps", 8, "--eval_strategy", "steps", "--eval_steps", 2, "--save_strategy", "steps"]
+    saving += ["--save_steps", 4]
+    with pytest.raises(Stopped):
+        finetune_glue.main(flags(*saving))
+    monkeypatch.setattr(FinetuneTrainer, "training_step", step)
+    run, coming = tmp_path / "rte" / RUN, iter([0.1, 0.2])
+    given = {key: value for key, value in given.items() if value == 0.3}
+    summary = finetune_glue.main(flags(*saving))
+    record = durable.read_json(run / "run_record.json")
+    assert (record["best_step"], summary["settings"][0]["median"]) == (4, 0.3)
+    assert {path.name for path in run.iterdir() if path.is_dir()} == {"best"}
 
 
 def test_scores_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch):

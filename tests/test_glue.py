@@ -20,7 +20,13 @@ import yaml
 from conftest import PLACES, SUBJECTS, VERBS, end_well, forked_ranks, run_python
 from official_files import PAIR, write_glue, write_lines, write_wsc
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, RobertaForMaskedLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DebertaV2Config,
+    RobertaForMaskedLM,
+    pipeline,
+)
 
 import finetune_glue
 from roberta_recipe import durable
@@ -784,3 +790,89 @@ def test_the_table_of_tasks():
     assert len(files) == len(set(files)) == 11
     for task in TASKS.values():
         assert len(task.columns) == len(task.hub_columns) and Path(task.folder).name == task.folder
+
+
+def test_a_task_of_scores_of_your_own_and_its_predictions(flags, tmp_path, data_dir, monkeypatch, capsys):
+    """`pipeline` shows what the model says: no sigmoid of a score. Epochs on the command line replace the preset's
+    steps."""
+    own = glue.Task("STS-B", PAIR, label_column="score", metrics=("pearson",))
+    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": own})
+    argv = flags("stsb", "--task_name", "mine", "--do_predict")
+    del argv[argv.index("--max_steps") : argv.index("--max_steps") + 2]
+    summary = finetune_glue.main([*argv, "--num_train_epochs", "1"])
+    run = Path(summary["settings"][0]["best_run"])
+    assert durable.read_json(run / "run_record.json")["steps"] == ROWS["train"] // 8
+    predicted = (tmp_path / "glue" / "stsb" / "submission" / "test_predictions.tsv").read_text().splitlines()
+    assert len(predicted) == 1 + ROWS["test"] and predicted[0] == "index\tprediction"
+    pair = {"text": "a cat", "text_pair": "a dog"}
+    model = AutoModelForSequenceClassification.from_pretrained(run / "best")
+    tokens = AutoTokenizer.from_pretrained(run / "best")(*pair.values(), return_tensors="pt")
+    said = pipeline("text-classification", str(run / "best"))(pair)["score"]
+    assert model.config.problem_type == "regression" and said == pytest.approx(model(**tokens).logits.item(), abs=1e-6)
+    folder = tmp_path / "glue"
+    (folder / "stsb").rename(folder / "rte")
+    with pytest.raises(InputError, match=r"rte/summary.json is of the task 'mine': move its folder"):
+        glue_table.main(["--folder", str(folder)])
+    assert "submission" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("labels", "metrics", "said"),
+    [
+        (("a", "b", "c"), "matthews_correlation", "matthews_correlation is of two classes, and the task has 3 classes"),
+        ((), "accuracy", "accuracy is of classes, and the task has scores"),
+        ((), "f1", r"f1 is of two classes, and the task has scores; metrics=\('pearson',\)"),
+        (("a", "b"), "pearson", "pearson is of scores, and the task has 2 classes"),
+    ],
+)
+def test_a_metric_that_is_not_of_the_task(flags, monkeypatch, labels, metrics, said):
+    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": glue.Task("RTE", PAIR, labels=labels, metrics=(metrics,))})
+    with pytest.raises(InputError, match=f"mine: {said}"):
+        finetune_glue.main(flags("rte", "--task_name", "mine"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--seed", 7], r"seed=7: each run has one of seeds; --seeds 7"),
+        (["--data_seed", 7], "data_seed=7.* name --seeds"),
+        (["--predict_with", "ensemble"], "predict_with=ensemble says how the test set is predicted: add --do_predict"),
+    ],
+)
+def test_a_flag_that_would_change_nothing(flags, argv, said):
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", *argv))
+
+
+def test_tokenizers_that_do_not_fit_the_model(flags, wordpiece, tmp_path, monkeypatch):
+    """BERT's token types for a model without them are left out; more tokens than the model has, and a slow tokenizer,
+    are refused."""
+    wordpiece.save_pretrained(tmp_path / "wordpiece")
+    assert 1 in wordpiece("a", "b")["token_type_ids"]
+    argv = flags("rte", "--tokenizer_name", tmp_path / "wordpiece", "--random_weights", True, "--max_steps", 1)
+    assert finetune_glue.main(argv)["task"] == "rte"
+    config = Path(argv[argv.index("--model_name_or_path") + 1], "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(wordpiece) - 1}))
+    with pytest.raises(InputError, match=r"has 193 tokens and .* 192: they do not belong together"):
+        finetune_glue.main(argv)
+    monkeypatch.setattr(type(wordpiece), "is_fast", False)
+    with pytest.raises(InputError, match="a slow one, which does not say where in a text its tokens are"):
+        finetune_glue.main(argv)
+
+
+def test_a_head_whose_labels_have_another_order_is_fresh(flags, tmp_path, capfd):
+    out = tmp_path / "glue" / "rte"
+    finetune_glue.main(flags("rte"))
+    best = out / "lr0.001-batch8-seed1" / "best"
+    again = flags("rte", "--model_name_or_path", best, "--output_dir", tmp_path / "again")
+    finetune_glue.main(again)
+    assert "Head        kept" in capfd.readouterr().err
+    text = (best / "config.json").read_text()
+    swapped = (
+        text.replace("not_entailment", "x").replace('"entailment"', '"not_entailment"').replace('"x"', '"entailment"')
+    )
+    (best / "config.json").write_text(swapped)
+    (best / "manifest.json").unlink()
+    finetune_glue.main([*again[:-1], str(tmp_path / "other")])
+    fresh = "fresh, as the checkpoint's has its labels in another order: not_entailment, entailment"
+    assert fresh in capfd.readouterr().err

@@ -1,15 +1,29 @@
 """SQuAD through the command line, on generated contexts: several windows, emoji and accents, no answers."""
 
+import copy
 import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, run_python
 from safetensors.torch import load_file
-from transformers import AutoModelForQuestionAnswering, BertConfig, CLIPTextConfig, RobertaConfig
+from tokenizers import processors
+from transformers import (
+    AlbertConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BertConfig,
+    CLIPTextConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    RobertaConfig,
+    T5Config,
+)
 
 import finetune_squad
 from roberta_recipe import durable
@@ -550,6 +564,39 @@ def test_rates_fall_from_the_head_to_the_embeddings(flags, tmp_path, model_dir, 
     assert counted == record_of(tmp_path, "1.1")["parameters"]
 
 
-def test_a_model_without_numbered_layers_has_no_layer_rates():
-    with pytest.raises(InputError, match=r"layer_decay=0.5: Linear has no numbered layers"):
-        heads.layer_rates(torch.nn.Linear(2, 2), 1.0, 0.5)
+def test_a_context_of_which_the_tokenizer_leaves_nothing_has_no_span(tokenizer):
+    question = squad.Question("q", "Where?", "a", [])
+    made = squad.windows([question], tokenizer, 32, 8, 16)
+    made.offsets[0][:] = -1
+    (spans,) = squad.best_spans([question], made, np.zeros((1, len(made.offsets[0]), 3), np.float32), 3, 5, True)
+    assert spans.texts == [] and spans.answer(0.5) == ""
+
+
+def test_models_and_tokenizers_whose_first_token_cannot_stand_for_no_answer(tokenizer):
+    for config in (BartConfig(), Qwen2Config()):
+        with pytest.raises(
+            InputError, match=f"a '{config.model_type}' model has not seen the rest: --no_answer null_score"
+        ):
+            answerability.AutoModelWithAnswerability.from_config(config)
+    bare = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), pad_token="<pad>")
+    bare.backend_tokenizer.post_processor = processors.Sequence([])
+    question = squad.Question("q", "Where?", "Paris is far.", [])
+    assert squad.windows([question], bare, 32, 8, 16).features
+    with pytest.raises(InputError, match=r"passage_first=true: .* puts no special token before a pair"):
+        squad.windows([question], bare, 32, 8, 16, passage_first=True)
+
+
+def test_layer_rates_of_other_families():
+    small = {"vocab_size": 40, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    layers = {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = AutoModelForSequenceClassification.from_config(Qwen2Config(**small, **layers))
+    rates = heads.layer_rates(model, 1.0, 0.5)
+    assert rates["model.embed_tokens.weight"] == 0.125 and rates["score.weight"] == rates["model.norm.weight"] == 1
+    assert rates["model.layers.1.mlp.up_proj.weight"] == 0.5 and rates["model.layers.0.mlp.up_proj.weight"] == 0.25
+    for config in (
+        AlbertConfig(**small, embedding_size=8, num_hidden_layers=2),
+        T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, pad_token_id=0),
+    ):
+        model = AutoModelForSequenceClassification.from_config(config)
+        with pytest.raises(InputError, match=r"layer_decay=0.5: .* is no single stack of 2 layers"):
+            heads.layer_rates(model, 1.0, 0.5)

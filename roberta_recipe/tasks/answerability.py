@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from transformers.utils import cached_file
 
@@ -132,7 +138,14 @@ class AutoModelWithAnswerability:
 
 
 def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The question-answering class of a config. Raises `ValueError` where transformers has none."""
+    """The question-answering class of a config. Raises `ValueError` where transformers has none, and `InputError` for a
+    model whose first token does not see the question and the context."""
     if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
         raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
+    decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    if config.is_encoder_decoder or decodes:
+        raise InputError(
+            f"no_answer=classifier tells by the first token, which in a {config.model_type!r} model has not seen the "
+            "rest: --no_answer null_score"
+        )
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]

@@ -11,7 +11,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import read_text
 from roberta_recipe.log import logger
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.glue_metric import GLUE_METRICS
+from roberta_recipe.tasks.glue_metric import FUNCTIONS, GLUE_METRICS
 from roberta_recipe.tasks.protocol import load_from_hub, name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
@@ -119,6 +119,26 @@ PAPER = {
         "wnli": 91.3,
     },
 }  # fmt: skip
+
+
+def check_metrics(name: str, task: Task) -> None:
+    """Raise `InputError` for a metric that there is not, or that is not of so many classes."""
+    classes = len(task.labels)
+    for metric in task.metrics:
+        if metric not in FUNCTIONS:
+            raise InputError(f"{name}: {metric} is no metric of {', '.join(FUNCTIONS)}")
+        if metric in ("pearson", "spearman") and classes:
+            raise InputError(
+                f"{name}: {metric} is of scores, and the task has {classes} classes; metrics=('accuracy',)"
+            )
+        if metric == "accuracy" and not classes:
+            raise InputError(f"{name}: accuracy is of classes, and the task has scores; metrics=('pearson',)")
+        if metric in ("f1", "matthews_correlation") and classes != 2:
+            kind = f"{classes} classes" if classes else "scores"
+            raise InputError(
+                f"{name}: {metric} is of two classes, and the task has {kind}; "
+                f"metrics=({('accuracy' if classes else 'pearson')!r},)"
+            )
 
 
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:

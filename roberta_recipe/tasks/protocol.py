@@ -16,7 +16,7 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable, lock
 from roberta_recipe.args import fixed_values, parse, setting, shown_names
@@ -152,6 +152,8 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
     if not args.seeds or len(set(args.seeds)) != len(args.seeds) or min(args.seeds) < 0:
         raise InputError(f"seeds={args.seeds} must be different numbers from 0 on, one for each run")
+    if training_args.seed != TrainingArguments.seed and args.seeds != [training_args.seed]:
+        raise InputError(f"seed={training_args.seed}: each run has one of seeds; --seeds {training_args.seed}")
     if args.max_seq_length < 8:
         raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
     if args.max_train_samples is not None and args.max_train_samples < 1:
@@ -194,6 +196,28 @@ def check_arguments(args: FinetuneArguments, training_args: FinetuneTrainingArgu
         )
 
 
+def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer to fine-tune with, which gives the model no token types that it does not have. Raises `InputError`
+    for one that has no offsets, or more tokens than the model."""
+    name = args.tokenizer_name or args.model_name_or_path
+    tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
+    config = weights.read_config(args.model_name_or_path)
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer {name!r} is {type(tokenizer).__name__}, a slow one, which does not say where in a text its "
+            "tokens are; name a checkpoint with a tokenizer.json"
+        )
+    rows = getattr(config, "vocab_size", None)
+    if rows and len(tokenizer) > rows:
+        raise InputError(
+            f"the tokenizer {name!r} has {len(tokenizer):,} tokens and {args.model_name_or_path!r} {rows:,}: they do "
+            "not belong together; name the model's own with tokenizer_name"
+        )
+    if getattr(config, "type_vocab_size", 2) < 2:  # as RoBERTa with BERT's tokenizer
+        tokenizer.model_input_names = [of for of in tokenizer.model_input_names if of != "token_type_ids"]
+    return tokenizer
+
+
 def check_validation_files(train: Iterable[Path], validation: Iterable[Path]) -> None:
     """Raise `InputError` where every validation file is a training file, byte for byte, under whatever name. Files that
     are missing are left to their reader."""
@@ -225,8 +249,8 @@ def run_all(
 ) -> list[FinetuneRecord]:
     """The record of each run, from the disk where the run is finished; `read` is the script's reader of arguments.
 
-    Of each setting, the weights of the best run so far stay, or as `keep` says. With a single setting, `after_run` is
-    called with the best run's folder and a message after each newly trained run except the last.
+    Of each setting, the weights of the best run so far stay, all or none, as `keep` says. With a single setting,
+    `after_run` is called with the best run's folder and a message after each newly trained run except the last.
     """
     if runs and is_first_process():
         take_folder(runs[0].output_dir.parent)
@@ -239,10 +263,10 @@ def run_all(
         (args, training_args), resolved = read([*argv, *map(str, flags)])
         was_finished = (run.output_dir / RECORD_NAME).is_file()
         records.append(finetune(run, job, args, training_args, resolved))
-        if args.keep == "best" and training_args.process_index == 0:
+        if args.keep != "all" and training_args.process_index == 0:
             same = [number for number in range(len(records)) if runs[number].rate_and_batch == run.rate_and_batch]
             runs_so_far, records_so_far = [runs[number] for number in same], [records[number] for number in same]
-            drop_weights("best", runs_so_far, summarise(runs_so_far, records_so_far, job.metric))
+            drop_weights(args.keep, runs_so_far, summarise(runs_so_far, records_so_far, job.metric))
         one_setting = len({run.rate_and_batch for run in runs}) == 1
         if after_run and one_setting and len(records) < len(runs) and not was_finished:
             best = picked_setting(summarise(runs[: len(records)], records, job.metric))["best_run"]
@@ -321,6 +345,7 @@ def finetune(
             write_record(record, training_args.output_dir)
             for path in checkpoint.newest_first(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
+            finetune_trainer.drop_earlier_best(training_args.output_dir)
         trainer.end_if_told()
     del trainer, model
     free_memory()

@@ -191,6 +191,11 @@ def windows(
             return_offsets_mapping=True,
             split_special_tokens=True,  # text that reads </s> is text
         )
+        if passage_first and encoded.sequence_ids(0)[0] is not None:
+            raise InputError(
+                f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
+                "and that stands for no answer; --passage_first false"
+            )
         context, ends = None, None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
@@ -332,6 +337,8 @@ def _best_of_question(
 ) -> Spans:
     """The best spans over the question's `windows`, greedily: each leaves out all that overlap it in the context."""
     inside = [np.flatnonzero(made.offsets[window][:, 0] >= 0) for window in windows]
+    if not any(map(len, inside)):  # a context of characters that the tokenizer leaves out
+        return Spans(*np.zeros((3, 0)), [])
     starts, ends = np.concatenate([made.offsets[w][tokens] for w, tokens in zip(windows, inside, strict=True)]).T
     logits = np.concatenate([scores[w][tokens, :2] for w, tokens in zip(windows, inside, strict=True)])
     window = np.repeat(np.arange(len(windows)), [len(tokens) for tokens in inside])

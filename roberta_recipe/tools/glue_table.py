@@ -14,9 +14,10 @@ from pathlib import Path
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import read_text
-from roberta_recipe.record import SUMMARY_NAME, percent, picked_setting, read_record
+from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
 from roberta_recipe.tasks import glue
 
+PAPER_SEEDS = 5  # section 5.1
 COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
 
 
@@ -33,12 +34,16 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     """Run the command line `argv`; returns the median of each finished task, times 100. Raises `InputError`."""
     args = parse(argv)
     below = glue.SWEEP_FOLDER if args.sweep else ""
-    medians = finished_tasks(args.folder, below)
+    summaries = finished_tasks(args.folder, below)
+    medians = {name: percent(picked_setting(summary)["median"]) for name, summary in summaries.items()}
     rows = {"RoBERTa-large, Table 5": glue.PAPER["large"], "RoBERTa-base, fairseq": glue.PAPER["base"], "ours": medians}
     print(" " * 24 + "".join(f"{name:>9}" for name in COLUMNS))
     for title, row in rows.items():
         missing = "not run" if row is medians else "-"
         print(f"{title:<24}" + "".join(f"{row.get(name, missing):>9}" for name in COLUMNS))
+    for name, summary in summaries.items():
+        if found := _differs(summary):
+            print(f"{name}: {'; '.join(found)}")
     if args.submission:
         tasks = {**glue.TASKS, "ax": glue.AX}
         folders = {name: Path(args.folder, "mnli" if name == "ax" else name, below, "submission") for name in tasks}
@@ -48,15 +53,36 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     return medians
 
 
-def finished_tasks(folder: str, below: str) -> dict[str, str]:
-    """The median of each task with a summary in `<folder>/<task>/<below>`. Raises `InputError` where there is none."""
+def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
+    """The summary of each task in `<folder>/<task>/<below>`. Raises `InputError` where there is none, and for one of
+    another task."""
     paths = {name: Path(folder, name, below, SUMMARY_NAME) for name in COLUMNS}
-    needed, advice = ("settings", "picked"), "move its folder away to have it run again"
+    needed, advice = (
+        ("settings", "picked", "task", "dataset", "resolved_args"),
+        "move its folder away to have it run again",
+    )
     finished = {name: read_record(path, needed, advice) for name, path in paths.items() if path.is_file()}
     if not finished:
         where = Path("<task>", below, SUMMARY_NAME)
         raise InputError(f"folder={folder} holds no finished task ({where}): make glue TASK=rte makes one")
-    return {name: percent(picked_setting(summary)["median"]) for name, summary in finished.items()}
+    for name, summary in finished.items():
+        if summary["task"] != name:
+            raise InputError(
+                f"{paths[name]} is of the task {summary['task']!r}: move its folder to {folder}/{summary['task']}"
+            )
+    return finished
+
+
+def _differs(summary: Summary) -> list[str]:
+    """In what a task was run otherwise than for Table 5, in words."""
+    found = []
+    if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
+        found.append(f"the median of {seeds} seed{'s' * (seeds > 1)}, the paper's is of {PAPER_SEEDS}")
+    if summary["dataset"]["hub_id"] is None:
+        found.append("rows that are not GLUE's")
+    if count := summary["resolved_args"].get("max_train_samples"):
+        found.append(f"trained on the first {count:,} examples")
+    return found
 
 
 def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: Path, official_rows: bool) -> list[str]:

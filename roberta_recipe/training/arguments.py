@@ -202,7 +202,9 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
         "eval_on_start": Flag("kept", because="the step that a run is resumed at would be measured too"),
         "eval_delay": Flag("kept", because="the best epoch is picked among all"),
         "auto_find_batch_size": Flag("kept", because="lower per_device_train_batch_size; the global batch stays"),
+        "data_seed": Flag("kept", because="the seed of a run draws its order too; name --seeds"),
     }
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("num_train_epochs", "max_steps"),)  # a preset's
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")

@@ -23,6 +23,7 @@ from roberta_recipe.training.heads import layer_rates
 from roberta_recipe.training.throughput import Throughput, encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
+_OF_CHECKPOINT = f".{BEST_NAME}-of-checkpoint-"  # and its step: the folder of a best epoch that a later one replaced
 _BATCHES_SORTED_TOGETHER = 50
 _PADDING_SHARE = 16  # of the tokens that fit into a batch that is scored, 1 / this is padding at most
 _NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
@@ -138,6 +139,7 @@ class FinetuneTrainer(DurableTrainer):
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None
+        self._checkpoint_step: int = (resumed or {}).get("step", 0)  # of the last checkpoint
         # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
         self._tokens = torch.zeros(3, dtype=torch.int64, device=self.args.device)
         self.throughput = Throughput(self.args)
@@ -180,6 +182,7 @@ class FinetuneTrainer(DurableTrainer):
         super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def train(self, *args, **kwargs):
+        self._put_back_best()
         self.throughput.measure_machine()
         output = super().train(*args, **kwargs)
         self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
@@ -289,13 +292,16 @@ class FinetuneTrainer(DurableTrainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
             value = metrics[self.best_metric]
             if self.state.best_metric is None or value > self.state.best_metric:
+                of_checkpoint = 0 < (self.state.best_global_step or 0) <= self._checkpoint_step
                 self.state.best_metric = value if math.isfinite(value) else -math.inf
                 self.state.best_global_step = self.state.global_step
-                self._keep_as_best(scores)
+                self._keep_as_best(scores, of_checkpoint)
         return logged
 
-    def _keep_as_best(self, scores: np.ndarray) -> None:
-        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all."""
+    def _keep_as_best(self, scores: np.ndarray, of_checkpoint: bool) -> None:
+        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all. The
+        epoch that was the best is kept until the next checkpoint where it is that `of_checkpoint`, the last: a run that
+        is resumed from there may round otherwise, and never be as good again."""
         aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
         if self.args.should_save:
             shutil.rmtree(aside, ignore_errors=True)  # of a start that was killed
@@ -303,10 +309,30 @@ class FinetuneTrainer(DurableTrainer):
             self.save_model(str(aside), _internal_call=True)
             if self.args.should_save:
                 np.save(aside / SCORES, scores)
+                if of_checkpoint:
+                    self.model_folder.rename(self._best_of_checkpoint)
                 durable.move_into_place(aside, Path(self.args.output_dir, BEST_NAME))
         except Exception as error:
             failure = write_failure(error)
         self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
+
+    @property
+    def _best_of_checkpoint(self) -> Path:
+        return Path(self.args.output_dir, f"{_OF_CHECKPOINT}{self._checkpoint_step}")
+
+    def _put_back_best(self) -> None:
+        """As a run is resumed: the best epoch is that of its checkpoint."""
+        if self.args.should_save:
+            if self._best_of_checkpoint.is_dir():
+                shutil.rmtree(self.model_folder, ignore_errors=True)
+                self._best_of_checkpoint.rename(self.model_folder)
+            drop_earlier_best(self.args.output_dir)
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        self._checkpoint_step = self.state.global_step
+        if self.args.should_save:
+            drop_earlier_best(self.args.output_dir)
 
     def load_best(self) -> np.ndarray:
         """Put the best epoch's weights into the model; returns its validation scores. Raises `InputError` where they
@@ -315,6 +341,12 @@ class FinetuneTrainer(DurableTrainer):
         scores = validation_scores(self.args.output_dir, needed=(SCORES, WEIGHTS))
         self._load_from_checkpoint(str(Path(self.args.output_dir, BEST_NAME)))
         return scores
+
+
+def drop_earlier_best(output_dir: str | Path) -> None:
+    """Remove the best epochs that were kept for a checkpoint."""
+    for folder in Path(output_dir).glob(f"{_OF_CHECKPOINT}*"):
+        shutil.rmtree(folder)
 
 
 def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,)) -> np.ndarray:

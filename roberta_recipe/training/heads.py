@@ -1,6 +1,5 @@
 """A checkpoint as a model to fine-tune (paper, section 5): its head kept or fresh, and a rate for each layer."""
 
-import re
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from roberta_recipe.training import weights
 
 # Where Hugging Face's configs keep the dropout of a head.
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
-_LAYER = re.compile(r"\.layers?\.(\d+)\.")
 
 
 def load_with_head(
@@ -29,15 +27,26 @@ def load_with_head(
         logger.info("Weights     random")
         return _with_head_dropout(weights.fresh(cls, name, config), head_dropout)
     model, info = weights.load(cls, name, config=config, fresh_head=True)
-    replaced = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}
+    replaced, why = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
+    before = weights.read_config(name).id2label
+    if not replaced and not info["missing_keys"] and _permuted(before, config.id2label):
+        body = f"{model.base_model_prefix}."
+        replaced = {key.partition(".")[0] for key, _ in model.named_parameters() if not key.startswith(body)}
+        why = f"has its labels in another order: {', '.join(before.values())}"
     for head in replaced:  # the whole head, as in fairseq, not only the layer of another size
         for module in getattr(model, head).modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=getattr(config, "initializer_range", 0.02))
                 torch.nn.init.zeros_(module.bias)
-    fresh = "fresh, as the checkpoint's has another size" if replaced else "fresh" if info["missing_keys"] else "kept"
+    fresh = f"fresh, as the checkpoint's {why}" if replaced else "fresh" if info["missing_keys"] else "kept"
     logger.info(f"Head        {fresh}")
     return _with_head_dropout(model, head_dropout)
+
+
+def _permuted(before: dict[int, str], now: dict[int, str]) -> bool:
+    """Whether two heads have the same labels in another order."""
+    names = [[str(of[number]).lower() for number in sorted(of)] for of in (before, now)]
+    return names[0] != names[1] and sorted(names[0]) == sorted(names[1])
 
 
 def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> torch.nn.Module:
@@ -62,13 +71,22 @@ def check_length(name: str, max_seq_length: int) -> None:
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
     """The rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further down; the
     embeddings count as a layer below the lowest (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555,
-    appendix B). Raises `InputError` where the names do not number the layers."""
-    numbers = {name: _LAYER.search(name) for name, _ in model.named_parameters()}
-    layers = 1 + max((int(found[1]) for found in numbers.values() if found), default=-1)
-    if not layers:
-        raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no numbered layers; leave it at 1")
-    depths = {
-        name: layers - int(found[1]) if found else layers + 1 if "embeddings" in name else 0
-        for name, found in numbers.items()
-    }
-    return {name: learning_rate * layer_decay**depth for name, depth in depths.items()}
+    appendix B). Raises `InputError` where the model is not one stack of layers."""
+    count, modules = getattr(model.config, "num_hidden_layers", None), dict(model.named_modules())
+    stacks = [
+        name for name, module in modules.items() if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
+    if len(stacks) != 1:
+        raise InputError(
+            f"layer_decay={layer_decay}: {type(model).__name__} is no single stack of {count} layers, each with "
+            "weights of its own; leave it at 1"
+        )
+    rates, layers = {}, f"{stacks[0]}."
+    for name, _ in model.named_parameters():
+        if name.startswith(layers):
+            depth = count - int(name.removeprefix(layers).partition(".")[0])
+        else:
+            embeds = isinstance(modules[name.rpartition(".")[0]], torch.nn.Embedding) or "embeddings" in name
+            depth = count + 1 if embeds else 0
+        rates[name] = learning_rate * layer_decay**depth
+    return rates
