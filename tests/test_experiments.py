@@ -356,7 +356,8 @@ def test_measures_are_of_tools_that_take_their_flags(root):
 
 def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     monkeypatch.chdir(root)
-    assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == {"rates", "mini_search"}
+    assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == {"rates", "mini_search", "mini_hour"}
+    assert len(experiment_list.read("presets/experiments/mini_hour.yaml").rows) == 15
     searched = experiment_list.read("presets/experiments/mini_search.yaml")
     assert len(searched.rows) == 12 and searched.search
     arms = {
