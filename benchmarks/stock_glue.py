@@ -4,7 +4,7 @@ same). Prints the accuracy on dev after each epoch, for the score beside `finetu
 
     python benchmarks/stock_glue.py glue/RTE MODEL OUTPUT_DIR --seed 1 --bf16
     python finetune_glue.py --config presets/glue/rte.yaml --data_dir glue --model_name_or_path MODEL --seeds 1 \\
-        --max_steps -1 --num_train_epochs 5 --warmup_steps 0.06 --learning_rate 1e-4 --head_dropout 0.1 --bf16 true \\
+        --num_train_epochs 5 --warmup_steps 0.06 --learning_rate 1e-4 --head_dropout 0.1 --bf16 true \\
         --output_dir OTHER_DIR
 """
 

@@ -240,7 +240,7 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         glue_table.main([*folder, "--submission", "--other_rows"])
 
 
-def test_a_submission_of_the_official_sizes(tmp_path):
+def test_a_submission_of_the_official_sizes(tmp_path, capsys):
     """The eleven files as the server's guidelines have them, from prediction files with as many rows as GLUE's."""
     for name, task in {**TASKS, "ax": AX}.items():
         for split, file in task.submission.items():
@@ -248,9 +248,16 @@ def test_a_submission_of_the_official_sizes(tmp_path):
             predictions = numbers % len(task.labels) if task.labels else numbers % 11 / 2
             path = tmp_path / ("mnli" if name == "ax" else name) / "submission" / file
             glue.write_predictions(path, glue.answers(task, predictions))
-        summary = {"settings": [{"median": 0.5}], "picked": 0}
-        durable.write_sealed(tmp_path / ("mnli" if name == "ax" else name) / "summary.json", summary)
+        few = name == "rte"
+        of_data = {"dataset": {"hub_id": glue.HUB_DATASET}, "resolved_args": {"max_train_samples": 9} if few else {}}
+        setting = {"median": 0.5, "seeds": dict.fromkeys("1" if few else "12345", 0.5)}
+        summary = {"settings": [setting], "picked": 0, "task": "mnli" if name == "ax" else name, **of_data}
+        durable.write_sealed(tmp_path / summary["task"] / "summary.json", summary)
     glue_table.main(["--folder", str(tmp_path), "--submission"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if ": " in line][:-1] == [
+        "rte: the median of 1 seed, the paper's is of 5; trained on the first 9 examples"
+    ]
     nli = ["contradiction", "entailment", "neutral"]
     official = {
         "CoLA": (1063, ["0", "1"]), "SST-2": (1821, ["0", "1"]), "MRPC": (1725, ["0", "1"]),

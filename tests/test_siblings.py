@@ -75,7 +75,7 @@ def test_lines_of_main_that_mean_the_same_are_the_same():
         "(args, training_args), resolved = read_arguments(argv)",
         "check_arguments(args, training_args)",
         "publisher = hub.publisher(training_args)",
-        "tokenizer = tokenization.load_tokenizer(",
+        "tokenizer = protocol.load_tokenizer(",
         "after_run = publisher.push_run",
         "summary = protocol.finish(",
         "plots.plot_runs(",
