@@ -11,7 +11,9 @@ from conftest import forked_ranks, make_documents, write_parquet
 
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data import block_text
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import explain
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -131,6 +133,15 @@ def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooke
 def bare(text):
     """Without white space, which a token at the beginning of a line loses."""
     return re.sub(r"\s", "", text)
+
+
+def test_a_url_is_told_without_its_password(tokenizer):
+    collator = MlmCollator(tokenizer, seed=0)
+    url = "http://me:geheim@host/a.txt?key=geheim"
+    corpus = Corpus("web", [Source("web", files=url)], _files={("web", "train"): ("text", [url])})
+    block = {"input_ids": np.array([0, 5, 6, 2]), "block_id": 0, "epoch": 0}
+    told = block_text.describe(block, collator, corpus)
+    assert "geheim" not in told and "http://***@host/a.txt?key=***" in told
 
 
 def test_a_text_with_control_characters_commands_no_terminal(preset, tmp_path, capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from roberta_recipe.credentials import redact
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.order import place_of
@@ -40,7 +41,7 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
     counts = f"{len(ids)} tokens, {predicted.sum()} predicted: {masked} as {tokenizer.mask_token}, "
     counts += f"{predicted.sum() - masked - kept} as another token, {kept} as they are"
     others = "".join(f"; {name} {value}" for name, value in seen.items() if isinstance(value, int))
-    path = corpus.files(source, "train")[1][file]
+    path = redact(corpus.files(source, "train")[1][file])
     return f"{source.name}, block {index:,} of {path}, pass {block['epoch'] + 1}\n{counts}{others}\n" + _indented(
         _marked(ids, shown, predicted, tokenizer)
     )
