@@ -73,6 +73,28 @@ def make_folder(path: Path, named: str = "output_dir") -> None:
         raise InputError(f"{named}={path} cannot be made: {error.strerror}") from None
 
 
+def check_new_folder(path: Path, named: str = "output_dir") -> None:
+    """Raise `InputError` where `path` is a file, or a folder that is not empty."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{named}={path} is a file; name a folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise InputError(f"{named}={path} holds other files; name a new or an empty folder")
+
+
+def check_output_file(path: Path, named: str = "output") -> None:
+    """Raise `InputError` where the file `path` could not be written: asked before the work that gives its content."""
+    if path.is_dir():
+        raise InputError(f"{named}={path} is a folder; name a file")
+    aside = aside_of(path)
+    try:
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise InputError(
+            f"{named}={path} cannot be written: {error.strerror}; make its folder, or name another file"
+        ) from None
+
+
 def write_json(path: str | Path, values: Any) -> None:
     """`values` as a JSON file, whole or not at all; an older file of that name stays until it is replaced."""
     write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")

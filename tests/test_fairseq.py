@@ -442,6 +442,8 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
         fairseq.to_hugging_face(pruned, {}, None, HEADS)
     with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, decoder.other"):
         fairseq.to_hugging_face({**weights, "decoder.other": torch.zeros(1)}, {}, None, HEADS)
+    with pytest.raises(InputError, match="holds other files; name a new or an empty folder"):
+        fairseq.main(["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path)])
     argv = ["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path / "out")]
     with pytest.raises(InputError, match="name dict, encoder and bpe"):
         fairseq.main([*argv, "--dict", "x"])

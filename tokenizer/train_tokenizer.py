@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 from tqdm.auto import tqdm
 
+from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenization, tokenizer_training
@@ -52,12 +53,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("sample_mb", "validation_mb"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"{name}={getattr(args, name)} must be a number above 0")
-    if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
-        raise InputError(f"output_dir={args.output_dir} is a file; name a folder")
     if (Path(args.output_dir) / "tokenizer.json").exists():
         raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
-    if Path(args.output_dir).exists() and any(Path(args.output_dir).iterdir()):
-        raise InputError(f"output_dir={args.output_dir} holds other files; name a new or an empty folder")
+    durable.check_new_folder(Path(args.output_dir))
     parent = Path(args.output_dir).absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 r"""RoBERTa checkpoints of fairseq as Hugging Face's, and back (names and shapes: fairseq/models/roberta/model.py).
 
     python -m roberta_recipe.tools.fairseq to_hf --checkpoint roberta.base/model.pt --dict roberta.base/dict.txt \
-        --encoder encoder.json --bpe vocab.bpe --output_dir runs/roberta_base
-    python -m roberta_recipe.tools.fairseq to_fairseq --model_name_or_path runs/roberta_base --output_dir fairseq_model
+        --encoder encoder.json --bpe vocab.bpe --output_dir from_fairseq
+    python -m roberta_recipe.tools.fairseq to_fairseq --model_name_or_path from_fairseq --output_dir fairseq_model
 
 The logits are the same both ways (`benchmarks/against_fairseq.py`), or the conversion is refused: every setting that
 changes what fairseq computes is checked. fairseq has no token types, so their single vector is added to the positions,
@@ -501,8 +501,9 @@ def main(argv: list[str] | None = None) -> None:
     for command in (to_hf, back):
         command.add_argument("--output_dir", required=True)
     args = parser.parse_args(argv)
-    if not args.output_dir or Path(args.output_dir).is_file():
-        raise InputError(f"output_dir={args.output_dir!r}: name a folder")
+    if not args.output_dir:
+        raise InputError("output_dir is empty: name a folder")
+    durable.check_new_folder(Path(args.output_dir))
     set_up_logging()
     args.convert(args)
 
