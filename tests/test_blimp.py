@@ -306,7 +306,12 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
     assert record["random_weights"][0] != record["random_weights"][1]
     assert "| argument_structure |" in shown and "| GPT-2 | published: Warstadt et al. 2020" in shown
     assert "134 (partial: 2 pairs a paradigm)" in shown and "2 seeds)" in shown and "Ties, which count half" in shown
-    one = tool.main([*argv[:-1], "0", "--methods", "within_word", "--pairs", "1"])
+    less = [*argv[:-1], "0", "--methods", "within_word", "--pairs", "1"]
+    with pytest.raises(
+        InputError, match=r"model/blimp.json has 134 pairs by pll, within_word, more than .*: name anoth"
+    ):
+        tool.main(less)
+    one = tool.main([*less, "--output_dir", str(tmp_path / "less")])
     assert list(one["scores"]) == ["within_word"] and one["pairs"] == 67 and not one["random_weights"]
     assert "| not run |" in capsys.readouterr().out
 
@@ -437,3 +442,9 @@ def test_an_output_folder_that_is_a_file_is_told_before_the_work(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(InputError, match=r"output_dir=.*taken is a file"):
         tool.main(["--model_name_or_path", "none", "--output_dir", str(tmp_path / "taken")])
+
+
+def test_checking_flags_makes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(tool.parse(["--model_name_or_path", "run", "--output_dir", "run"]).output_dir) == "run"
+    assert not (tmp_path / "run").exists()

@@ -148,8 +148,13 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     rows = list(file_rows(without, without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
     assert [row.text for row in rows] == [*held_out[1:], None] and rows[0].held_out == 1
     assert len(list(documents(without, without.sources[0], "train", seed=0))) == 30
+    again = contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed)])
+    assert again["near_duplicates"] == result["near_duplicates"] == json.loads(listed.read_text())["documents"]
     listed.write_text("[]")
     with pytest.raises(InputError, match="contamination --held_out"):
         list(file_rows(read_corpus(preset), without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
     with pytest.raises(InputError, match="leave_out goes with held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])
+    for name in ("output", "leave_out"):
+        with pytest.raises(InputError, match=f"{name}=.*none/a.json cannot be written: No such file"):
+            contamination.main(["--corpus", "none", "--held_out", f"--{name}", str(tmp_path / "none" / "a.json")])

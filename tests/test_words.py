@@ -139,6 +139,10 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
     assert figures["bits_per_word"] == pytest.approx(expected, rel=0.05)
     with pytest.raises(InputError, match="name corpus or text_file"):
         words.main(flags[:2])
+    with pytest.raises(
+        InputError, match=r"output=.*none/words.json cannot be written: No such file .*; make its folder"
+    ):
+        words.main(["--model_name_or_path", "none", *flags[2:], "--output", str(tmp_path / "none" / "words.json")])
 
 
 def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, caplog):

@@ -21,7 +21,7 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
-from roberta_recipe.errors import exit_on_error
+from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import duration, logger, set_up_logging
@@ -51,8 +51,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.output_dir and not resolve_path(args.model_name_or_path).is_dir():
         args.output_dir = str(Path("runs", "blimp", args.model_name_or_path.replace("/", "-")))
     args.output_dir = Path(args.output_dir or resolve_path(args.model_name_or_path))
-    durable.make_folder(args.output_dir)
     return args
+
+
+def check_output(path: Path, pairs: int, methods: list[str]) -> None:
+    """Raise `InputError` where `path` cannot be written, or is a record of more than what is to be measured."""
+    durable.check_output_file(path, "output_dir")
+    try:
+        before = durable.read_sealed(path)
+        more = before["pairs"] > pairs or before["scores"].keys() > set(methods)
+    except (OSError, ValueError, KeyError):  # none, or a damaged one, which this run replaces
+        return
+    if more:
+        raise InputError(
+            f"{path} has {before['pairs']:,} pairs by {', '.join(before['scores'])}, more than this run would have: "
+            "name another output_dir, or move the file away"
+        )
 
 
 def measure(
@@ -86,7 +100,9 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     set_up_logging()
     environment.set_up_process()
     args, started_s = parse(argv), time.monotonic()
+    durable.make_folder(args.output_dir)
     pairs = blimp.read(args.data_dir, args.pairs)
+    check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
     name, config = args.model_name_or_path, model.config
     logger.info(f"BLiMP       {len(pairs.good):,} pairs" + f", partial: {pairs.partial}" * bool(pairs.partial))

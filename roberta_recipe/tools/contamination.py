@@ -231,7 +231,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line `argv`; prints the table, and returns all counts and examples. Raises `InputError`."""
     set_up_logging()
     args = parse(argv)
+    for name, path in (("leave_out", args.leave_out), ("output", args.output)):
+        if path:
+            durable.check_output_file(Path(path), name)
     corpus = read_corpus(args.corpus)
+    if args.leave_out:
+        corpus.leave_out = None  # a list that the preset has already is of the documents that belong into the new one
     texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
     texts += held_out_texts(corpus) if args.held_out else []
     if not texts:

@@ -214,6 +214,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     set_up_logging()
     environment.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
+    if args.output:
+        durable.check_output_file(Path(args.output))
     model, tokenizer = predictions.load(args.model_name_or_path)
     figures = summarise(losses(model, tokenizer, read_windows(args)))
     word, character = (
