@@ -95,6 +95,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`; the errors above, signals, full disks and lost processes become one line on stderr and
     an exit code. Nothing of what is printed holds a password or a token. Where what read the output has gone, as `head`
     does, the exit code is a shell's for SIGPIPE."""
+    _set_up_output()
     sys.excepthook, sys.unraisablehook = _print_redacted, _print_ignored
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
@@ -116,6 +117,14 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     # outside of the except clauses nothing holds the frames of `main` any more, so data workers end in order
     _print_once(redact(message), code)
     raise SystemExit(code)
+
+
+def _set_up_output() -> None:
+    """Drop output that was closed (`>&-`); print a character that the terminal does not have as an escape."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's own stderr
 
 
 def _output_is_closed() -> bool:

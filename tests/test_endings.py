@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 import finetune_glue
 import train_mlm
 from roberta_recipe import durable, errors, started
-from roberta_recipe.errors import InputError, Stopped
+from roberta_recipe.errors import InputError, Stopped, exit_on_error
 from roberta_recipe.hardware import lost_process
 from roberta_recipe.publishing import plots
 from roberta_recipe.tools import compare
@@ -426,3 +426,18 @@ def test_output_that_nobody_reads_any_more_ends_a_command_in_silence(tmp_path, l
     ended = Forked(print_lines, tmp_path / "log.txt")
     assert ended.end() == 128 + signal.SIGPIPE
     assert (tmp_path / "log.txt").read_text() == ""
+
+
+def test_closed_and_narrow_output_is_no_traceback(tmp_path):
+    def closed():
+        sys.stdout = sys.stderr = None  # as Python has them after `>&- 2>&-`
+        exit_on_error(lambda: print("nobody reads it"))
+
+    assert Forked(closed, tmp_path / "closed").end() == 0
+
+    def latin():
+        sys.stdout.reconfigure(encoding="latin-1", errors="strict")
+        exit_on_error(lambda: print("é → e"))
+
+    assert Forked(latin, tmp_path / "latin").end() == 0
+    assert (tmp_path / "latin").read_bytes() == b"\xe9 \\u2192 e\n"
