@@ -5,7 +5,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ class _PresetLoader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key, mark = self.construct_object(key_node, deep=True), key_node.start_mark
+            if not isinstance(key, Hashable):
+                raise InputError(f"{mark.name}: {key!r} is no key (line {mark.line + 1}); write text in front of the :")
             if key in seen:
-                mark = key_node.start_mark
                 raise InputError(f"{mark.name}: {key!r} is given twice (line {mark.line + 1}); keep one of them")
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -48,7 +49,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         loader = _PresetLoader(text)
         loader.name = str(path)  # for the messages of YAML errors
         values = loader.get_single_data()
-    except yaml.YAMLError as error:
+    except InputError:
+        raise
+    except Exception as error:  # a YAMLError, and what Python raises for 2024-02-30, !!int foo, !!bool foo
         raise InputError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold `key: value` lines, not {type(values).__name__}")
@@ -59,7 +62,7 @@ def parse_value(text: str, where: str) -> Any:
     """A value as a preset writes it. Raises `InputError`."""
     try:
         return yaml.load(text, Loader=_PresetLoader)  # a safe loader
-    except yaml.YAMLError as error:
+    except Exception as error:  # as above
         raise InputError(f"{where}: no value that YAML can read: {first_line(error)}") from None
 
 

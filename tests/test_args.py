@@ -113,6 +113,10 @@ def test_a_flag_replaces_its_alternative_in_the_preset(preset):
         ("seed: 1\nseed: 2", ["seed", "twice", "line 2"]),
         ("- a\n- b", ["key: value"]),
         ("a: [", ["not valid YAML"]),
+        ("output_dir: {{ out }}", ["{'out': None} is no key", "line 1"]),
+        ("run_name: 2024-02-30", ["not valid YAML", "day"]),
+        ("max_steps: !!int foo", ["not valid YAML", "'foo'"]),
+        ("bf16: !!bool foo", ["not valid YAML", "'foo'"]),
     ],
 )
 def test_bad_presets(tmp_path, text, named):
