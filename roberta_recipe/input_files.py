@@ -13,9 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent  # of the repository, or of the fo
 
 
 def resolve_path(path: str | Path) -> Path:
-    """A path as the user gave it, or the same path below the repository where only that exists."""
-    path = Path(path).expanduser()
-    return ROOT / path if not path.exists() and (ROOT / path).exists() else path
+    """A path as the user gave it, or the same path below the repository where only that exists. Raises `InputError`
+    where the system refuses to look: a folder that is another user's, a name that is too long, a `~user` of nobody."""
+    try:
+        path = Path(path).expanduser()
+        return ROOT / path if not path.exists() and (ROOT / path).exists() else path
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"{path} cannot be looked for: {reason}; name another path") from None
 
 
 def path_or_hub_id(name: str | Path) -> Path | str:

@@ -11,7 +11,7 @@ from conftest import make_documents, write_parquet
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import compare
+from roberta_recipe.tools import compare, push
 from roberta_recipe.training import checkpoint, digests
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "--data_seed", "42"]
@@ -193,3 +193,11 @@ def test_a_digest_of_a_state_is_of_its_content():
     ]
     found = {of(state(**other)) for other in others} | {of(state()), of({**state(), "scale": 1.0}), of([state()])}
     assert len(found) == len(others) + 3
+
+
+@pytest.mark.parametrize(("name", "said"), [("~nobody_here/run", "home directory"), ("x" * 300, "File name too long")])
+def test_a_name_that_cannot_be_looked_for_is_named(name, said):
+    with pytest.raises(InputError, match=f"{name} cannot be looked for: .*{said}.*; name another path"):
+        compare.main([name, name])
+    with pytest.raises(InputError, match="cannot be looked for"):
+        push.main(["--model", name, "--repo", "me/mine"])

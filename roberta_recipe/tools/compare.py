@@ -15,6 +15,7 @@ from typing import Any
 from roberta_recipe import durable, presets
 from roberta_recipe.args import RecipeParser, flags_of
 from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.tasks.protocol import FinetuneArguments
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
@@ -190,8 +191,8 @@ def _values(a: Any, b: Any) -> str:
 def main(argv: list[str] | None = None) -> bool:
     """Run the command line `argv`; prints what differs and returns whether nothing does. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="output_dir of a run")
-    same, lines = compare(*map(read_run, parser.parse_args(argv).runs))
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="output_dir of a run")
+    same, lines = compare(*map(read_run, map(resolve_path, parser.parse_args(argv).runs)))
     print("\n".join(lines))
     return same
 

@@ -6,10 +6,9 @@
 The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
 """
 
-from pathlib import Path
-
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import exit_on_error
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import set_up_logging
 from roberta_recipe.publishing import hub
 
@@ -18,9 +17,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv`. Raises `InputError` and `RunError`."""
     set_up_logging()
     parser = RecipeParser((), description=__doc__)
-    parser.add_argument("--model", required=True, type=Path, help="output_dir of a finished run")
+    parser.add_argument("--model", required=True, help="output_dir of a finished run")
     parser.add_argument("--repo", required=True, help="name on the Hub; without a slash, a repository of your own")
-    parser.add_argument("--results", nargs="*", type=Path, default=[], help="folders fine-tuned from it, for its card")
+    parser.add_argument("--results", nargs="*", default=[], help="folders fine-tuned from it, for its card")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--revision", help="branch to push to")
     parser.add_argument("--license", help="of the weights, as the Hub abbreviates it: mit, apache-2.0, ...")
@@ -30,17 +29,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--replace", action="store_true", help="delete what the repository holds of something else")
     parser.add_argument("--dry_run", action="store_true", help="print files and card, and push nothing")
     args = parser.parse_args(argv)
+    model, results = resolve_path(args.model), [resolve_path(folder) for folder in args.results]
     metadata = {name: value for name in ("license", "language") if (value := getattr(args, name))}
     if args.dry_run:
-        files, model_card = hub.contents(args.repo, args.model, args.results, revision=args.revision, **metadata)
+        files, model_card = hub.contents(args.repo, model, results, revision=args.revision, **metadata)
         sizes = "\n".join(f"{path.stat().st_size:>14,}  {name}" for name, path in sorted(files.items()))
         print(f"{model_card}\n{sizes}")
         return
-    hub.files_of(args.model)  # refuses a folder without a finished run, before anything is asked of the Hub
-    mark = hub.mark_of(args.model)
+    hub.files_of(model)  # refuses a folder without a finished run, before anything is asked of the Hub
+    mark = hub.mark_of(model)
     repo, ours = hub.open_repo(args.repo, mark, args.private or None, args.revision, replace=args.replace)
     publisher = hub.Publisher(repo, mark, args.revision, clean=not ours)
-    publisher.push(args.model, f"Upload {args.model.resolve().name}", args.results, **metadata)
+    publisher.push(model, f"Upload {model.resolve().name}", results, **metadata)
 
 
 if __name__ == "__main__":
