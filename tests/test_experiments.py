@@ -147,6 +147,17 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     mean, half = sum(figures) / 2, abs(figures[0] - figures[1]) / 2
     assert f" | {significance.with_error(mean, half)} | - | - | - |\n" in capsys.readouterr().out
     assert {record: record.stat().st_mtime_ns for record in found} == before
+    measured = tmp_path / "out/low/seed-1/words.json"
+    whole = measured.read_text()
+    for damaged in (whole[:50], whole.replace(f"{figures[0]}", f"{figures[0] + 1}")):
+        measured.write_text(damaged)
+        with pytest.raises(
+            InputError, match=r"low/seed-1/words.json cannot be read .*; move it away to have it measured"
+        ):
+            experiments.main([path, "--table"])
+    durable.write_json(measured, durable.unsealed(json.loads(whole)))
+    experiments.main([path, "--table"])  # as older versions wrote it
+    capsys.readouterr()
     # what a row was run with is what it stays
     experiments.main([write(rows=[{"name": "low"}, {"name": "high"}]), "--dry_run"])
     assert "high, seed 1: changed: learning_rate was 0.005, is 0.001" in capsys.readouterr().out
@@ -247,6 +258,8 @@ def test_two_runners_share_a_list(write, tmp_path, forked):
         ({"rows": [{"name": "a", "flags": {"max_steps": "many"}}]}, "row 'a': argument --max_steps.*: 'many'"),
         ({"rows": [{"name": "a", "config": "presets/mlm/none.yaml"}]}, "row 'a': no such file: presets/mlm/none.yaml"),
         ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py: no such file"),
+        ({"rows": [{"name": "a", "script": "/etc/passwd"}]}, "row 'a': script=/etc/passwd is not a script of"),
+        ({"rows": [{"name": "a", "script": "{folder}/broken.py"}]}, "is not a script .*No module named 'none'"),
         ({"rows": [{"name": "a", "flags": {"seed": 3}}]}, "row 'a': flag seed=3 is the runner's: write seeds"),
         ({"rows": [{"name": "a", "flags": {"corpus": None}}]}, "row 'a': flag corpus has no value; leave it out"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "two rows have the name 'a'"),
@@ -263,8 +276,11 @@ def test_two_runners_share_a_list(write, tmp_path, forked):
     ],
 )  # fmt: skip
 def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, said):
+    (tmp_path / "broken.py").write_text("import none")
+    path = Path(write(**changed))
+    path.write_text(path.read_text().replace("{folder}", str(tmp_path)))
     with pytest.raises(InputError, match=said):
-        experiments.main([write(**changed)])
+        experiments.main([str(path)])
     assert not (tmp_path / "out").exists()
 
 

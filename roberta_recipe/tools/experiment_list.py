@@ -22,7 +22,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import flags_of
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.input_files import resolve_path
+from roberta_recipe.input_files import resolve_path, taken_apart
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
@@ -184,6 +184,15 @@ class Row:
                 found.append(f"measure {name} was `{shlex.join(before)}`, is `{shlex.join(words)}`")
         return found
 
+    def _measured(self, measure: str) -> dict[str, Any]:
+        """What a measure's tool wrote; in older versions, words wrote no checksum."""
+        path = self.output_of(measure)
+        try:
+            found = durable.read_json(path)
+            return found if measure == "words" and durable.SEAL not in found else durable.unsealed(found)
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{path} cannot be read ({error}); move it away to have it measured again") from None
+
     def figure(self, measure: str) -> float | None:
         """A figure of the finished row, times `Measure.times`; nan for one that is no number, None where it is missing.
         Raises `InputError` for a record that is not what was written."""
@@ -191,7 +200,7 @@ class Row:
         if not self.is_trained() or (of.tool and not self.output_of(measure).is_file()):
             return None
         if of.tool:
-            found = durable.read_json(self.output_of(measure))
+            found = self._measured(measure)
         elif of.of == "fine-tuning":
             found = picked_setting(read_record(self.run / SUMMARY_NAME, ("settings", "picked"), _AGAIN))
         else:
@@ -362,10 +371,11 @@ def _resolve(setting: Setting, where: str) -> Resolved:
     path = resolve_path(setting.script)
     if not path.is_file():
         raise InputError(f"script={setting.script}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script  # dataclasses look their module up
-    spec.loader.exec_module(script)
+    with taken_apart(f"script={setting.script}", "a script of this recipe"):
+        spec = importlib.util.spec_from_file_location(path.stem, path)  # None for a name that is not *.py
+        script = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = script  # dataclasses look their module up
+        spec.loader.exec_module(script)
     if not hasattr(script, "read_arguments"):
         raise InputError(f"script={setting.script} has no read_arguments: name train_mlm.py or a fine-tuning script")
     argv = ["--config", setting.config] if setting.config else []

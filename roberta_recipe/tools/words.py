@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "than the word: not quite comparable"
         )
     if args.output:
-        durable.write_json(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})
+        durable.write_sealed(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})
     return figures
 
 
