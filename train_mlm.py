@@ -277,9 +277,9 @@ def note_return(trainer: MlmTrainer) -> None:
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:
-    """Run record and loss curve; predictions and figures on stdout."""
-    records.write_record(record, output_dir)
+    """Loss curve and run record; predictions and figures on stdout."""
     plots.plot_loss(record, os.path.join(output_dir, records.CURVE_NAME))
+    records.write_record(record, output_dir)  # the last file: it says that the run is finished
     show_predictions(args.fill_mask_examples, output_dir)
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
     starts = f" in {record['resumes'] + 1} starts" if record["resumes"] else ""

@@ -163,24 +163,25 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         durable.write_json(target, kept)
         return target
     target = folder / _file_name("name", name or source.name)
-    if (source / BLIMP_NAME).is_file():
-        scored = read_record(source / BLIMP_NAME, ("scores", "random_weights"), ADVICE)
-        target.mkdir(parents=True, exist_ok=True)
-        durable.write_json(target / BLIMP_NAME, scored)
-        if not (source / RECORD_NAME).is_file():
-            return target
-    if not (source / RECORD_NAME).is_file():
+    needed = {BLIMP_NAME: ("scores", "random_weights"), RECORD_NAME: ("shown_args",)}
+    kept = {file: read_record(source / file, of, ADVICE) for file, of in needed.items() if (source / file).is_file()}
+    if not kept:
         raise InputError(
             f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}, and no {BLIMP_NAME}: name a finished run's folder"
         )
-    record = read_record(source / RECORD_NAME, ("shown_args",), ADVICE)
-    if "task" in record:
+    if "task" in kept.get(RECORD_NAME, ()):
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
+    if RECORD_NAME in kept and not (source / CURVE_NAME).is_file():
+        raise InputError(
+            f"{source} has no {CURVE_NAME}: copy it too, or move {RECORD_NAME} away and start the run again"
+        )
     target.mkdir(parents=True, exist_ok=True)
-    durable.write_json(target / RECORD_NAME, record)
-    shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
+    for file, values in kept.items():
+        durable.write_json(target / file, values)
+    if RECORD_NAME in kept:
+        shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
 
 

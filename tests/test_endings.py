@@ -320,6 +320,7 @@ def test_a_run_that_was_killed_as_it_wrote_a_file_begins_again(preset, tmp_path,
     killed_at(f"/{name}", lambda: train(preset, *argv))
     (left,) = run.glob("*.tmp")
     assert left.name.startswith(name) and not (run / name).exists()
+    assert (run / "loss_curve.png").is_file() == (name == "run_record.json")  # which comes last
     train(preset, *argv)
     assert not list(run.rglob("*.tmp")) and durable.read_json(run / "run_record.json")["steps"] == 2
 

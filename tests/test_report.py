@@ -319,6 +319,12 @@ def test_bad_input(ledger, tmp_path, root):
         report(ledger, tmp_path, "--add", tmp_path / "rte", "--name", "mini")
     with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
         report(ledger, tmp_path, "--add", tmp_path / "empty")
+    write_pretraining(tmp_path / "killed")
+    (tmp_path / "killed" / "loss_curve.png").unlink()
+    durable.write_sealed(tmp_path / "killed" / "blimp.json", {"scores": {}, "random_weights": []})
+    with pytest.raises(InputError, match=r"killed has no loss_curve.png: copy it too, or move run_record.json away"):
+        report(ledger, tmp_path, "--add", tmp_path / "killed")
+    assert not (tmp_path / "results" / "killed").exists()
     proofs = tmp_path / "results" / "proofs.yaml"
     for text, message in (
         ("proofs: [{claim: a, figure: b}]", r"proofs.yaml, entry 1 has no 'command'"),
