@@ -81,7 +81,7 @@ def check_new_folder(path: Path, named: str = "output_dir") -> None:
         raise InputError(f"{named}={path} holds other files; name a new or an empty folder")
 
 
-def check_output_file(path: Path, named: str = "output") -> None:
+def check_output_file(path: Path, named: str = "output", fix: str = "make its folder, or name another file") -> None:
     """Raise `InputError` where the file `path` could not be written: asked before the work that gives its content."""
     if path.is_dir():
         raise InputError(f"{named}={path} is a folder; name a file")
@@ -90,9 +90,7 @@ def check_output_file(path: Path, named: str = "output") -> None:
         aside.touch()
         aside.unlink()
     except OSError as error:
-        raise InputError(
-            f"{named}={path} cannot be written: {error.strerror}; make its folder, or name another file"
-        ) from None
+        raise InputError(f"{named}={path} cannot be written: {error.strerror}; {fix}") from None
 
 
 def write_json(path: str | Path, values: Any) -> None:

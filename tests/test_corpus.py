@@ -233,6 +233,13 @@ def test_validation_files_are_used_where_given(tmp_path):
     assert texts_of(of_split="validation", **source) == TEXTS[50:]
 
 
+def test_a_cache_that_cannot_be_written_is_named_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"HF_HOME's cache=.*file/roberta_recipe cannot be made: Not a directory"):
+        texts_of(builtin="docstrings")
+
+
 def test_docstrings_are_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr("roberta_recipe.data.docstrings.MAX_BYTES", 300_000)

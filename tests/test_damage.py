@@ -1,5 +1,6 @@
 """Flipped bits in every file of a run's folder: the next start is the same run, to the bit, or says what is wrong."""
 
+import errno
 import json
 import random
 import shutil
@@ -137,6 +138,15 @@ def test_every_state_that_is_written_is_as_it_is_declared(killed):
 def test_a_manifest_of_another_shape_is_a_fault(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     assert durable.fault(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_not_pushed(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    with pytest.raises(InputError, match=r"output_dir=.*hub.json cannot be written: Permission denied; make the fold"):
+        hub.mark_of(tmp_path)
 
 
 def test_a_damaged_mark_of_the_hub_is_a_line(tmp_path):

@@ -43,10 +43,11 @@ def docstring_file(max_bytes: int | None = None) -> Path:
     fingerprint = hashlib.sha256("\n".join([*versions, str(max_bytes)]).encode()).hexdigest()[:16]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "roberta_recipe" / f"docstrings-{fingerprint}.parquet"
     if not _is_whole(path):
+        durable.make_folder(path.parent, "HF_HOME's cache")
+        durable.check_output_file(path, "HF_HOME's cache", "set HF_HOME to a folder that can be written")
         documents = _collect(_standard_library() + [f for d in distributions for f in _python_files(d)], max_bytes)
         if not documents:
             raise InputError(f"no docstrings below {sysconfig.get_paths()['stdlib']}; was Python run with -OO?")
-        path.parent.mkdir(parents=True, exist_ok=True)
         durable.remove_left(path.parent)
         aside = durable.aside_of(path)
         try:

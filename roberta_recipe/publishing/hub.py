@@ -181,10 +181,12 @@ def publisher(training_args: TrainingArguments) -> Publisher | None:
 
 
 def mark_of(output_dir: Path) -> str:
-    """What tells the run's repository from any other, kept in the run's folder; drawn at random the first time."""
+    """What tells the run's repository from any other, kept in the run's folder; drawn at random the first time.
+    Raises `InputError` where it is damaged or cannot be kept."""
     path = output_dir / HUB_NAME
     if not path.is_file():
-        output_dir.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(output_dir)
+        durable.check_output_file(path, "output_dir", "make the folder writable, or push a copy of it")
         durable.write_sealed(path, {_MARK: uuid.uuid4().hex})
     try:
         return durable.read_sealed(path)[_MARK]

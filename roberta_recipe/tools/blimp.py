@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def check_output(path: Path, pairs: int, methods: list[str]) -> None:
     """Raise `InputError` where `path` cannot be written, or is a record of more than what is to be measured."""
-    durable.check_output_file(path, "output_dir")
+    durable.check_output_file(path, "output_dir", "name another folder")
     try:
         before = durable.read_sealed(path)
         more = before["pairs"] > pairs or before["scores"].keys() > set(methods)
