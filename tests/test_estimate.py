@@ -233,6 +233,10 @@ def test_zero_from_a_deepspeed_configuration():
     }
     assert Zero.from_deepspeed(settings, 768) == Zero(3, True, False, True, 768**2)
     assert Zero.from_deepspeed({"zero_optimization": {"stage": 1}}, 768) == Zero(1)
+    without = {"zero_optimization": {"stage": 3, "offload_optimizer": None, "offload_param": None}, "data_types": None}
+    assert (
+        Zero.from_deepspeed(without, 768) == Zero(3) and Zero.from_deepspeed({"zero_optimization": None}, 768) == Zero()
+    )
 
 
 def test_hardware():
@@ -353,6 +357,10 @@ def test_epochs_of_local_files(preset, tmp_path):
     with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
         file.write("some text")
     assert estimate.main([*flags, str(tmp_path / "a.txt.gz")]).epochs is None
+    few = estimate.main([*flags, str(tmp_path / "a.txt.gz"), "--max_train_samples", "4"])
+    assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.table(few)
+    more = estimate.main([*flags, str(tmp_path / "a.txt"), "--max_train_samples", "1000000"])
+    assert more.epochs == pytest.approx(more.tokens / (more.corpus_bytes / 4.5))
 
 
 @pytest.mark.parametrize(

@@ -136,13 +136,13 @@ class Zero:
     @classmethod
     def from_deepspeed(cls, settings: dict, hidden_size: int) -> "Zero":
         """Of a DeepSpeed configuration as its JSON has it, "auto" as Transformers resolves it."""
-        zero = settings.get("zero_optimization", {})
+        zero = settings.get("zero_optimization") or {}
         bucket = zero.get("reduce_bucket_size", cls.reduce_bucket_size)
         return cls(
             stage=zero.get("stage", 0),
-            offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") != "none",
-            offload_parameters=zero.get("offload_param", {}).get("device", "none") != "none",
-            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32"),
+            offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+            offload_parameters=(zero.get("offload_param") or {}).get("device", "none") != "none",
+            fp32_accumulation=(settings.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32"),
             reduce_bucket_size=hidden_size**2 if bucket == "auto" else int(bucket),
         )
 
@@ -230,6 +230,7 @@ class Estimate:
     gpu_hour_price: float | None = None  # USD; by default the device's
     tokens_per_pass: float | None = None
     corpus_bytes: float | None = None
+    max_train_samples: int | None = None  # blocks of a pass, where the corpus has more
 
     def __post_init__(self):
         if self.gpu_hour_price is None:
@@ -256,9 +257,14 @@ class Estimate:
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the corpus; None where its size is not known."""
-        a_pass = self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN
-        return self.tokens / a_pass if a_pass else None
+        """Passes over the corpus, or the blocks of it that are trained on; None where its size is not known."""
+        known = (self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN, self.limit_tokens)
+        return self.tokens / min(filter(None, known)) if any(known) else None
+
+    @property
+    def limit_tokens(self) -> int:
+        """Of `max_train_samples`, at most; 0 without it."""
+        return (self.max_train_samples or 0) * self.seq_len
 
     @property
     def flops(self) -> float:
@@ -344,6 +350,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         gpu_hour_price=chosen.gpu_hour_price,
         tokens_per_pass=in_cache,
         corpus_bytes=1e9 * sum(sizes) if all(sizes) else None if in_cache else text_bytes(corpus),
+        max_train_samples=args.max_train_samples,
     )
 
 
@@ -353,7 +360,9 @@ def table(estimate: Estimate) -> str:
     stage = f"ZeRO {estimate.zero.stage}" if estimate.zero.stage else "plain data parallelism"
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "total")
     epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown, as the size of the corpus is"
-    if estimate.corpus_bytes and not estimate.tokens_per_pass:
+    if estimate.max_train_samples:
+        epochs += f" of at most {estimate.max_train_samples:,} blocks"
+    elif estimate.corpus_bytes and not estimate.tokens_per_pass:
         size = _in_unit(estimate.corpus_bytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3}, 1)
         epochs += f" of {size} at {BYTES_PER_TOKEN} bytes a token (an assumption)"
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
