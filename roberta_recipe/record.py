@@ -240,12 +240,19 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The repository's commit, with "-dirty" where files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The recipe's commit, with "-dirty" where files differ from it; None outside a checkout, and for a copy of the
+    recipe in another repository."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return None
+        return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
 def finite(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,18 @@ def train(preset, *argv):
 
 def logged_losses(record):
     return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
+def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
+    """A copy of `roberta_recipe` in another repository has no commit of its own."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(records, "ROOT", tmp_path.resolve())
+    assert re.fullmatch("[0-9a-f]{40}", records.git_commit())
+    (tmp_path / "copied").mkdir()
+    monkeypatch.setattr(records, "ROOT", tmp_path.resolve() / "copied")
+    assert records.git_commit() is None
 
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
