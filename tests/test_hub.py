@@ -377,7 +377,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
         **{"scored_examples": {"validation_a": 1250, "validation_b": 30}, "baseline": None},
         **{"resolved_args": {**settings, "global_batch_size": 16}, "tokens_seen": 1000, "tokens_per_second": 10},
         **{"shown_args": [name for name in settings if name not in ("hidden", "model_name_or_path")]},
-        **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc"},
+        **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc", "fingerprint": {"weights": "a" * 16}},
         **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
     }
     shown = cards.fine_tuned("me/sense", CONFIG, record, summary)
@@ -394,6 +394,8 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
 
     of_hub = {**record, "dataset": {**record["dataset"], "hub_id": "me/sense", "hub_config": "all", "note": ""}}
     alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None)  # a run without a summary
+    assert "; commit abc. `preset" in alone.text
+    assert "Made with torch 2. `preset" in cards.fine_tuned("me/sense", CONFIG, {**record, "commit": None}, None).text
     assert (
         "| validation_a, 1,250 examples; validation_b, 30 examples | kappa | 60.0 | 60.0 to 60.0 | 1 | - |"
         in alone.text
@@ -402,3 +404,26 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     (result,) = alone.data.to_dict()["model-index"][0]["results"]
     assert (result["dataset"]["type"], result["dataset"]["config"]) == ("me/sense", "all")
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.6, "name": "kappa, median of 1 seed"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "base"),
+    [
+        ("runs/roberta_small", "a" * 16, None),  # a folder that has moved since
+        ("exp/roberta_small", "a" * 16, None),
+        ("FacebookAI/roberta-base", "a" * 40, "FacebookAI/roberta-base"),
+        ("FacebookAI/roberta-base", None, "FacebookAI/roberta-base"),
+        ("roberta-base", None, "roberta-base"),
+        ("roberta_small", None, None),
+        ("runs/roberta_small", None, None),
+        ("../roberta_small", None, None),
+        ("tests/data", None, None),
+        ("presets/mlm", None, None),  # below the repository
+    ],
+)
+def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch, name, weights, base):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests" / "data").mkdir(parents=True)
+    record = {"resolved_args": {"model_name_or_path": name}, "fingerprint": {"weights": weights} if weights else {}}
+    assert cards._base_model(record) == ({"base_model": base} if base else {})
+    assert cards._start_name(record) == (base or name.split("/")[-1])

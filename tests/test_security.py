@@ -210,7 +210,7 @@ def plain_cards(tmp_path_factory):
     shared = {"task": "rte", "metric": "accuracy", "dataset": dataset, "scored_examples": {"validation": 9}}
     shared |= {"baseline": {"answer": "no", "metrics": {"accuracy": 0.5}}, "resolved_args": args}
     tuned = {**run, **shared, "shown_args": ["optim"], "metrics": {"accuracy": 0.6}, "degenerate": False}
-    tuned["examples"] = {"train": 8}
+    tuned |= {"examples": {"train": 8}, "fingerprint": {"weights": "0" * 40}}
     return config, pretraining, tuned
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe.hardware import Machine
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.publishing import markdown, minimal_pairs
 from roberta_recipe.record import (
     BlimpRecord,
@@ -35,7 +36,8 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID, _HUB_COMMIT = re.compile(r"[\w.-]+(/[\w.-]+)?"), re.compile("[0-9a-f]{40}")
+_KNOWN_ID = re.compile(r"(xlm-roberta|roberta|camembert|bert|albert)-(base|large|xlarge|xxlarge)[\w-]*")  # no namespace
 _SHARED = ("task", "metric", "dataset", "scored_examples", "baseline", "resolved_args", "shown_args")  # with a summary
 _SHAPE = {
     "num_hidden_layers": "layers",
@@ -59,8 +61,8 @@ def pretrained(
     """The card of a pretraining run: `config` is its config.json, `summaries` are of what was fine-tuned from it;
     `metadata` goes into the head of the card as it is."""
     args, corpus = record["resolved_args"], _corpus_name(record["resolved_args"])
-    metadata = {"language": record["fingerprint"].get("language"), **_base_model(args), **metadata}
-    start = f", continued from {markdown.code(_start_name(args))}" if args.get("model_name_or_path") else ""
+    metadata = {"language": record["fingerprint"].get("language"), **_base_model(record), **metadata}
+    start = f", continued from {markdown.code(_start_name(record))}" if args.get("model_name_or_path") else ""
     share = record["tokens_seen"] / ROBERTA_TOKENS
     results = _of_text(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
@@ -108,7 +110,7 @@ def fine_tuned(
     args, dataset = record["resolved_args"], record["dataset"]
     summary = summary or _alone(record)
     scores = picked_setting(summary)
-    from_what = markdown.code(_start_name(args)) + (", from random weights" if args.get("random_weights") else "")
+    from_what = markdown.code(_start_name(record)) + (", from random weights" if args.get("random_weights") else "")
     seeds = ", ".join(f"seed {seed}: {percent(value)}" for seed, value in scores["seeds"].items())
     hub_id = dataset["hub_id"]
     linked = hub_id and "/" in hub_id and _HUB_ID.fullmatch(hub_id)
@@ -117,7 +119,7 @@ def fine_tuned(
     data += f", {markdown.sentence(dataset['note'])}," if dataset["note"] else ""
     loading_note = markdown.sentence(dataset.get("loading_note") or "")
     english = {"language": "en"} if hub_id else {}  # GLUE, SQuAD and RACE
-    metadata = {**english, **_base_model(args), **metadata}
+    metadata = {**english, **_base_model(record), **metadata}
     sections = [
         _title(repo),
         f"{from_what} fine-tuned on {data} by the protocol of [RoBERTa](https://arxiv.org/abs/1907.11692): "
@@ -175,20 +177,26 @@ def device_of(hardware: Machine) -> str:
     return ", ".join(hardware["gpus"]) or on_cpu
 
 
-def _base_model(args: dict[str, Any]) -> dict[str, str]:
+def _base_model(record: RunRecord) -> dict[str, str]:
     """For the head of the card, where the run started from a model of the Hub and not from a folder."""
-    name = args.get("model_name_or_path") or ""
-    return {"base_model": name} if _is_hub_id(name) and not args.get("random_weights") else {}
+    args = record["resolved_args"]
+    return {"base_model": args["model_name_or_path"]} if _is_of_hub(record) and not args.get("random_weights") else {}
 
 
-def _is_hub_id(name: str) -> bool:
-    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+def _is_of_hub(record: RunRecord) -> bool:
+    """Whether a run started from a model of the Hub. A fine-tuning has recorded the Hub's commit, or a shorter
+    fingerprint of a folder; of pretraining that was continued, only the name tells, and the folder where it is."""
+    name, weights = record["resolved_args"].get("model_name_or_path") or "", record["fingerprint"].get("weights")
+    if weights not in (None, "None"):
+        return bool(_HUB_ID.fullmatch(name) and _HUB_COMMIT.fullmatch(weights))
+    is_name = _HUB_ID.fullmatch(name) if "/" in name else _KNOWN_ID.fullmatch(name)
+    return bool(is_name) and name.split("/")[0] not in ("runs", ".", "..") and not resolve_path(name).exists()
 
 
-def _start_name(args: dict[str, Any]) -> str:
+def _start_name(record: RunRecord) -> str:
     """What the checkpoint is called that a run started from: of a folder its name, without the machine's path."""
-    name = args["model_name_or_path"]
-    return name if _is_hub_id(name) else Path(name).name
+    name = record["resolved_args"]["model_name_or_path"]
+    return name if _is_of_hub(record) else Path(name).name
 
 
 def _card(repo: str, config: dict, results: list[EvalResult], sections: list[str], metadata: dict) -> ModelCard:
@@ -234,7 +242,8 @@ def _architecture(config: dict[str, Any], record: RunRecord) -> str:
 
 
 def _training(record: RunRecord) -> str:
-    args, versions, commit = record["resolved_args"], record["versions"], markdown.name(record["commit"])
+    args, versions = record["resolved_args"], record["versions"]
+    commit = f"; commit {markdown.name(record['commit'])}" if record["commit"] else ""
     device = markdown.name(device_of(record["hardware"]))
     rows = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)]
     used = ", ".join(markdown.name(f"{name} {version}") for name, version in versions.items())
@@ -242,7 +251,7 @@ def _training(record: RunRecord) -> str:
         "## Training\n\n"
         + _table(("", ""), rows)
         + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}; commit {commit}. "
+        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}{commit}. "
         "`preset.yaml` repeats the run."
     )
 

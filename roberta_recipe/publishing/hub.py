@@ -60,6 +60,7 @@ _ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
 _ADVICE = "push it with that version"
 _OF_SUMMARY = ("settings", "picked", "dataset", "shown_args", "scored_examples")  # what a card shows of it
+_OF_RECORD = ("resolved_args", "shown_args", "fingerprint")
 _MARK = "recipe_run"  # key in the card's head: which run a repository holds
 
 Result = TypeVar("Result")
@@ -334,7 +335,7 @@ def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | Finetun
     files |= {name: of_run / name for name in _OF_RUN if (of_run / name).is_file()}
     if summary:
         files |= {name: folder / name for name in (SUMMARY_NAME, CURVE_NAME) if (folder / name).is_file()}
-    return files, read_record(of_run / RECORD_NAME, ("resolved_args", "shown_args"), _ADVICE), summary
+    return files, read_record(of_run / RECORD_NAME, _OF_RECORD, _ADVICE), summary
 
 
 def contents(
