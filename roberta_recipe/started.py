@@ -49,7 +49,7 @@ def threads_are_the_users() -> bool:
     return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in _of_process(launcher(), "environ"))
 
 
-def _of_process(pid: int | str | None, name: str) -> list[bytes]:
+def _of_process(pid: int | None, name: str) -> list[bytes]:
     """The entries of a file of Linux's /proc that are separated by null bytes; empty where there is none."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")[:-1]
@@ -70,4 +70,12 @@ def _as_typed(words: list[str]) -> str:
     return shlex.join(words)
 
 
-_command = _as_typed([os.fsdecode(word) for word in _of_process(launcher() or "self", "cmdline")] or sys.argv)
+def _words() -> list[str]:
+    """The command line of the launcher or, without one, of this process; of systems without /proc too."""
+    try:
+        return (by_launcher() and psutil.Process(_parent).cmdline()) or sys.orig_argv
+    except psutil.Error:
+        return sys.orig_argv
+
+
+_command = _as_typed(_words())

@@ -242,6 +242,17 @@ def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
     assert flags == f"'{script}' --train_file 'my text/*.txt'\n"
 
 
+def test_the_command_that_continues_is_known_without_proc(monkeypatch):
+    """As on macOS; a launcher's is asked of the system."""
+    monkeypatch.setattr(started, "_of_process", lambda *_: [])
+    assert started._words() == sys.orig_argv
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(started, "_parent", 1)
+    assert started._words() == (psutil.Process(1).cmdline() or sys.orig_argv)
+    monkeypatch.setattr(started, "_parent", 2**22 + 1)  # no process
+    assert started._words() == sys.orig_argv
+
+
 def test_resuming_reads_its_own_command_line(preset, tmp_path):
     """`Trainer` takes how often to log, evaluate and save from the checkpoint."""
     assert yaml.safe_load(Path(preset).read_text())["logging_steps"] == 1
