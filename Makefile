@@ -4,8 +4,17 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 TOOL = $(BIN)/python -m roberta_recipe.tools
 LAUNCH = $(TOOL).launch
-# stops a target that was started without a variable: $(call need,MODEL,runs/roberta_base)
-need = $(if $($1),,$(error $@ needs $1: make $@ $1=$2))
+SWEEPING = $(if $(filter-out 0 false no,$(SWEEP)),--sweep)
+
+# What a target needs, with an example: make stops without it, before anything is installed.
+NEEDS_evaluate = MODEL=runs/roberta_base
+NEEDS_blimp = MODEL=runs/roberta_base
+NEEDS_push = MODEL=runs/roberta_base REPO=me/roberta_base
+NEEDS_table = TABLE=masking
+NEEDS_experiments = LIST=presets/experiments/rates.yaml
+NEEDS_compare = A=runs/a B=runs/b
+need = $(if $($(firstword $(subst =, ,$2))),,$(error $1 needs $(firstword $(subst =, ,$2)): make $1 $(NEEDS_$1)))
+$(foreach target,$(MAKECMDGOALS),$(foreach example,$(NEEDS_$(target)),$(call need,$(target),$(example))))
 
 .PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race blimp \
         table experiments compare contamination faults bench gpu report push clean
@@ -52,11 +61,11 @@ pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.
 	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
 evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
-	$(call need,MODEL,runs/roberta_base)$(TOOL).evaluate $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
+	$(TOOL).evaluate $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
 CHOSEN = $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--data_dir "$(DATA)") $(ARGS)
-GLUE = $(LAUNCH) finetune_glue.py $(if $(SWEEP),--sweep) $(CHOSEN)
+GLUE = $(LAUNCH) finetune_glue.py $(SWEEPING) $(CHOSEN)
 GLUE_TASKS = mnli qnli qqp rte sst2 mrpc cola stsb
 
 glue: setup       ## five seeds of a GLUE task, and their median: make glue TASK=rte MODEL=runs/roberta_base
@@ -67,10 +76,10 @@ glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli),
 	$(MAKE) glue-table
 
 glue-table: setup  ## the finished tasks of GLUE beside the paper's Table 5
-	$(TOOL).glue_table --folder runs/glue $(if $(SWEEP),--sweep)
+	$(TOOL).glue_table --folder runs/glue $(SWEEPING)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
-	$(TOOL).glue_table --folder runs/glue --submission $(if $(SWEEP),--sweep)
+	$(TOOL).glue_table --folder runs/glue --submission $(SWEEPING)
 
 squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
 	$(LAUNCH) finetune_squad.py --config "presets/squad/v$(or $(VERSION),1.1).yaml" $(CHOSEN)
@@ -79,10 +88,10 @@ race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECI
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
 
 blimp: setup      ## what a masked LM scores on BLiMP: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
-	$(call need,MODEL,runs/roberta_base)$(TOOL).blimp $(CHOSEN)
+	$(TOOL).blimp $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
-	$(call need,MODEL,runs/roberta_base)$(call need,REPO,me/roberta_base)$(TOOL).push --model "$(MODEL)" --repo "$(REPO)" $(ARGS)
+	$(TOOL).push --model "$(MODEL)" --repo "$(REPO)" $(ARGS)
 
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(BIN)/python results/report.py $(ARGS)
@@ -101,15 +110,15 @@ gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gp
 
 # masking, formats, batch, data (RoBERTa); spans, sbo (SpanBERT); embedding, sharing, sop (ALBERT). SCALE: demo, mini, paper
 table: setup      ## a comparison of the papers, run and set: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"
-	$(call need,TABLE,masking)test "$(or $(SCALE),demo)" != demo || test -d tokenizer/docstrings || \
+	test "$(or $(SCALE),demo)" != demo || test -d tokenizer/docstrings || \
 	    $(BIN)/python tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
 	$(TOOL).experiments "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
 
 experiments: setup  ## a list of runs, stopped and continued at will, and its table: make experiments LIST=my.yaml ARGS="--jobs 2"
-	$(call need,LIST,presets/experiments/rates.yaml)$(TOOL).experiments "$(LIST)" $(ARGS)
+	$(TOOL).experiments "$(LIST)" $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
-	$(call need,A,runs/a)$(call need,B,runs/b)$(TOOL).compare "$(A)" "$(B)"
+	$(TOOL).compare "$(A)" "$(B)"
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus

@@ -84,6 +84,22 @@ with open({calls!r}, "a") as stream:
 """
 
 
+def test_make_asks_for_its_variables_before_it_installs(root, tmp_path):
+    def dry(*words):
+        make = ["make", "-n", "-s", f"VENV={tmp_path}/venv", *words]
+        return subprocess.run(make, cwd=root, capture_output=True, text=True, check=False)
+
+    for words, said in (
+        (["evaluate"], "evaluate needs MODEL: make evaluate MODEL=runs/roberta_base."),
+        (["push", "MODEL=runs/a"], "push needs REPO: make push MODEL=runs/roberta_base REPO=me/roberta_base."),
+        (["compare", "A=runs/a"], "compare needs B: make compare A=runs/a B=runs/b."),
+    ):
+        done = dry(*words)
+        assert done.returncode == 2 and said in done.stderr and not done.stdout
+    assert dry("compare", "A=runs/a", "B=runs/b").returncode == 0
+    assert "--sweep" in dry("glue", "SWEEP=1").stdout and "--sweep" not in dry("glue", "SWEEP=0").stdout
+
+
 @pytest.fixture
 def typed(root, tmp_path):
     """A function: the command lines of Python that a shell makes of a block, of make's targets too; nothing runs."""
