@@ -227,6 +227,13 @@ def test_a_tokenizer_is_whole_or_absent(tokenizer, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "notes.txt"]
 
 
+def test_a_link_to_an_empty_folder_gets_the_tokenizer(tokenizer, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    tokenizer_training.save_tokenizer(tokenizer, tmp_path / "out")
+    assert (tmp_path / "disk" / "tokenizer.json").is_file() and (tmp_path / "out").is_symlink()
+
+
 def test_a_tokenizer_is_not_written_over(tokenizer_dir, tmp_path):
     from tokenizer import train_tokenizer
 

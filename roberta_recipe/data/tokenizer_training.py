@@ -49,7 +49,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
 
     Raises `InputError` where the folder is there and not empty.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()  # a link to an empty folder is no folder to a rename
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
     durable.remove_left(folder.parent, glob.escape(hidden.name))
