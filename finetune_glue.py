@@ -136,6 +136,10 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
         raise InputError("predict_with=ensemble says how the test set is predicted: add --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
+    if args.task_name == "wnli" and args.head_dropout is not None:
+        raise InputError(
+            f"head_dropout={args.head_dropout} has no effect on wnli, whose head is the masked-LM one: leave it out"
+        )
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
     protocol.check_arguments(args, training_args)

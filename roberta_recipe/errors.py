@@ -19,6 +19,7 @@ from roberta_recipe.started import continue_with
 _FOR_FIRST_PROCESS_S = 3.0  # in which the launcher ends the others, once the first has failed
 _COMES_AGAIN_S = 0.02
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
 
 
@@ -144,6 +145,9 @@ def _said_of(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, InputError | RunError):
         # an error raised in a data worker comes with the worker's traceback around it
         return "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip(), error.exit_code
+    if isinstance(error, OSError) and error.errno in _NOT_ALLOWED and error.filename:
+        user = f"user {os.geteuid()} may not use it; change its permissions, or name another file or folder"
+        return f"error: {error.filename}: {error.strerror}: {user}", InputError.exit_code
     from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
 
     if says_no_room(error):

@@ -1,8 +1,10 @@
 """Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
 
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -453,3 +455,20 @@ def test_closed_and_narrow_output_is_no_traceback(tmp_path):
 
     assert Forked(latin, tmp_path / "latin").end() == 0
     assert (tmp_path / "latin").read_bytes() == b"\xe9 \\u2192 e\n"
+
+
+def test_a_folder_of_which_the_user_has_no_right_is_a_line(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders may be entered by their owner alone
+        run = Path(folder, "run")
+        run.mkdir()
+        Path(folder).chmod(0o755)
+        run.chmod(0o600)
+
+        def as_a_user():
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            exit_on_error(lambda: compare.main([str(run), str(run)]))
+
+        assert Forked(as_a_user, tmp_path / "log.txt").end() == 2
+    said = (tmp_path / "log.txt").read_text()
+    assert re.fullmatch(rf"error: {run}/\S+: Permission denied: user \d+ may not .*\n", said)

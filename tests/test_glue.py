@@ -693,6 +693,10 @@ BAD = {
     "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
+    "head of wnli": (
+        ["--task_name", "wnli", "--wsc_dir", "wsc", "--head_dropout", "0"],
+        "head_dropout=0.0 has no effect",
+    ),
     "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size must stay false; lower"),
 }
 
