@@ -270,8 +270,9 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
     record = json.loads((folder / "runs/mine/run_record.json").read_text())
     assert record["steps"] == 4 and set(record["metrics_by_source"]) == {"books", "mail"}
     measured = re.findall(r"validation loss ([\d.]+) ± [\d.]+ nats", shown[4])
-    loss, digits = record["metrics"]["eval_loss"], len(measured[0].partition(".")[2])
-    assert len(measured) == 2 and float(measured[0]) == round(loss, digits) != float(measured[1])
+    last_digit = 10 ** -len(measured[0].partition(".")[2])
+    assert len(measured) == 2 and float(measured[0]) != float(measured[1])
+    assert float(measured[0]) == pytest.approx(record["metrics"]["eval_loss"], abs=last_digit)
     summary = json.loads((folder / "runs/my_task/summary.json").read_text())
     assert summary["task"] == "mine" and set(summary["settings"][0]["medians"]) == {"accuracy", "f1"}
     assert "mine, validation accuracy x 100" in shown[6] and (folder / "runs/my_task/loss_curve.png").is_file()

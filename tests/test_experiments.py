@@ -139,13 +139,23 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     assert "| low | 2 of 3 |" in capsys.readouterr().out
     texts = tmp_path / "text.jsonl"
     texts.write_text(json.dumps({"text": "the cat sees a dog " * 3}) + "\n")
-    path = write(measures={"loss": None, "words": {"text_file": [str(texts)]}})
-    experiments.main([path, "--dry_run"])
-    assert capsys.readouterr().out.count(": trained; to be measured: words\n") == 4
+    with pytest.raises(RunError, match="4 of 4 rows failed"):
+        experiments.main([write(measures={"loss": None, "words": {"text_file": [str(tmp_path / "none.jsonl")]}})])
+    capsys.readouterr()
+    path = write(measures={"loss": None, "words": {"text_file": [str(texts)]}, "short_words": None})
+    experiments.main([path, "--dry_run"])  # what failed may be measured with other flags
+    states = capsys.readouterr().out
+    assert states.count(": failed (exit code 2): ") == 4 and "changed" not in states
     experiments.main([path])
-    figures = [durable.read_json(tmp_path / f"out/low/seed-{seed}/words.json")["bits_per_word"] for seed in (1, 2)]
+    figures, short = (
+        [durable.read_json(tmp_path / f"out/low/seed-{seed}/words.json")[key] for seed in (1, 2)]
+        for key in ("bits_per_word", "bits_per_short_word")
+    )
     mean, half = sum(figures) / 2, abs(figures[0] - figures[1]) / 2
-    assert f" | {significance.with_error(mean, half)} | - | - | - |\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f" | {significance.with_error(mean, half)} | - | - | - | " in printed
+    mean, half = sum(short) / 2, abs(short[0] - short[1]) / 2
+    assert f" | {significance.with_error(mean, half)} | - | - | - |\n" in printed
     assert {record: record.stat().st_mtime_ns for record in found} == before
     measured = tmp_path / "out/low/seed-1/words.json"
     whole = measured.read_text()
@@ -155,7 +165,13 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
             InputError, match=r"low/seed-1/words.json cannot be read .*; move it away to have it measured"
         ):
             experiments.main([path, "--table"])
-    durable.write_json(measured, durable.unsealed(json.loads(whole)))
+    values = durable.unsealed(json.loads(whole))
+    durable.write_json(measured, {key: values[key] for key in values if key != "bits_per_short_word"})
+    with pytest.raises(
+        InputError, match=r"words.json has no bits_per_short_word, .*; move it away to have it measured"
+    ):
+        experiments.main([path, "--table"])
+    durable.write_json(measured, values)
     experiments.main([path, "--table"])  # as older versions wrote it
     capsys.readouterr()
     # what a row was run with is what it stays
@@ -269,9 +285,10 @@ def test_two_runners_share_a_list(write, tmp_path, forked):
         ({"rows": [{"nam": "a"}]}, "row 1: unknown key 'nam'; did you mean 'name'?"),
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, at most 16"),
-        ({"measures": {"los": None}}, "measure 'los' is none of loss, words, blimp, score; did you mean 'loss'"),
+        ({"measures": {"los": None}}, "measure 'los' is none of loss, words, short_words, blimp, score; did you"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss' is {'a': 1}, and takes no flags"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
+        ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),
         ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
     ],
 )  # fmt: skip

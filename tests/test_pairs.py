@@ -1,5 +1,6 @@
 """Pairs of segments and sentences: nothing of the text is lost, labels are what the text says, half of each."""
 
+import collections
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roberta_recipe.data import pairs
 from roberta_recipe.data.formats import PACKERS
 from roberta_recipe.data.packing import NO_LABEL, PackState
 from roberta_recipe.data.pairs import NSP, SOP
@@ -113,6 +115,20 @@ def test_a_tenth_of_the_pairs_are_shorter_where_they_are_wanted(objective):
         assert abs(found - share) < 4 * math.sqrt(share / len(lengths)) + 0.02 * (share == 0)
         if share:
             assert abs(sum(short) / len(short) - 62) < 4 * 34 / math.sqrt(len(short)) + 4
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith("nsp")])
+def test_the_second_segments_of_books_are_not_a_few_texts_again_and_again(name):
+    """BERT's code draws a sentence of another document anew for each. Of eight books in a file, it can be no more than
+    the text of the seven before the last; what it remembers of them stays small."""
+    books = documents_of(random.Random(5), 8, sentences=(1500, 2500), length=(5, 35))
+    blocks, state = pack(name, books, 128)
+    begins = collections.Counter(
+        second[0] for columns in blocks for _, second, label in sequences(columns) if label == 1
+    )
+    assert begins.total() > 1200
+    assert len(begins) > 0.5 * begins.total() and max(begins.values()) <= 12
+    assert len(json.dumps(state.extra["donors"])) < 8 * pairs._KEPT
 
 
 def test_a_step_of_sentence_pairs_has_as_many_tokens():

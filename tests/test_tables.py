@@ -36,7 +36,8 @@ def test_every_table_is_a_list_at_every_scale(table, scale):
     listed = read(table, scale)
     values = {row.name: row.settings for row in listed.rows}
     assert len(listed.settings) >= 2 and all(setting.published for setting in listed.settings) and listed.source
-    assert len(listed.seeds) == (2 if scale == "demo" else 5) and listed.estimate == (scale == "paper")
+    seeds = {"demo": 2, "mini": 8 if table == "masking" else 5, "paper": 5}  # eight: a seed is a pair
+    assert len(listed.seeds) == seeds[scale] and listed.estimate == (scale == "paper")
     assert listed.measures[0] == "words" and "loss" not in listed.measures  # which formats do not share
     assert f"/{table}/{scale}/" in str(listed.rows[0].folder)
     assert len({str(of) for of in values.values()}) == len(values)  # no two rows are the same run
@@ -84,7 +85,7 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
     rows = [{"name": "low", "published": {"F1": 90.25}}]
     rows += [{"name": "high", "flags": {"config_name": str(tmp_path / "one_layer.json")}, "published": {"EM": "80"}}]
     path = small(rows=rows)
-    experiments.main([path, "--scale", "one"])
+    experiments.main([path, "--scale", "one", "--set", "adam_beta2=0.97"])
     records = [
         durable.read_json(tmp_path / "out" / "one" / name / "seed-1/run/run_record.json") for name in ("low", "high")
     ]
@@ -98,7 +99,8 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
     assert lines[0].startswith(f"| low | 1 | {tokens[0]} | {parameters[0]} |") and lines[0].endswith("| 90.25 | - |")
     assert lines[1].startswith(f"| high | 1 | {tokens[1]} | {parameters[1]} |") and lines[1].endswith("| - | 80 |")
     assert "| too few seeds |" in lines[1]
-    assert notes.startswith("Of the small one. ") and notes.endswith("published figures: a paper, Table 9.")
+    assert notes.startswith("Of the small one. ") and "Changed in all rows: adam_beta2=0.97. Source" in notes
+    assert notes.endswith("published figures: a paper, Table 9.")
 
 
 def test_flags_come_from_row_list_and_scale_in_this_order(small):
@@ -120,6 +122,19 @@ def test_a_set_flag_reaches_the_measures_that_have_it():
         words = row.measures["words"]
         assert words[words.index("--corpus") + 1] == "presets/corpus/five_domains.yaml"
         assert "--corpus" not in row.measures["blimp"]
+
+
+def test_a_flag_of_a_measure_is_set_by_its_name():
+    listed = read("spans", "mini", "blimp.data_dir=my_blimp", "words.max_documents=7")
+    for row in listed.rows:
+        assert row.measures["blimp"][-2:] == ["--data_dir", "my_blimp"]
+        words = row.measures["words"]
+        assert words[words.index("--max_documents") + 1] == "7" and "--data_dir" not in row.train
+    assert listed.measures == ["words", "short_words", "blimp"]
+    with pytest.raises(InputError, match=r"--set blim.pairs=7: the list measures words, short_words, blimp, not blim"):
+        read("spans", "mini", "blim.pairs=7")
+    with pytest.raises(InputError, match="measure 'blimp': unknown argument '--pair'"):
+        read("spans", "mini", "blimp.pair=7")
 
 
 @pytest.mark.parametrize(

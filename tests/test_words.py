@@ -1,5 +1,6 @@
 """Masked whole words: the same questions for every model, answered as by the plain definition."""
 
+import itertools
 import json
 import math
 
@@ -9,6 +10,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roberta_recipe.data import tokenization
+from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data.packing import PackState
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import words
 from roberta_recipe.training import predictions
@@ -56,32 +60,51 @@ def test_log_probabilities_are_those_of_the_whole_model(family):
         assert model(**inputs).logits.shape == (4, 12, 90)
 
 
-def by_definition(model, tokenizer, window):
-    """Bits of the masked words of a window, by the whole model, character by character."""
-    encoded = tokenizer(window.text, return_offsets_mapping=True)
-    characters = {place for first, end in window.spans for place in range(first, end)}
-    ids = torch.tensor([encoded["input_ids"]])
-    hidden = [n for n, (a, b) in enumerate(encoded["offset_mapping"]) if characters & set(range(a, b))]
-    shown = ids.clone()
-    shown[0, hidden] = tokenizer.mask_token_id
+def by_definition(model, tokenizer, window, reading=words.as_written):
+    """Bits of the masked words of a window, and of those of one piece, by the whole model, character by character."""
+    ids, offsets = reading(tokenizer, window.text)
+    of_word = [[n for n, (a, b) in enumerate(offsets) if {*range(a, b)} & {*range(*span)}] for span in window.spans]
+    shown = torch.tensor([ids])
+    shown[0, [*itertools.chain(*of_word)]] = tokenizer.mask_token_id
     with torch.no_grad():
         log_p = model(shown).logits.log_softmax(-1)[0]
-    return -sum(log_p[n, ids[0, n]].item() for n in hidden) / math.log(2)
+    bits = [-sum(log_p[n, ids[n]].item() for n in own) / math.log(2) for own in of_word]
+    return sum(bits), sum(of for of, own in zip(bits, of_word, strict=True) if len(own) == 1)
 
 
-def test_bits_are_those_of_the_definition(config, tokenizer):
+@pytest.mark.parametrize("reading", [words.as_written, words.sentences_apart])
+def test_bits_are_those_of_the_definition(config, tokenizer, reading):
     torch.manual_seed(0)
     config.max_position_embeddings = 514
     config.initializer_range = 0.5  # else every piece has the same probability
     model = transformers.RobertaForMaskedLM(config).eval()
     windows = list(words.windows_of(TEXTS * 2))
-    found = words.losses(model, tokenizer, windows)
+    found = words.losses(model, tokenizer, windows, reading)
     for window, loss in zip(windows, found, strict=True):
-        assert loss.bits == pytest.approx(by_definition(model, tokenizer, window), rel=1e-4)
+        whole, short = by_definition(model, tokenizer, window, reading)
+        assert (loss.bits, loss.short_bits) == pytest.approx((whole, short), rel=1e-4)
         assert loss.characters == sum(end - first for first, end in window.spans) and not loss.joined
     figures = words.summarise(found)
     assert figures["bits_per_word"] == pytest.approx(sum(loss.bits for loss in found) / figures["words"])
     assert figures["words"] == sum(len(window.spans) for window in windows) and figures["documents"] == 4
+    assert 0 < figures["short_words"] < figures["words"]
+    short = sum(loss.short_bits for loss in found) / figures["short_words"]
+    assert figures["bits_per_short_word"] == pytest.approx(short) != figures["bits_per_word"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="abcdefgh .!?A,\nÄ", max_size=120))
+def test_sentences_apart_are_the_block_of_full_sentences(tokenizer, text):
+    text = " ".join(text.split())
+    ids, offsets = words.sentences_apart(tokenizer, text)
+    document = tokenization.corpus_encoder(tokenizer)(tokenization.split_sentences(text)) if text else []
+    blocks = PACKERS["full_sentences"](
+        [document], PackState(), max_seq_length=4096, **tokenization.boundary_ids(tokenizer)
+    )
+    assert ids == next(blocks, {"input_ids": ids[:1]})["input_ids"]
+    covered = {at for span in offsets for at in range(*span)}  # by two pieces of a character, twice
+    assert {at for at, character in enumerate(text) if character != " "} <= covered <= {*range(len(text))}
+    assert [span for span in offsets if any(span)] == sorted(span for span in offsets if any(span))
 
 
 def test_the_words_are_those_of_the_text_whatever_stands_before_it():
@@ -134,6 +157,9 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
     out = capsys.readouterr().out
     assert "bits a word" in out and f"({figures['words']:,} words of 2 documents" in out and "±" in out
     assert json.loads((tmp_path / "words.json").read_text())["bits_per_word"] == figures["bits_per_word"]
+    by_reading = {name: of["bits_per_word"] for name, of in figures["readings"].items()}
+    assert by_reading[figures["reading"]] == min(by_reading.values()) == figures["bits_per_word"]
+    assert len(set(by_reading.values())) == 2 and "the lower is taken" in out
     # a fresh model knows nothing: log2 of the vocabulary for each piece
     expected = math.log2(config.vocab_size) * figures["pieces_per_word"]
     assert figures["bits_per_word"] == pytest.approx(expected, rel=0.05)
@@ -158,7 +184,7 @@ def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, cap
         found = words.losses(model, tokenizer, windows)
         assert len(found) == len(parts) > len(windows)
         for part, loss in zip(parts, found, strict=True):
-            assert loss.bits == pytest.approx(by_definition(model, tokenizer, part), rel=1e-4)
+            assert loss.bits == pytest.approx(by_definition(model, tokenizer, part)[0], rel=1e-4)
     assert "Divided" in caplog.text and "the model has 24 positions" in caplog.text
     with pytest.raises(InputError, match=r"the word 'Nebucha.* has more pieces than the model's 24 positions"):
         words.divided(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)

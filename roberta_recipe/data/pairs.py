@@ -1,10 +1,10 @@
 """Pairs of segments (BERT; RoBERTa, section 4.2; ALBERT, arXiv 1909.11942, section 3.1): `<s> A </s> </s> B </s>`.
 
-NSP: B is what follows A (label 0), or as often text of an earlier document of the same file (label 1), and what follows
-A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each other, as often the other way
-round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a sequence without a pair and without a
-label, so that no label can be told from there being one sentence. Half of the labelled pairs have each label, unless
-`share_of_ones` of 0 leaves all in order.
+NSP: B is what follows A (label 0), or as often text of an earlier document of the same file (label 1), from a sentence
+at random on, and what follows A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each
+other, as often the other way round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a
+sequence without a pair and without a label, so that no label can be told from there being one sentence. Half of the
+labelled pairs have each label, unless `share_of_ones` of 0 leaves all in order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,9 @@ from roberta_recipe.data.packing import (
 
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
-_DONORS = 16  # documents of which text for B is kept
+_DONORS = 64  # documents at most of which text for B is kept
+_KEPT = 1 << 15  # tokens of theirs, in all: an earlier book serves a whole book
+REVISION = 2  # of how pairs are made: packed text and checkpoints of another are not taken up
 SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
 _SEED = 1
 
@@ -76,7 +78,9 @@ def _pairs(
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
                 left = length - sum(map(len, first))
-                second = _fitting(donors[int(draws.integers(len(donors)))], left, most_sentences and 1)
+                donor = donors[int(draws.integers(len(donors)))]
+                donor = _from_anywhere(donor, 1 if most_sentences else left, draws)
+                second = _fitting(donor, left, most_sentences and 1)
             elif its_label:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
@@ -132,13 +136,19 @@ def _draws(state: PackState) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, 0, 0]))
 
 
+def _from_anywhere(sentences: list[list[int]], wanted: int, draws: np.random.Generator) -> list[list[int]]:
+    """The sentences from one at random on, of those from which on there are `wanted` tokens; else all."""
+    behind = np.cumsum([len(sentence) for sentence in reversed(sentences)])[::-1]
+    begins = np.flatnonzero(behind >= wanted)
+    return sentences[int(draws.choice(begins)) :] if len(begins) else sentences
+
+
 def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
-    """Keep text of a finished document, from a sentence at random on."""
+    """Keep text of a finished document, from a sentence at random on, and of each before it no more than its share."""
     draws, donors = _draws(state), state.extra.get("donors", [])
-    kept = _fitting(sentences[int(draws.integers(len(sentences))) :], room, None)
-    if len(donors) < _DONORS:
-        donors = [*donors, kept]
-    else:
+    if len(donors) == _DONORS:
         index = int(draws.integers(_DONORS))
-        donors = [*donors[:index], kept, *donors[index + 1 :]]
+        donors = [*donors[:index], *donors[index + 1 :]]
+    share = max(room, _KEPT // (len(donors) + 1))
+    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, draws)]]
     state.extra = {**state.extra, "donors": donors}

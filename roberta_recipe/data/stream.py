@@ -36,6 +36,7 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Columns, PackState
+from roberta_recipe.data.pairs import REVISION
 from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
@@ -260,6 +261,7 @@ class TextReader:
             "input_format": self.input_format,
             "max_seq_length": self.max_seq_length,
             **({"phrases": list(self.phrases)} if self.phrases else {}),
+            **({"revision": REVISION} if self.input_format.endswith("nsp") else {}),
             **corpus_fingerprint(self.corpus),
             **text_file_rule(self.corpus),
         }

@@ -51,11 +51,16 @@ class Measure(NamedTuple):
     tool: str | None  # of roberta_recipe.tools, which writes --output FILE; None: the run's own record has it
     keys: tuple[str, ...]  # of the figure in that file
     times: float = 1.0
+    beside: str | None = None  # the measure in whose file it stands, for one without a tool
 
 
 MEASURES = {
     "loss": Measure("validation loss, nats", "lower", "pretraining", None, ("metrics", "eval_loss")),
     "words": Measure("masked words, bits a word", "lower", "pretraining", "words", ("bits_per_word",)),
+    "short_words": Measure(
+        *("masked words of one piece, bits a word", "lower", "pretraining", None, ("bits_per_short_word",)),
+        beside="words",
+    ),
     "blimp": Measure("BLiMP, %", "higher", "pretraining", "blimp", ("scores", "pll", "mean_of_paradigms"), 100.0),
     "score": Measure("validation score x 100", "higher", "fine-tuning", None, ("median",), 100.0),
 }
@@ -180,7 +185,7 @@ class Row:
             return []
         found = [*durable.differences(stored["settings"], self.settings).values()]
         for name, words in self.measures.items():
-            if (before := stored["measures"].get(name, words)) != words:
+            if self.output_of(name).is_file() and (before := stored["measures"].get(name, words)) != words:
                 found.append(f"measure {name} was `{shlex.join(before)}`, is `{shlex.join(words)}`")
         return found
 
@@ -197,15 +202,19 @@ class Row:
         """A figure of the finished row, times `Measure.times`; nan for one that is no number, None where it is missing.
         Raises `InputError` for a record that is not what was written."""
         of = MEASURES[measure]
-        if not self.is_trained() or (of.tool and not self.output_of(measure).is_file()):
+        file = of.beside or (measure if of.tool else None)
+        if not self.is_trained() or (file and not self.output_of(file).is_file()):
             return None
-        if of.tool:
-            found = self._measured(measure)
+        if file:
+            found = self._measured(file)
         elif of.of == "fine-tuning":
             found = picked_setting(read_record(self.run / SUMMARY_NAME, ("settings", "picked"), _AGAIN))
         else:
             found = read_record(self.run / RECORD_NAME, ("metrics",), _AGAIN)
         for key in of.keys:
+            if key not in found:
+                path = self.output_of(file) if file else self.run
+                raise InputError(f"{path} has no {key}, as of an older version; move it away to have it measured again")
             found = found[key]
         return float("nan") if found is None else of.times * found
 
@@ -223,6 +232,7 @@ class Experiments(NamedTuple):
     source: str = ""
     note: str = ""  # on the scale
     estimate: bool = False  # whether a run begins with what it will cost
+    changes: tuple[str, ...] = ()  # flag=value for all rows, on top of the file
 
 
 def read(path: str, scale: str | None = None, changes: list[str] | None = None) -> Experiments:
@@ -243,7 +253,7 @@ def read(path: str, scale: str | None = None, changes: list[str] | None = None) 
     ]
     return Experiments(
         *(Path(path), folder, settings, written.seeds, list(written.measures), written.search, rows),
-        *(written.source, of_scale.note, of_scale.estimate),
+        *(written.source, of_scale.note, of_scale.estimate, tuple(changes or ())),
     )
 
 
@@ -306,6 +316,8 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
         if not isinstance(flags or {}, dict) or (flags and not MEASURES[name].tool):
             takes = "flags of its tool, as `key: value` lines" if MEASURES[name].tool else "no flags: write null"
             raise InputError(f"{where} is {flags!r}, and takes {takes}")
+        if (beside := MEASURES[name].beside) and beside not in measures:
+            raise InputError(f"{where} is a figure of the measure {beside!r}, which the list has not")
         if MEASURES[name].tool:
             words[name] = words_of(flags or {}, where)
     return words

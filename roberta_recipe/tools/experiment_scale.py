@@ -1,8 +1,8 @@
 """The same list of experiments at several sizes: what `scales:` and `at:` of a list mean, and `--set`.
 
 A file of scales (presets/tables/scales.yaml) has, by name, what a list leaves open (`Scale`). A list, and each of its
-rows, may have `at: {<scale>: {<flags>}}`, flags of that scale alone; that of a list, a `config` too; a row,
-`only: [<scale>]`.
+rows, may have `at: {<scale>: {<flags>}}`, flags of that scale alone; that of a list, `config` and `seeds` too; a row,
+`only: [<scale>]`. `--set flag=value` is a flag of all rows, `--set words.max_documents=100` one of a measure.
 """
 
 from dataclasses import dataclass, field, fields
@@ -78,6 +78,8 @@ def _merged(written: dict[str, Any], listed: _Scaled, rows: list[_Scaled], found
     left_open = {"seeds": found.seeds, "measures": found.measures}
     merged = {key: of for key, of in written.items() if key not in ("scales", "at")}
     merged["config"] = at.pop("config", listed.config or found.config)
+    if "seeds" in at:
+        merged["seeds"] = at.pop("seeds")
     merged["rows"] = [
         {key: of for key, of in row.items() if key not in ("at", "only")}
         | {"flags": {**known.flags, **known.at.get(scale, {})}}
@@ -91,8 +93,15 @@ def _merged(written: dict[str, Any], listed: _Scaled, rows: list[_Scaled], found
 
 
 def _with(written: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A list with a flag of all rows, and of the measures that have it. Raises `InputError` where rows differ in it."""
+    """A list with a flag of all rows, and of the measures that have it; with one of a measure, where `name` begins with
+    that and a dot. Raises `InputError` where rows differ in it."""
     listed = _known(written, "the list")
+    measure, dot, flag = name.partition(".")
+    if dot:
+        if measure not in listed.measures:
+            raise InputError(f"--set {name}={value}: the list measures {', '.join(listed.measures)}, not {measure}")
+        changed = {**listed.measures, measure: {**(listed.measures[measure] or {}), flag: value}}
+        return {**written, "measures": changed}
     if differing := [row.get("name") for row in listed.rows if name in (row.get("flags") or {})]:
         raise InputError(f"--set {name}={value}: row {differing[0]!r} has a value of its own, which it is there for")
     measures = {

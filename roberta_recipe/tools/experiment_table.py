@@ -145,6 +145,8 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
     if len(commits) > 1:
         said.append(f"The runs are of {len(commits)} commits.")
+    if listed.changes:
+        said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said

@@ -270,7 +270,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", help="the size to run at, of a list for several (presets/tables: demo, mini, paper)")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="FLAG=VALUE",
-        help="a flag for all rows, and for the measures that have it: --set corpus=my_corpus.yaml",
+        help="a flag for all rows, and for the measures that have it (--set corpus=my_corpus.yaml), or for a measure "
+        "(--set blimp.data_dir=blimp)",
     )  # fmt: skip
     parser.add_argument("--hardware", help="say first what it costs there: 8xH100 (see the estimate)")
     parser.add_argument("--jobs", type=int, default=1, help="rows side by side, each on its share of the cores")
