@@ -6,8 +6,8 @@
 
 A list names settings (a preset and what differs from it), seeds, and what is measured; each setting with each seed is a
 row with a folder of its own. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same
-command: finished rows are kept, the others continue from their checkpoints. docs/statistics.md has a list, line by
-line, and says what the table's verdicts mean.
+command: finished rows are kept, the others continue from their checkpoints. docs/statistics.md says what a
+list may have, and what the table's verdicts mean.
 """
 
 import argparse
