@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from roberta_recipe import hardware
 from roberta_recipe.args import INHERITED_GROUP, Flag, setting
@@ -114,6 +115,10 @@ class RecipeTrainingArguments(TrainingArguments):
         "lamb: You et al. 2020, ALBERT's. muon: for the matrices of layers, with a rate of its own "
         "(--optim_args lr=0.02), and AdamW for the rest.",
     )
+    optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
+    lr_scheduler_type: SchedulerType | str = setting(
+        "linear", "Any but reduce_lr_on_plateau and greedy, which follow evaluations."
+    )
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning configuration; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning configuration; Trainer has 1e-8.")
     max_grad_norm: float = setting(
@@ -167,6 +172,8 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     weight_decay: float = setting(
         0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
     )
+    eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
+    save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
     ddp_find_unused_parameters: bool | None = setting(
         False, "Every step uses every weight; Trainer would have DDP search for unused ones in each."
