@@ -19,6 +19,7 @@ from transformers import HfArgumentParser
 
 from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.presets import did_you_mean, read_preset
 
 INHERITED_GROUP = "Hugging Face TrainingArguments"
@@ -261,10 +262,11 @@ class RecipeParser(HfArgumentParser):
 
 
 def _needed(dataclass_types: list[type], default_config: str) -> set[str]:
-    """The flags that a recipe needs: those of its preset, those that records show, those that docs name."""
+    """The flags that a recipe needs: those of its presets, those that records show, those that docs name."""
     shown = {name for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.shown}
-    with contextlib.suppress(InputError):  # a script that was copied without its preset
-        shown |= set(read_preset(default_config, dataclass_types))
+    for path in resolve_path(default_config).parent.glob("*.yaml"):
+        with contextlib.suppress(InputError):  # a preset that is being written
+            shown |= set(read_preset(path, dataclass_types))
     return shown | _OF_DOCS
 
 
@@ -293,13 +295,13 @@ def parse(
         "--config", default=default_config, help="preset; its values are the defaults here, and flags override them"
     )
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config.add_argument("--config", default=default_config)
+    config.add_argument("--config")
     untouched = vars(parser.parse_args([]))
     path = config.parse_known_args(argv)[0].config
-    if {"-h", "--help"} & set(argv):
-        parser.set_defaults(**read_preset(path, dataclass_types))
+    if {"-h", "--help"} & set(argv) and (path or resolve_path(default_config).is_file()):  # copied scripts may lack it
+        parser.set_defaults(**read_preset(path or default_config, dataclass_types))
     named = vars(parser.parse_args(argv))
-    values = read_preset(path, dataclass_types)
+    values = read_preset(path or default_config, dataclass_types)
     _check_numbers(values, untouched)
     given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
     alternatives += tuple(pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ()))

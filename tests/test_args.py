@@ -11,7 +11,9 @@ import finetune_squad
 import train_mlm
 from roberta_recipe.args import flags_of
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT
 from roberta_recipe.presets import read_preset
+from roberta_recipe.training import pretraining
 
 CLASSES = [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments]
 
@@ -44,6 +46,18 @@ def test_help_opens_with_what_a_recipe_needs(script, capsys, monkeypatch):
     assert needed >= {*flags_of(type(args)), "learning_rate", "warmup_steps", "output_dir", "logging_steps"}
     assert f"{len(left_out)} more flags of TrainingArguments" in shown[0] and len(left_out) > 80
     assert shown[0].count("\n") < 180 < 350 < shown[1].count("\n")
+    beside = (ROOT / getattr(script, "DEFAULT", pretraining.DEMONSTRATION)).parent.glob("*.yaml")
+    assert needed > {key for path in beside for key in yaml.safe_load(path.read_text())}
+
+
+def test_help_of_a_script_that_was_copied_without_its_preset(capsys, monkeypatch):
+    monkeypatch.setattr(finetune_glue, "DEFAULT", "presets/absent/rte.yaml")
+    with pytest.raises(SystemExit):
+        finetune_glue.read_arguments(["--help"])
+    assert "--learning_rate" in capsys.readouterr().out
+    for argv in ([], ["--help", "--config", "presets/absent/mine.yaml"]):
+        with pytest.raises(InputError, match="no such file: presets/absent"):
+            finetune_glue.read_arguments(argv)
 
 
 def test_paper_values_stand_in_for_trainers_defaults(preset):
