@@ -38,7 +38,7 @@ demo: setup       ## a small RoBERTa from raw text in minutes, or what is left o
 test: setup       ## the whole suite, CPU, offline: about 14 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes
+test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 lint: setup       ## ruff: checks and format
