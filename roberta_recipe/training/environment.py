@@ -82,10 +82,15 @@ _OF_TENSORBOARD = "runs"  # where transformers has it write, below the output fo
 
 def _check_content(path: Path, max_steps: int) -> None:
     if (path / RECORD_NAME).exists() and not _can_continue(path, max_steps):
+        longer = (
+            "to train this one longer, raise --max_steps and add --resume_despite_changes true (the rate then follows "
+            "the schedule of the longer run)"
+            if newest_first(path)
+            else "this one saved no checkpoint, so a longer run starts anew too"
+        )
         raise InputError(
             f"output_dir={path} already holds a finished run. For another run, name another folder with --output_dir, "
-            "or move this folder away; to train this one longer, raise --max_steps and add --resume_despite_changes "
-            "true (the rate then follows the schedule of the longer run)"
+            f"or move this folder away; {longer}"
         )
     # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
     left = (lock.LOCK_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME, _OF_TENSORBOARD)
