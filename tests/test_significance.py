@@ -207,7 +207,7 @@ def test_the_page_s_example_is_computed(root):
         assert (
             f"{name} {with_error(*mean_and_error(of))}, {shown}, p {one.p:.2g}, corrected {p:.2g}: *{said}*" in section
         )
-    for number in re.findall(r"least p of (\d+) and \d+ seeds is (\d\.\d+)", page):
-        assert f"{significance.least_p(int(number[0]), int(number[0])):.2g}" == number[1]
-    for number in re.findall(r"(\d+) pairs give (\d\.\d+)", page):
-        assert f"{significance.least_paired_p(int(number[0])):.2g}" == number[1]
+    groups = re.findall(r"least p of (\d+) and \d+ seeds is\s+(\d\.\d+)", page)
+    pairs = re.findall(r"(\d+) pairs give\s+(\d\.\d+)", page)
+    assert dict(groups) == {count: f"{significance.least_p(int(count), int(count)):.2g}" for count in ("3", "5")}
+    assert dict(pairs) == {count: f"{significance.least_paired_p(int(count)):.2g}" for count in ("5", "8")}
