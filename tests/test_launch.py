@@ -24,6 +24,7 @@ if sys.argv[1] == "wait":
     time.sleep(60)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+os.write(1, os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"].encode() + b"\\n")
 os.write(2, b"error: said once\\n")
 sys.exit(int(sys.argv[1]))
 """
@@ -45,6 +46,7 @@ def test_the_exit_code_and_the_lines_are_the_script_s(script, root, processes):
     done = launch(script, root, *processes, script, 75)
     assert done.returncode == 75, done.stderr
     assert set(done.stderr.splitlines()) == {"error: said once"}
+    assert set(done.stdout.splitlines()) == {"600"}  # seconds to save in
 
 
 def test_a_process_that_was_killed_is_named(script, root):
