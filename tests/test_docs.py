@@ -158,6 +158,11 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
     assert len(programs) > 12, programs
 
 
+def test_a_test_reaches_no_other_machine():
+    with socket.socket() as other, pytest.raises(OSError, match="a test connects"):
+        other.connect(("192.0.2.1", 80))  # of no machine: RFC 5737
+
+
 def test_every_test_that_the_reliability_page_names_is_there(root):
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "docs" / "reliability.md").read_text(encoding="utf-8"))
     missing = [
