@@ -1,6 +1,7 @@
 """BLiMP: scores equal a plain loop over masks, ties count half, the table of paradigms is the official one, and a run
 is the same run with and without it."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -35,7 +36,7 @@ SENTENCES = [
     "No teacher paints this house at night.",
     "This house paints no teacher at night.",
     "A unseenword follows the river.",
-    "Katherine can't help herself.",
+    "My friend can't hear herself.",
 ]
 
 
@@ -202,6 +203,10 @@ def test_the_table_of_paradigms():
     assert len(blimp.PHENOMENON) == sum(map(len, blimp.PARADIGMS.values())) == 67 and len(blimp.PARADIGMS) == 12
     sizes = {name: len(uids) for name, uids in blimp.PARADIGMS.items()}
     assert (sizes["argument_structure"], sizes["island_effects"], sizes["ellipsis"]) == (9, 8, 2)
+    # of the official files' pairs of UID and linguistics_term, with s-selection as argument_structure
+    assert hashlib.sha256(json.dumps(sorted(blimp.PHENOMENON.items())).encode()).hexdigest() == (
+        "1ac462923f660c37d299175ad7c2833a994e12f1603dc93fa15256d114f2abd0"
+    )
 
 
 def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
@@ -346,8 +351,11 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
 
 
 def test_no_sentence_of_blimp_is_in_the_repository(root):
-    listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=False).stdout
-    assert not [path for path in listed.splitlines() if path.endswith(".jsonl")]
+    listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout
+    assert listed and not [path for path in listed.splitlines() if path.endswith(".jsonl")]
+    for words in (("Katherine", "can't help herself"), ("Who should Derek", "hug after shocking Richard")):
+        found = subprocess.run(["git", "-C", root, "grep", "-F", " ".join(words)], capture_output=True, check=False)
+        assert found.returncode == 1, found
 
 
 # While training
