@@ -116,7 +116,7 @@ def test_zero_is_started_by_accelerate_and_has_the_curves_losses(done, tokenizer
     zero.begin(280, time.monotonic() + 280)  # on a CPU, DeepSpeed may have to build its extension first
     passed, figures = steps.step_zero(zero, 3)
     assert passed and figures["largest_relative"] < 2e-3 and figures["steps"] == TINY.zero_steps, zero.last_lines()
-    assert "ZeRO" in zero.log("gpu_zero3").read_text() or figures["estimate_gib"] > 0
+    assert figures["estimate_gib"] > 0
 
 
 def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, capsys):
