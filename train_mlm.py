@@ -33,8 +33,9 @@ from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import batch, checkpoint, environment, modeling, pretraining, spikes, weights
+from roberta_recipe.training import batch, checkpoint, environment, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from roberta_recipe.training.modeling import PredictedPositions, flops_per_token
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
     MlmArguments,
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
         watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s),
         skipped=blocks.skipped,
         also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
-        flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
+        flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, args.objective),
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
@@ -225,7 +226,7 @@ def announce_run(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     corpus: corpora.Corpus,
-    model: modeling.PredictedPositions,
+    model: PredictedPositions,
     validation: list[dict],
     entropy: float,
     resumed_from: str | None,

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import math
+import typing
 import weakref
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from conftest import make_documents, write_jsonl, write_parquet, write_text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import RobertaConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AlbertConfig, RobertaConfig
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tools import estimate
 from roberta_recipe.tools.estimate import GIB, Estimate, Hardware, Zero, memory_per_gpu, parse_hardware
+from roberta_recipe.training import objectives, optimizers
+from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token
 from roberta_recipe.training.weights import read_config
 
@@ -137,6 +142,17 @@ def test_a_layer_in_half_precision_is_korthikantis():
     assert layer / (512 * 1024) == pytest.approx(34, rel=0.01)
 
 
+def targets_of(objective, ids, labels):
+    """What a model of these objectives is given: a span from the second token on, the label of a pair at the first."""
+    inputs = {"input_ids": ids, "labels": labels.roll(1, dims=1)}
+    if "sbo" in objective:
+        inputs["sbo_labels"] = inputs["labels"].clone()
+    for of_pairs in {"nsp", "sop"} & set(objective):
+        pairs = inputs[objectives.COLUMNS[of_pairs]] = torch.full_like(ids, -100)
+        pairs[:, 0] = 1
+    return inputs
+
+
 class LiveBytes(TorchDispatchMode):
     """Peak of the bytes held by tensors made within the context; `known` tensors do not count."""
 
@@ -162,20 +178,28 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(2, 128, 2, 512, 16000, 16, 64), (2, 128, 2, 512, 20000, 1, 64)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_peak_of_a_backward_pass(shape, precision, checkpointing):
+@pytest.mark.parametrize(
+    ("family", "objective", "checkpointing"),
+    [
+        *(("roberta", ["mlm", *other], again) for other in ([], ["sbo"], ["nsp"]) for again in (False, True)),
+        ("albert", ["mlm", "sop"], False),  # whose class recomputes nothing
+    ],
+)
+def test_peak_of_a_backward_pass(shape, precision, family, objective, checkpointing):
     """A micro-batch peaks at the loss, a single sequence at the gradient of the embedding."""
     *dims, batch, seq_len = shape
     config = make_config(*dims, seq_len, dropout=0.0)
-    model = RobertaForMaskedLM(config).train()
+    if family == "albert":
+        config = AlbertConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"}, embedding_size=32)
+    model = objectives.model_class(objective, config)(config).train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    ids, labels = make_batch(config.vocab_size, batch, seq_len)
-    tracker = LiveBytes([ids, labels, *model.parameters(), *model.buffers()])
+    inputs = targets_of(objective, *make_batch(config.vocab_size, batch, seq_len))
+    tracker = LiveBytes([*inputs.values(), *model.parameters(), *model.buffers()])
     with tracker:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                loss = model(input_ids=ids, labels=labels).loss
+                loss = sum(model(**inputs).loss_sums.values())
             loss.backward()
             del loss
     memory = memory_per_gpu(
@@ -185,9 +209,44 @@ def test_peak_of_a_backward_pass(shape, precision, checkpointing):
         mlm_probability=(seq_len // 8) / seq_len,
         precision=precision,
         activation_checkpointing=checkpointing,
+        objective=objective,
     )
-    weights = 4 * estimate.parameter_count(config)
+    weights = 4 * estimate.parameter_count(config, objective)
     assert memory.total - memory.optimizer == pytest.approx(tracker.peak + weights, rel=0.05)
+
+
+@pytest.mark.parametrize("optim", typing.get_args(optimizers.Optimizer))
+def test_states_are_what_an_optimizer_keeps(tmp_path, optim):
+    args = MlmTrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, optim=optim)
+    config = make_config(2, 64, 4, 256, 1000, 32, dropout=0.0)
+    trainer = MlmTrainer(
+        model=RobertaForMaskedLM(config),
+        args=args,
+        flops_per_token=1.0,
+        fingerprint={"global_batch_size": 1},
+        resumed=None,
+    )
+    optimizer = trainer.create_optimizer()
+    for weight in trainer.model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    count = estimate.parameter_count(config)
+    assert estimate._states(config, ["mlm"], optim) == pytest.approx(kept, abs=0.05 * count)
+
+
+@pytest.mark.parametrize("objective", [["mlm"], ["mlm", "sbo"]])
+def test_flops_are_those_that_torch_counts(objective):
+    *dims, batch, seq_len = SHAPES[2]
+    config = make_config(*dims, seq_len, dropout=0.0)
+    config._attn_implementation = "eager"  # whose matrices are counted on every processor
+    model = objectives.model_class(objective, config)(config).train()
+    with FlopCounterMode(display=False) as counter:
+        sum(
+            model(**targets_of(objective, *make_batch(config.vocab_size, batch, seq_len))).loss_sums.values()
+        ).backward()
+    ours = batch * seq_len * flops_per_token(config, seq_len, (seq_len // 8) / seq_len, objective)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def memory_of(stage=0, precision="fp16", processes=8, **zero):

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, modeling, pretraining, weights
+from roberta_recipe.training import batch, environment, modeling, objectives, optimizers, pretraining, weights
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
@@ -61,17 +62,28 @@ def parse_hardware(text: str) -> Hardware:
     return Hardware(int(count or 1), known[name.upper()])
 
 
-def parameter_count(config: PreTrainedConfig) -> int:
-    """Parameters of the masked LM; the decoder shares the embedding's weights."""
-    return _count(type(config), config.to_json_string(use_diff=False))
+def parameter_count(config: PreTrainedConfig, trained_for: Sequence[str] = ("mlm",)) -> int:
+    """Parameters of the model of these objectives; the decoder shares the embedding's weights."""
+    return _counts(config, trained_for)[0]
+
+
+def _counts(config: PreTrainedConfig, trained_for: Sequence[str]) -> tuple[int, int]:
+    return _count(type(config), config.to_json_string(use_diff=False), tuple(trained_for))
 
 
 @functools.lru_cache(maxsize=16)
-def _count(of: type[PreTrainedConfig], as_json: str) -> int:
+def _count(of: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...]) -> tuple[int, int]:
+    """Parameters: all, and those that Muon takes."""
     config = of.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
-        cls = modeling.masked_lm_class(config, config.model_type)
-        return weights.fresh(cls, config.model_type, config).num_parameters()
+        cls = objectives.model_class(trained_for, config, config.model_type)
+        model = weights.fresh(cls, config.model_type, config)
+        return model.num_parameters(), sum(weight.numel() for weight in optimizers.matrices_of_layers(model))
+
+
+def _width(config: PreTrainedConfig) -> int:
+    """Of the token embedding: ALBERT's is narrower than the hidden states."""
+    return getattr(config, "embedding_size", config.hidden_size)
 
 
 def _matmul_weights(config: PreTrainedConfig) -> int:
@@ -99,8 +111,16 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_byte
     channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
     inner = 2 * element * config.intermediate_size  # before and after GELU
     rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
-    embeddings = (stream + mask) * hidden + 33  # three int64 indices, one LayerNorm, where labels are
+    embeddings = (stream + mask) * _width(config) + 33  # three int64 indices, one LayerNorm, where labels are
     return tokens * (channel * hidden + inner + rows), tokens * embeddings
+
+
+def _states(config: PreTrainedConfig, trained_for: Sequence[str], optim: str) -> int:
+    """Numbers that the optimizer keeps for all parameters."""
+    count, matrices = _counts(config, trained_for)
+    if optim == "muon":
+        return optimizers.STATES["adamw_torch"] * (count - matrices) + optimizers.STATES_OF_MUON * matrices
+    return optimizers.STATES[optim] * count
 
 
 @dataclass(frozen=True)
@@ -157,30 +177,35 @@ def memory_per_gpu(
     processes: int = 1,
     zero: Zero = Zero(),
     activation_checkpointing: bool = False,
+    objective: Sequence[str] = ("mlm",),
+    optim: str = "adamw_torch",
 ) -> Memory:
     """Peak memory of a backward pass that adds to gradients already there; `precision` is fp32, bf16 or fp16.
 
-    ZeRO after Rajbhandari et al. 2020 (arXiv 1910.02054, section 3: 2 + 2 + 12 bytes a parameter), with what DeepSpeed
-    0.19 does: gradients are reduced through a buffer, and stage 3 keeps parameters gathered that it needs again soon.
+    ZeRO after Rajbhandari et al. 2020 (arXiv 1910.02054, section 3: with Adam 2 + 2 + 12 bytes a parameter), with what
+    DeepSpeed 0.19 does: gradients are reduced through a buffer, and stage 3 keeps parameters gathered that it needs
+    again soon.
     """
-    half, count = precision != "fp32", parameter_count(config)
+    half, count = precision != "fp32", parameter_count(config, objective)
+    width = _width(config)
+    states = 4 * _states(config, objective, optim)
     own = math.ceil(count / processes)  # parameters of a process's partition
     host = casts = 0
     if zero.stage == 0:
         if half:  # autocast's copies of the weights of matrices, which autograd holds on to; all else is fp32
             layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's share weights
             layers = 1 if activation_checkpointing else layers
-            head = config.hidden_size * (config.hidden_size + config.vocab_size)
+            head = width * (config.hidden_size + config.vocab_size)
             casts = 2 * (layers * _matmul_weights(config) + head)
         parameters = 4 * count + casts
         gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are a copy (gradient_as_bucket_view: false)
-        optimizer = 8 * count  # Adam's two moments
+        optimizer = states
     else:
         element = 2 if half else 4
         accumulated = 4 if zero.fp32_accumulation else element
         parameters = element * count  # whole at stage 3 too: released where not used within 10^9 others
         gradients = element * zero.reduce_bucket_size
-        optimizer = 12 * own  # fp32 master weights and two moments
+        optimizer = 4 * own + math.ceil(states / processes)  # fp32 master weights, and the states
         if zero.stage == 1:
             gradients = accumulated * (count + zero.reduce_bucket_size)
             if zero.fp32_accumulation and precision == "bf16":  # an optimizer of its own: no buffer, both gradients
@@ -188,7 +213,7 @@ def memory_per_gpu(
         elif not zero.offload_optimizer:
             gradients += accumulated * own
         if zero.offload_optimizer:  # with fp32 gradients, accumulated gradients, and below stage 3 a staging copy
-            host += (12 + 4 + accumulated + (element if zero.stage < 3 else 0)) * own
+            host += optimizer + (4 + accumulated + (element if zero.stage < 3 else 0)) * own
             optimizer = 0
         if zero.offload_parameters:
             host += element * own
@@ -204,7 +229,10 @@ def memory_per_gpu(
     # decoder's and the lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
     predicted = math.ceil(tokens * mlm_probability)
     loss = predicted * (12 * config.vocab_size + head * config.hidden_size)
-    embedding = (2 if kind == "half" else 4) * config.vocab_size * config.hidden_size
+    if "sbo" in objective:  # both log-probabilities, a head of twice the layers, and the hidden states that both read
+        loss += predicted * (4 * config.vocab_size + 2 * head * config.hidden_size)
+        loss += stream * tokens * config.hidden_size
+    embedding = (2 if kind == "half" else 4) * config.vocab_size * width
     logits = max(loss, 3 * embedding - activations - casts, layer + embedding if activation_checkpointing else 0)
     return Memory(parameters, gradients, optimizer, activations, logits, host)
 
@@ -226,6 +254,8 @@ class Estimate:
     precision: str  # fp32, bf16, fp16
     zero: Zero = Zero()
     activation_checkpointing: bool = False
+    objective: tuple[str, ...] = ("mlm",)
+    optim: str = "adamw_torch"
     utilisation: float = DEFAULT_UTILISATION
     gpu_hour_price: float | None = None  # USD; by default the device's
     tokens_per_pass: float | None = None
@@ -268,7 +298,7 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability)
+        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability, self.objective)
 
     @property
     def days(self) -> float:
@@ -282,6 +312,7 @@ class Estimate:
     @property
     def memory(self) -> Memory:
         names = ("micro_batch", "seq_len", "mlm_probability", "precision", "zero", "activation_checkpointing")
+        names += ("objective", "optim")
         return memory_per_gpu(self.config, processes=self.hardware.count, **{n: getattr(self, n) for n in names})
 
     @property
@@ -346,6 +377,8 @@ def read_estimate(argv: list[str]) -> Estimate:
         precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
         zero=Zero.from_deepspeed(environment.deepspeed_settings(training_args), config.hidden_size),
         activation_checkpointing=bool(training_args.activation_checkpointing),
+        objective=tuple(args.objective),
+        optim=training_args.optim,
         utilisation=chosen.utilisation,
         gpu_hour_price=chosen.gpu_hour_price,
         tokens_per_pass=in_cache,
@@ -374,7 +407,7 @@ def table(estimate: Estimate) -> str:
     time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
-        f"Model       {parameter_count(config):,} parameters, vocabulary {config.vocab_size:,}",
+        f"Model       {parameter_count(config, estimate.objective):,} parameters, vocabulary {config.vocab_size:,}",
         f"Batch       {estimate.blocks // estimate.max_steps:,} sequences = {estimate.hardware.count} processes x "
         f"{estimate.micro_batch} x {estimate.accumulation} accumulated",
         f"Steps       {estimate.max_steps:,} optimizer steps",

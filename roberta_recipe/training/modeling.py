@@ -1,6 +1,6 @@
 """The masked-LM head and its loss over the whole effective batch (paper, section 2.3), and the model from a config."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -194,13 +194,16 @@ def hide_rows_of_padding(model: PreTrainedModel, entries: int) -> None:
         bias[entries:] = UNSEEN_LOGIT
 
 
-def flops_per_token(config: PreTrainedConfig, seq_len: int, mlm_probability: float) -> float:
-    """FLOPs of forward and backward for one token of a `seq_len` block, the head on predicted positions only.
+def flops_per_token(
+    config: PreTrainedConfig, seq_len: int, mlm_probability: float, objectives: Sequence[str] = ("mlm",)
+) -> float:
+    """FLOPs of forward and backward for one token of a `seq_len` block, the heads on predicted positions only.
 
     Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p;
     2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B; 6N). ALBERT: the embedding's
     projection is added, and the head is as narrow as the embedding; ModernBERT: three matrices in a feed-forward layer.
-    Attention is counted as if every token saw all others, and without DeBERTa's relative positions.
+    The objective "sbo" has a second head, which reads two hidden states; what reads a block once, the head of pairs, is
+    left out. Attention is counted as if every token saw all others, and without DeBERTa's relative positions.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     width = getattr(config, "embedding_size", hidden)
@@ -209,4 +212,6 @@ def flops_per_token(config: PreTrainedConfig, seq_len: int, mlm_probability: flo
     embedding = 6 * hidden * width * (width != hidden)
     attention = 12 * layers * seq_len * hidden
     head = 6 * (hidden * width + width * config.vocab_size) * mlm_probability
+    if "sbo" in objectives:
+        head += 6 * (2 * hidden**2 + hidden * width + width * config.vocab_size) * mlm_probability
     return body + embedding + attention + head

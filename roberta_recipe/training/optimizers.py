@@ -10,6 +10,9 @@ from transformers import TrainingArguments
 
 # those whose runs are resumed bit for bit (tests/test_flags.py)
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "lamb", "muon"]
+# fp32 numbers that each keeps for a weight, of Adafactor's few; Muon for a matrix that it takes, AdamW has the rest
+STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lamb": 2}
+STATES_OF_MUON = 1
 OWN = ("lamb", "muon")  # those that `TrainingArguments` does not know
 MUON_LEARNING_RATE = 0.02  # its author's, for the update whose scale is adjusted by a matrix's shape alone
 _OF_MUON = {"lr": float, "weight_decay": float, "momentum": float, "ns_steps": int, "adjust_lr_fn": str}
