@@ -100,6 +100,10 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
     assert lines[1].startswith(f"| high | 1 | {tokens[1]} | {parameters[1]} |") and lines[1].endswith("| - | 80 |")
     assert "| too few seeds |" in lines[1]
     assert notes.startswith("Of the small one. ") and "Changed in all rows: adam_beta2=0.97. Source" in notes
+    commit, hardware = records[0]["commit"], records[0]["hardware"]
+    commit = commit[:7] + "-dirty" * commit.endswith("-dirty") if commit else "unknown"
+    cores = f"{hardware['cpu_cores']} core{'s' * (hardware['cpu_cores'] > 1)} of "
+    assert f" Runs: commit {commit}; {cores}" in notes and "; median time of a row " in notes
     assert notes.endswith("published figures: a paper, Table 9.")
 
 

@@ -2,11 +2,14 @@
 difference from the first name, p by exact permutation with Holm's correction, and the verdict (docs/statistics.md)."""
 
 import math
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
 from roberta_recipe import durable, significance
+from roberta_recipe.log import duration
 from roberta_recipe.publishing import markdown
+from roberta_recipe.publishing.card import device_of
 from roberta_recipe.record import RECORD_NAME, finite
 from roberta_recipe.significance import PAIRS, Comparison, with_error
 from roberta_recipe.tools.experiment_list import MEASURES, Experiments
@@ -142,14 +145,25 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
             f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
             f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
         )
-    commits = {durable.read_json(record).get("commit") for row in listed.rows for record in row.run.glob(RECORD_NAME)}
-    if len(commits) > 1:
-        said.append(f"The runs are of {len(commits)} commits.")
+    said += _runs(listed)
     if listed.changes:
         said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said
+
+
+def _runs(listed: Experiments) -> list[str]:
+    """Which code made the finished rows, on what, in what time; nothing where there are none."""
+    rows = [row for row in listed.rows if row.is_trained()]
+    records = [durable.read_json(path) for row in rows for path in row.run.glob(f"**/{RECORD_NAME}")]
+    if not records:
+        return []
+    commits = {of.get("commit") or "unknown" for of in records}
+    shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
+    devices = sorted({device_of(of["hardware"]) for of in records})
+    spent = duration(statistics.median(row.stored()["seconds"] for row in rows))
+    return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
 def write(listed: Experiments) -> str:
