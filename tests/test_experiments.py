@@ -268,6 +268,16 @@ def test_two_runners_share_a_list(write, tmp_path, forked):
     assert any("waits   " in runner.log and " is in use by process " in runner.log for runner in runners)
 
 
+def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TEXT", raising=False)
+    corpus = tmp_path / "corpus.yaml"
+    corpus.write_text("sources: [{name: a, files: '${NO_SUCH_TEXT}/*.jsonl'}]")
+    path = write(rows=[{"name": "low"}, {"name": "high", "flags": {"corpus": str(corpus)}}], config="")
+    with pytest.raises(InputError, match=r"list.yaml, row 'high': .*corpus.yaml, source a: .* NO_SUCH_TEXT is not set"):
+        experiments.main([path])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

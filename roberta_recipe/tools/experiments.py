@@ -24,6 +24,7 @@ from typing import Any
 
 from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
+from roberta_recipe.data.corpus import read_corpus
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import duration, logger, set_up_logging
@@ -239,6 +240,14 @@ def check_unchanged(listed: Experiments) -> None:
         )
 
 
+def check_corpora(listed: Experiments) -> None:
+    """Raise `InputError` for a corpus preset that cannot be read, such as one whose variable is not set: each row of
+    it would fail. Sources are opened by the rows."""
+    for row in listed.rows:
+        if (corpus := row.settings.get("corpus")) and not row.settings.get("train_file"):
+            experiment_list.named(f"{listed.path}, row {row.name!r}", read_corpus, corpus)
+
+
 def print_states(listed: Experiments) -> None:
     for row in listed.rows:
         print(f"{row.title}: {row.state()}")
@@ -297,6 +306,7 @@ def main(argv: list[str] | None = None) -> Any:
         return print_states(listed)
     check_unchanged(listed)
     if not args.table:
+        check_corpora(listed)
         run(listed, args.jobs)
     print(experiment_table.write(listed), end="")
 
