@@ -135,6 +135,9 @@ def test_a_flag_of_a_measure_is_set_by_its_name():
         words = row.measures["words"]
         assert words[words.index("--max_documents") + 1] == "7" and "--data_dir" not in row.train
     assert listed.measures == ["words", "short_words", "blimp"]
+    assert {row.measures["blimp"][-1] for row in read("spans", "mini", "blimp.bf16=true").rows} == {"--bf16"}
+    with pytest.raises(InputError, match="measure 'blimp': flag bf16=false: leave it out"):
+        read("spans", "mini", "blimp.bf16=false")
     with pytest.raises(InputError, match=r"--set blim.pairs=7: the list measures words, short_words, blimp, not blim"):
         read("spans", "mini", "blim.pairs=7")
     with pytest.raises(InputError, match="measure 'blimp': unknown argument '--pair'"):

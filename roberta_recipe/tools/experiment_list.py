@@ -318,8 +318,12 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
             raise InputError(f"{where} is {flags!r}, and takes {takes}")
         if (beside := MEASURES[name].beside) and beside not in measures:
             raise InputError(f"{where} is a figure of the measure {beside!r}, which the list has not")
-        if MEASURES[name].tool:
-            words[name] = words_of(flags or {}, where)
+        if MEASURES[name].tool:  # whose parsers have switches, not flags that are true or false
+            given = flags or {}
+            if off := [flag for flag, value in given.items() if value is False]:
+                raise InputError(f"{where}: flag {off[0]}=false: leave it out")
+            switches = [f"--{flag}" for flag, value in given.items() if value is True]
+            words[name] = [*words_of({flag: of for flag, of in given.items() if of is not True}, where), *switches]
     return words
 
 
