@@ -457,14 +457,15 @@ def test_a_variable_without_a_value_is_named(tmp_path, monkeypatch, value, state
 
 
 def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, monkeypatch):
-    """The blocks that the run took of each source: those that were read, without the shuffle window."""
+    """The share that the run took of each source's blocks, all of which its token cache held."""
     monkeypatch.setenv("FIVE_DOMAINS", "/nowhere")
     corpus = read_corpus("presets/corpus/five_domains.yaml")
     record = json.loads((root / "results" / "roberta_mini" / "run_record.json").read_text())
     args, counts = record["resolved_args"], record["counts"]["train"]
     taken = taken_of_source(corpus.shares, args["max_steps"] * args["global_batch_size"])
     assert [source.name for source in corpus.sources] == list(counts) and sum(taken) == 224_000
-    assert taken == [source["blocks"] - args["shuffle_window"] for source in counts.values()]
+    shares = [own / source["blocks"] for own, source in zip(taken, counts.values(), strict=True)]
+    assert args["token_cache"] and shares == pytest.approx([*record["passes"].values()], abs=5e-5)
     assert [source.files for source in corpus.sources] == [f"/nowhere/{name}/train-*.parquet" for name in counts]
     with pytest.raises(InputError, match=r"source 'books': '/nowhere/books/train-\*.parquet' does not exist"):
         corpus.files(corpus.sources[0], "train")

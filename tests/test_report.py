@@ -354,7 +354,7 @@ def test_what_is_committed_is_what_the_records_give(ledger, root):
         ledger.page(sections, root / "results"),
     )
     without_pictures = [re.sub('base64,[^"]*', "", text) for text in (shown, wanted)]
-    assert without_pictures[0] == without_pictures[1] and shown.count("<table") == 5
+    assert without_pictures[0] == without_pictures[1] and shown.count("<table") == 6
     records = json.dumps([*found.pretrained.values(), *found.tuned.values()])
     assert not re.search(r'"/(home|root|tmp|work|mnt)/', records)
     named = [re.sub(r"^python (-m )?", "", proof.command).split()[0] for proof in found.proofs]
@@ -374,34 +374,37 @@ def test_every_committed_score_names_its_examples_and_the_majority(ledger, root)
             for metric in {"accuracy", "exact", "exact_match"} & metrics.keys():
                 assert metrics[metric] * count == pytest.approx(round(metrics[metric] * count), abs=1e-6), (model, name)
                 checked += 1
-    assert checked > 30
-    official = {"cola": 1043, "sst2": 872, "mrpc": 408, "rte": 277}
+    assert checked >= 30
+    official = {"cola": 1043, "sst2": 872, "mrpc": 408}
     counts = {entry["task"]: entry["scored_examples"]["validation"] for entry in found.tuned.values()}
     assert official.items() <= counts.items()
     noted = {entry["task"] for entry in found.tuned.values() if entry["note"]}
-    assert noted == {"sst2", "wnli", "squad 1.1", "squad 2.0", "race"}
+    assert noted == {"sst2", "squad 1.1", "race"}
 
 
 def test_the_committed_verdict_says_what_the_seeds_say(ledger, root):
-    """Worked out here again, from the files: the medians, and the permutations of CoLA's six scores."""
+    """Worked out here again, from the files: the medians, and the permutations of each task's ten scores."""
     folder = root / "results" / "roberta_mini"
 
-    def scores(name):
-        return [run["metrics"] for run in json.loads((folder / f"{name}.json").read_text())["runs"]]
+    def scores(name, metric):
+        return [run["metrics"][metric] for run in json.loads((folder / f"{name}.json").read_text())["runs"]]
 
     (verdict,) = ledger.verdict(ledger.read(root / "results"))
-    ours, random = ([run["matthews_correlation"] for run in scores(name)] for name in ("cola", "cola_random_weights"))
-    splits = list(itertools.combinations(ours + random, len(ours)))
-    gaps = [abs(sum(chosen) - (sum(ours + random) - sum(chosen))) for chosen in splits]
-    p = sum(gap > abs(sum(ours) - sum(random)) - 1e-9 for gap in gaps) / len(splits)
-    figures = (
-        f"{100 * sorted(ours)[1]:.1f} against {100 * sorted(random)[1]:.1f}, 3 seeds each, two-sided permutation p"
-    )
-    assert f"Suggestive, no more: GLUE cola {figures} {p:.2f}." in verdict and 0.05 < p <= 0.2
-    tested = sum(len(scores(path.stem)) > 1 for path in folder.glob("*_random_weights*.json"))
-    assert (
-        f"So few seeds could not show it: p, corrected for the tasks, would be {0.1 * tested:.2f} at best." in verdict
-    )
-    f1 = [100 * scores(f"squad_1.1{kind}_max_train_samples_4000")[0]["f1"] for kind in ("", "_random_weights")]
-    single = verdict.split("A single seed, so no statement: ")[1]
-    assert f"SQuAD 1.1 {f1[0]:.1f} against {f1[1]:.1f}" in single and "RACE" in single
+    level, suggestive = re.search(
+        r"Level with random weights: (.*?)\. Suggestive, no more: (.*?)\. A", verdict
+    ).groups()
+    tasks = {"cola": "matthews_correlation", "sst2": "accuracy", "mrpc": "accuracy"}
+    for task, metric in tasks.items():
+        kept = "_max_train_samples_20000" if task == "sst2" else ""
+        ours, random = (scores(f"{task}{kind}{kept}", metric) for kind in ("", "_random_weights"))
+        assert len(ours) == len(random) == 5
+        splits = list(itertools.combinations(ours + random, len(ours)))
+        gaps = [abs(sum(chosen) - (sum(ours + random) - sum(chosen))) for chosen in splits]
+        p = sum(gap > abs(sum(ours) - sum(random)) - 1e-9 for gap in gaps) / len(splits)
+        figures = f"GLUE {task} {100 * sorted(ours)[2]:.1f} against {100 * sorted(random)[2]:.1f}"
+        if min(random) <= sorted(ours)[2] <= max(random):
+            assert figures in level and p > 0.05
+        else:
+            assert suggestive == f"{figures}, 5 seeds each, two-sided permutation p {p:.2f}" and p > 0.05 / len(tasks)
+    f1 = [scores(f"squad_1.1{kind}_max_train_samples_4000", "f1")[0] for kind in ("", "_random_weights")]
+    assert verdict.endswith(f"so no statement: SQuAD 1.1 {100 * f1[0]:.1f} against {100 * f1[1]:.1f}.")
