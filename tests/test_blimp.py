@@ -323,8 +323,10 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
 
 def test_bad_models(model_dir, data_dir, tmp_path, tokenizer, monkeypatch, wordpiece):
     argv = ["--data_dir", str(data_dir), "--model_name_or_path"]
-    with pytest.raises(InputError, match="no tokenizer at"):
+    with monkeypatch.context() as there, pytest.raises(InputError, match="no tokenizer at"):
+        there.chdir(tmp_path)
         tool.main([*argv, str(tmp_path / "absent")])
+    assert not (tmp_path / "runs").exists()  # where the scores of a model go that is no folder
     wordpiece.save_pretrained(tmp_path / "wordpiece")
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(InputError, match="has no fast form"):

@@ -100,10 +100,10 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     set_up_logging()
     environment.set_up_process()
     args, started_s = parse(argv), time.monotonic()
-    durable.make_folder(args.output_dir)
     pairs = blimp.read(args.data_dir, args.pairs)
-    check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
+    durable.make_folder(args.output_dir)
+    check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     name, config = args.model_name_or_path, model.config
     logger.info(f"BLiMP       {len(pairs.good):,} pairs" + f", partial: {pairs.partial}" * bool(pairs.partial))
     own, controls = measure(model, tokenizer, pairs, args.methods, args.bf16), []

@@ -4,7 +4,7 @@ difference from the first name, p by exact permutation with Holm's correction, a
 import math
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from roberta_recipe import durable, significance
 from roberta_recipe.log import duration
@@ -12,7 +12,7 @@ from roberta_recipe.publishing import markdown
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.record import RECORD_NAME, finite
 from roberta_recipe.significance import PAIRS, Comparison, with_error
-from roberta_recipe.tools.experiment_list import MEASURES, Experiments
+from roberta_recipe.tools.experiment_list import MEASURES, Experiments, Row
 
 TABLE_NAME = "table"  # .md and .json in the list's folder
 NOT_RUN, UNFINISHED, NO_NUMBER = "not run", "unfinished", "no number"
@@ -106,10 +106,11 @@ def _beside(listed: Experiments) -> dict[str, dict[str, str]]:
     """What else the run records say of each name, by the column's title: tokens that were seen, and the parameters
     where names differ in them."""
     tokens, parameters = {}, {}
-    for row in listed.rows:
-        if (record := row.run / RECORD_NAME).is_file() and "tokens_seen" in (values := durable.read_json(record)):
-            tokens[row.name] = f"{values['tokens_seen'] / 1e6:,.2f}"
-            parameters[row.name] = f"{values['parameters'] / 1e6:.3g}"
+    for row, records in _records(listed):
+        for record in records:
+            if "tokens_seen" in record:
+                tokens[row.name] = f"{record['tokens_seen'] / 1e6:,.2f}"
+                parameters[row.name] = f"{record['parameters'] / 1e6:.3g}"
     several = len(set(parameters.values())) > 1
     columns = {"tokens seen, M": tokens, **({"parameters, M": parameters} if several else {})}
     return {title: column for title, column in columns.items() if column}
@@ -153,16 +154,22 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     return said
 
 
+def _records(listed: Experiments) -> list[tuple[Row, list[dict[str, Any]]]]:
+    """The finished rows with their run records, of which a row of fine-tuning has several."""
+    trained = [row for row in listed.rows if row.is_trained()]
+    return [(row, [durable.read_json(path) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
+
+
 def _runs(listed: Experiments) -> list[str]:
     """Which code made the finished rows, on what, in what time; nothing where there are none."""
-    rows = [row for row in listed.rows if row.is_trained()]
-    records = [durable.read_json(path) for row in rows for path in row.run.glob(f"**/{RECORD_NAME}")]
+    found = _records(listed)
+    records = [record for _, several in found for record in several]
     if not records:
         return []
     commits = {of.get("commit") or "unknown" for of in records}
     shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
     devices = sorted({device_of(of["hardware"]) for of in records})
-    spent = duration(statistics.median(row.stored()["seconds"] for row in rows))
+    spent = duration(statistics.median(row.stored()["seconds"] for row, _ in found))
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
