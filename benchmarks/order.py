@@ -81,7 +81,7 @@ def main() -> None:
             fresh = token_cache.TokenCache(args.token_cache, corpus, seed=0, shuffle_window=args.window)
             print(
                 f"after {wanted[start]:.0%} of a pass: cache {first_batch_s(fresh, args.batch, start):.3f}, text "
-                f"{first_batch_s(again, args.batch, start, block['states']):.1f}",
+                f"{first_batch_s(again, args.batch, start, [state.to_dict() for state in block['states']]):.1f}",
                 flush=True,
             )
         if number >= max(wanted):

@@ -143,7 +143,7 @@ def test_a_reader_resumes_at_any_batch(three_sources, tokenizer):
     reader = reader_of(three_sources, tokenizer, **settings)
     whole = list(itertools.islice(reader.blocks(batches_of(0, 4, 1, 0)), count))
     counted = reader.count_table()
-    states = [block["states"] for block in whole if "states" in block]
+    states = [[state.to_dict() for state in block["states"]] for block in whole if "states" in block]
     assert len(states) == count // 4 and max(block["epoch"] for block in whole) > 0
     for batch in (0, 1, 7, 30, 55, 80, 98):
         for later in (batch + 1, min(batch + 9, 99)):
@@ -158,6 +158,14 @@ def test_a_reader_resumes_at_any_batch(three_sources, tokenizer):
     assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB at any position
 
 
+def test_batches_of_a_window_share_its_states(one_source, tokenizer):
+    """With NSP a state has tokens of many documents: copied for each batch, they took as long as a small model's step."""
+    reader = reader_of(one_source, tokenizer, input_format="segment_pair nsp", shuffle_window=10)
+    blocks = itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60)
+    states = [block["states"][0] for block in blocks]
+    assert len({*map(id, states)}) == 6 and len(states[-1].pack.extra["donors"]) > 1
+
+
 def test_what_is_read_to_resume_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
     whole = list(itertools.islice(blocks_of(one_source, tokenizer, shuffle_window=10), 200))
     read = []
@@ -167,7 +175,8 @@ def test_what_is_read_to_resume_is_a_window_not_the_stream(one_source, tokenizer
     )
     reader = reader_of(one_source, tokenizer, shuffle_window=10)
     monkeypatch.setattr("roberta_recipe.data.stream._TEXT_PER_CALL", 1)
-    block = next(reader.blocks(batches_of(180, 4, 1, 0), 180, whole[179]["states"]))
+    states = [state.to_dict() for state in whole[179]["states"]]
+    block = next(reader.blocks(batches_of(180, 4, 1, 0), 180, states))
     assert facts([block]) == facts(whole[180:181]) and 0 < len(read) < 30
 
 

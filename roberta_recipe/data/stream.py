@@ -123,8 +123,10 @@ class TextReader:
     ) -> Iterator[Block]:
         """The blocks at the positions of `batches` (ascending); everything from position `start` on is read for them.
 
-        The last block of each batch carries `"states"`: where every source stood at the beginning of the window that
-        it was in. From there a later call can resume at any later `start` without reading what came before.
+        The last block of each batch carries `"states"`: the `SourceState` of every source at the beginning of the
+        window that it was in. With them, as `to_dict` gives them, a later call can resume at any later `start` without
+        reading what came before. They are shared by the batches of a window: with NSP, each has 32,768 tokens of
+        earlier documents.
         """
         encode = self.encoder()
         windows = [SourceState.from_dict(state) for state in states or []] or [
@@ -142,7 +144,7 @@ class TextReader:
                     number = next(sources)
                     block, windows[number] = next(shuffled[number])
                     if position == batch[-1][-1]:
-                        block["states"] = [window.to_dict() for window in windows]
+                        block["states"] = [*windows]
                     if position in positions:
                         yield block
                 start = positions.stop

@@ -204,7 +204,8 @@ class MlmTrainer(DurableTrainer):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
-        where = {"position": self.position, "states": self._states}
+        states = self._states and [state.to_dict() for state in self._states]
+        where = {"position": self.position, "states": states}
         return {**super().recipe_state(), **where, "skipped_blocks": self._skipped_blocks(), **self.data_digests}
 
     def record(self):
