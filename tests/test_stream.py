@@ -159,7 +159,7 @@ def test_a_reader_resumes_at_any_batch(three_sources, tokenizer):
 
 
 def test_batches_of_a_window_share_its_states(one_source, tokenizer):
-    """With NSP a state has tokens of many documents: copied for each batch, they took as long as a small model's step."""
+    """With NSP a state has tokens of many documents. Copying them took longer than a step of a small model."""
     reader = reader_of(one_source, tokenizer, input_format="segment_pair nsp", shuffle_window=10)
     blocks = itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60)
     states = [block["states"][0] for block in blocks]
