@@ -6,6 +6,8 @@ each; `test_command_line` starts one as it is."""
 import importlib
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ from conftest import Forked, run_python
 import train_mlm
 from roberta_recipe import durable, hardware, lock, significance
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tools import compare, experiment_list, experiment_table, experiments, words
+from roberta_recipe.tools import compare, experiment_checks, experiment_list, experiment_table, experiments, words
 from roberta_recipe.tools.experiment_list import MEASURES
 
 SLOW = {"max_steps": 100000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -100,7 +102,7 @@ def test_command_line(write, tmp_path, root):
     record = durable.read_json(tmp_path / "out/high/seed-3/run/run_record.json")
     assert record["hardware"]["cpu_cores"] == len(os.sched_getaffinity(0)) // jobs
     assert record["resolved_args"]["seed"] == 3 and record["steps"] == 4
-    assert f"| high | 1 | {record['metrics']['eval_loss']:.3f} |" in done.stdout
+    assert re.search(rf"\| high \| 1 \| [0-9.]+ \| {record['metrics']['eval_loss']:.3f} \|", done.stdout)
     log = (tmp_path / "out/high/seed-3/log.txt").read_text()
     assert log.startswith("$ ") and "--learning_rate 0.005 --seed 3 " in log
 
@@ -167,14 +169,12 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
         ):
             experiments.main([path, "--table"])
     values = durable.unsealed(json.loads(whole))
-    durable.write_json(measured, {key: values[key] for key in values if key != "bits_per_short_word"})
+    durable.write_sealed(measured, {key: values[key] for key in values if key != "bits_per_short_word"})
     with pytest.raises(
         InputError, match=r"words.json has no bits_per_short_word, .*; move it away to have it measured"
     ):
         experiments.main([path, "--table"])
-    durable.write_json(measured, values)
-    experiments.main([path, "--table"])  # as older versions wrote it
-    capsys.readouterr()
+    durable.write_sealed(measured, values)
     # what a row was run with is what it stays
     experiments.main([write(rows=[{"name": "low"}, {"name": "high"}]), "--dry_run"])
     assert "high, seed 1: changed: learning_rate was 0.005, is 0.001" in capsys.readouterr().out
@@ -249,7 +249,7 @@ def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, cap
     with pytest.raises(RunError, match=r"1 of 2 rows failed: bad, seed 1\. .*Continue with: "):
         experiments.main([path])
     printed, said = capsys.readouterr()
-    assert "| bad | 0 of 1 | not run |" in printed and len(records(tmp_path / "out")) == 1
+    assert "| bad | 0 of 1 | - | not run |" in printed and len(records(tmp_path / "out")) == 1
     (line,) = [line for line in said.splitlines() if line.startswith("failed")]
     assert line.startswith("failed  bad, seed 1 (run, exit code 2): error: ") and "none" in line
     experiments.main([path, "--dry_run"])
@@ -266,6 +266,82 @@ def test_two_runners_share_a_list(write, tmp_path, forked):
     assert len(begun) == len({line.split(":")[0] for line in begun}) == 4
     assert all("| high | 2 |" in runner.log for runner in runners)
     assert any("waits   " in runner.log and " is in use by process " in runner.log for runner in runners)
+
+
+@pytest.mark.slow
+def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_path, forked, capsys, monkeypatch):
+    """Whatever changed them: a preset while the list runs, the list between two starts, a file that is gone."""
+    path, out, before = write(flags={"max_eval_samples": 8}), tmp_path / "out", Path(preset).read_text()
+
+    def with_another_preset(command, log, cores):
+        monkeypatch.setattr(experiments, "start", ForkedProcess)
+        Path(preset).write_text(before + "\nmlm_probability: 0.5\n")
+        process = ForkedProcess(command, log, cores)
+        wait_until(lambda: log.is_file() and "step 1/" in log.read_text())
+        Path(preset).write_text(before)
+        return process
+
+    monkeypatch.setattr(experiments, "start", with_another_preset)
+    with pytest.raises(InputError, match=r"row low, seed 1: mlm_probability was 0.5, is 0.15 .*low/seed-1\)"):
+        experiments.main([path])
+    shutil.rmtree(out / "low/seed-1")
+    experiments.main([path])
+    with pytest.raises(InputError, match=r"low, seed 1: max_eval_samples was 8, is 9 \(.* \(and 3 more\): it was run"):
+        experiments.main([path, "--set", "max_eval_samples=9"])
+    (out / "low/seed-1/row.json").unlink()  # the run's own record still says it
+    with pytest.raises(InputError, match=r"low, seed 1: max_steps was 4, is 9 \(.* \(and 3 more\): it was run"):
+        experiments.main([path, "--table", "--set", "max_steps=9"])
+    record = out / "high/seed-2/run/run_record.json"
+    values = durable.read_sealed(record)
+    durable.write_sealed(record, {**values, "fingerprint": {**values["fingerprint"], "tokenizer": "x"}})
+    with pytest.raises(InputError, match=r"high, seed 2 was run with something else than high, seed 1: tokenizer was"):
+        experiments.main([path, "--table"])
+    durable.write_sealed(record, values)
+    (out / "table.md").unlink()
+    (out / "table.md").mkdir()
+    capsys.readouterr()
+    experiments.main([path, "--table"])  # what cannot be written is printed
+    printed, said = capsys.readouterr()
+    assert "| high | 2 |" in printed and "table.md and table.json cannot be written: Is a directory" in said
+
+
+def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch):
+    listed = experiment_list.read(write(measures={"words": {"corpus": "presets/corpus/docstrings.yaml"}}))
+    monkeypatch.setattr(experiment_list.Row, "record", lambda row: {"resolved_args": {}})
+    for row in listed.rows:
+        row.folder.mkdir(parents=True)
+        durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15})
+    experiment_checks.check_rows(listed)
+    other = listed.rows[-1].output_of("words")
+    durable.write_sealed(other, {"bits_per_word": 8.0, "words": 217, "documents": 15})
+    with pytest.raises(InputError, match=r"high, seed 2 was measured \(words\) on .* low, seed 1: words was 545, is"):
+        experiment_checks.check_rows(listed)
+    other.write_text('{"bits_per_word": 1.0, "words": 545, "documents": 15}')
+    with pytest.raises(InputError, match=r"words.json cannot be read \(.*\); move it away to have it measured again"):
+        experiment_checks.check_rows(listed)
+
+
+def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
+    write, tmp_path, monkeypatch
+):
+    class Failing:
+        def __init__(self, *_):
+            self.poll = lambda: 1
+
+    def no_folder(row):
+        if row.name == "low":
+            raise InputError("low/seed-1 cannot be written")
+        take(row)
+
+    take, stale = experiments.take, tmp_path / "out/high/seed-1/words.json"
+    path = write(measures={"words": {"corpus": "presets/corpus/docstrings.yaml"}}, seeds=[1])
+    stale.parent.mkdir(parents=True)
+    durable.write_sealed(stale, {"bits_per_word": 9.0})  # of a run that was moved away
+    monkeypatch.setattr(experiments, "start", Failing)
+    monkeypatch.setattr(experiments, "take", no_folder)
+    with pytest.raises(RunError, match=r"2 of 2 rows failed: low, seed 1; high, seed 1\."):
+        experiments.main([path])
+    assert not stale.exists()
 
 
 def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_path, monkeypatch):
@@ -291,20 +367,30 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"rows": [{"name": "a", "flags": {"corpus": None}}]}, "row 'a': flag corpus has no value; leave it out"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "two rows have the name 'a'"),
         ({"rows": [{"name": "../a"}]}, "row '../a': a name becomes a folder"),
+        ({"rows": [{"name": "a" * 101}]}, "a name becomes a folder: .* at most 100 of them"),
+        ({"rows": [{"name": "table.md"}]}, "row 'table.md': the table is written to a file of this name; rename"),
+        ({"rows": [{"name": "a", "flags": {"max-steps": 5}}]}, "row 'a': flag max-steps: write max_steps"),
+        ({"rows": [{"name": "a", "flags": {"push_to_hub": True}}]}, "push_to_hub=True is the runner's: push a"),
+        ({"rows": [{"name": "a", "config": "{folder}/timed.yaml"}]}, "max_train_minutes=5.0 in the preset: stop"),
         ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better: the first row is what the others"),
         ({"rows": [{"name": "a", "claim": "best"}]}, "row 1: claim is 'best', and must be one of 'better', 'worse'"),
         ({"rows": [{"nam": "a"}]}, "row 1: unknown key 'nam'; did you mean 'name'?"),
         ({"rows": []}, "rows is missing or empty"),
-        ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, at most 16"),
+        ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
+        ({"seeds": [2**32]}, r"seeds=\[4294967296\] must be different numbers from 0 on, below 2\^32"),
         ({"measures": {"los": None}}, "measure 'los' is none of loss, words, short_words, blimp, score; did you"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss' is {'a': 1}, and takes no flags"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
+        ({"measures": {"words": {"corpus": "{folder}/no.yaml"}}}, "measure 'words': no such file: .*no.yaml"),
+        ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's: it"),
+        ({"measures": {"blimp": {"data_dir": "a", "methods": ["within_word"]}}}, "'blimp': methods=.*: pll, whose acc"),
         ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),
         ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
     ],
 )  # fmt: skip
 def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, said):
     (tmp_path / "broken.py").write_text("import none")
+    (tmp_path / "timed.yaml").write_text(f"{(tmp_path / 'preset.yaml').read_text()}\nmax_train_minutes: 5.0\n")
     path = Path(write(**changed))
     path.write_text(path.read_text().replace("{folder}", str(tmp_path)))
     with pytest.raises(InputError, match=said):

@@ -30,6 +30,7 @@ from roberta_recipe.tools.experiment_scale import at_scale
 from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
+TABLE_FILES = ("table.md", "table.json")  # in the list's folder
 _OF_RUNNER = {  # flag: what to write in its place
     "output_dir": "output_dir belongs to the list",
     "config": "write config: PRESET beside the flags",
@@ -37,9 +38,14 @@ _OF_RUNNER = {  # flag: what to write in its place
     "seeds": "write seeds: [1, 2, ...] in the list",
     "max_train_minutes": "stop the runner, and start it again",
     "sweep": "write a row for each setting",
+    "push_to_hub": "push a finished row with make push",
 }
+_MEASURED = ("max_eval_samples",)  # flags that change no bit of a run, but what its loss is of
+_OF_MEASURE = ("model_name_or_path", "output", "output_dir")  # flags of the tools that the runner gives
+_MOST_SEED = 2**32  # of NumPy's generators
+_LONGEST_NAME = 100
 _HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
-_AGAIN = "move its folder away to have it run again, or give the changed row another name"
+AGAIN = "move its folder away to have it run again, or give the changed row another name"
 
 
 class Measure(NamedTuple):
@@ -138,13 +144,19 @@ class Row:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise InputError(f"{self.folder / name} cannot be read ({error}); {_AGAIN}") from None
+            raise InputError(f"{self.folder / name} cannot be read ({error}); {AGAIN}") from None
 
     def is_trained(self) -> bool:
+        return bool(self.record())
+
+    def record(self) -> dict[str, Any]:
+        """The record of the finished run, or the summary of a fine-tuning; empty before. Raises `InputError`."""
         if (self.run / SUMMARY_NAME).is_file():
-            return True
-        record = self.run / RECORD_NAME
-        return record.is_file() and read_record(record, ("steps",), _AGAIN).get("stopped_by") != TIME_LIMIT
+            return read_record(self.run / SUMMARY_NAME, ("settings", "picked"), AGAIN)
+        if not (self.run / RECORD_NAME).is_file():
+            return {}
+        record = read_record(self.run / RECORD_NAME, ("steps", "metrics"), AGAIN)
+        return record if record.get("stopped_by") != TIME_LIMIT else {}
 
     def output_of(self, measure: str) -> Path:
         """The file that a measure's tool writes."""
@@ -173,28 +185,29 @@ class Row:
         if not missing:
             return "finished"
         if failure := self.failure():
-            return f"failed (exit code {failure['exit_code']}): {failure['line']}"
+            at = f"; to be resumed at step {self.step()}" if "run" in missing and self.step() else ""
+            return f"failed (exit code {failure['exit_code']}): {failure['line']}{at}"
         if "run" not in missing:
             return f"trained; to be measured: {', '.join(missing)}"
         return f"to be resumed at step {self.step()}" if self.step() else "not begun"
 
     def changes(self) -> list[str]:
         """What differs between the list and what the row was run with."""
-        stored = self.stored()
-        if stored["settings"] is None:
-            return []
-        found = [*durable.differences(stored["settings"], self.settings).values()]
+        stored, ran_with = self.stored(), self.record().get("resolved_args", {})
+        # what the run itself says comes first: a preset may have changed between the list's reading and the run's
+        before = (stored["settings"] or {}) | {name: ran_with[name] for name in self.settings if name in ran_with}
+        now = self.settings if stored["settings"] else {name: self.settings[name] for name in before}
+        found = [*durable.differences(before, now).values()]
         for name, words in self.measures.items():
-            if self.output_of(name).is_file() and (before := stored["measures"].get(name, words)) != words:
-                found.append(f"measure {name} was `{shlex.join(before)}`, is `{shlex.join(words)}`")
+            if self.output_of(name).is_file() and (given := stored["measures"].get(name, words)) != words:
+                found.append(f"measure {name} was `{shlex.join(given)}`, is `{shlex.join(words)}`")
         return found
 
-    def _measured(self, measure: str) -> dict[str, Any]:
-        """What a measure's tool wrote; in older versions, words wrote no checksum."""
+    def measured(self, measure: str) -> dict[str, Any]:
+        """What a measure's tool wrote. Raises `InputError`."""
         path = self.output_of(measure)
         try:
-            found = durable.read_json(path)
-            return found if measure == "words" and durable.SEAL not in found else durable.unsealed(found)
+            return durable.read_sealed(path)
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{path} cannot be read ({error}); move it away to have it measured again") from None
 
@@ -205,12 +218,9 @@ class Row:
         file = of.beside or (measure if of.tool else None)
         if not self.is_trained() or (file and not self.output_of(file).is_file()):
             return None
-        if file:
-            found = self._measured(file)
-        elif of.of == "fine-tuning":
-            found = picked_setting(read_record(self.run / SUMMARY_NAME, ("settings", "picked"), _AGAIN))
-        else:
-            found = read_record(self.run / RECORD_NAME, ("metrics",), _AGAIN)
+        found = self.measured(file) if file else self.record()
+        if of.of == "fine-tuning":
+            found = picked_setting(found)
         for key in of.keys:
             if key not in found:
                 path = self.output_of(file) if file else self.run
@@ -269,8 +279,10 @@ def _checked(values: Any, cls: type, where: str) -> dict[str, Any]:
 
 
 def _check_seeds(seeds: list[int], path: str) -> None:
-    if len(set(seeds)) != len(seeds) or min(seeds) < 0 or len(seeds) > MOST_SEEDS:
-        raise InputError(f"{path}: seeds={seeds} must be different numbers from 0 on, at most {MOST_SEEDS} of them")
+    if len(set(seeds)) != len(seeds) or not all(0 <= seed < _MOST_SEED for seed in seeds) or len(seeds) > MOST_SEEDS:
+        raise InputError(
+            f"{path}: seeds={seeds} must be different numbers from 0 on, below 2^32, at most {MOST_SEEDS} of them"
+        )
 
 
 def _setting(entry: Any, number: int, written: _Written, path: str) -> Setting:
@@ -282,8 +294,13 @@ def _setting(entry: Any, number: int, written: _Written, path: str) -> Setting:
     for name in setting.flags:
         if name in _OF_RUNNER:
             raise InputError(f"{where}: flag {name}={setting.flags[name]} is the runner's: {_OF_RUNNER[name]}")
-    if not re.fullmatch(r"\w[\w.+-]*", setting.name):
-        raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter or digit first")
+    if not re.fullmatch(r"\w[\w.+-]*", setting.name) or len(setting.name) > _LONGEST_NAME:
+        raise InputError(
+            f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter or digit first, at most "
+            f"{_LONGEST_NAME} of them"
+        )
+    if setting.name in TABLE_FILES:
+        raise InputError(f"{where}: the table is written to a file of this name; rename the row")
     if number == 1 and setting.claim:
         raise InputError(f"{where}: claim={setting.claim}: the first row is what the others are compared with; drop it")
     return setting
@@ -299,6 +316,8 @@ def words_of(flags: dict[str, Any], where: str) -> list[str]:
     """Flags as a command line has them."""
     words = []
     for name, value in flags.items():
+        if "-" in name:
+            raise InputError(f"{where}: flag {name}: write {name.replace('-', '_')}")
         if value is None or value == []:
             raise InputError(f"{where}: flag {name} has no value; leave it out")
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
@@ -316,6 +335,10 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
         if not isinstance(flags or {}, dict) or (flags and not MEASURES[name].tool):
             takes = "flags of its tool, as `key: value` lines" if MEASURES[name].tool else "no flags: write null"
             raise InputError(f"{where} is {flags!r}, and takes {takes}")
+        if given := [flag for flag in flags or {} if flag.replace("-", "_") in _OF_MEASURE]:
+            raise InputError(f"{where}: flag {given[0]} is the runner's: it measures each row; leave it out")
+        if name == "blimp" and "pll" not in (methods := (flags or {}).get("methods", ["pll"])):
+            raise InputError(f"{where}: methods={methods}: pll, whose accuracy the table has, must be among them")
         if (beside := MEASURES[name].beside) and beside not in measures:
             raise InputError(f"{where} is a figure of the measure {beside!r}, which the list has not")
         if MEASURES[name].tool:  # whose parsers have switches, not flags that are true or false
@@ -397,8 +420,14 @@ def _resolve(setting: Setting, where: str) -> Resolved:
     argv = ["--config", setting.config] if setting.config else []
     filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
+    if (minutes := resolved.get("max_train_minutes")) is not None:
+        raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")
     of_seed = {"output_dir", "seed", "seeds"}
-    values = {name: value for name, value in resolved.items() if flags[name].resume != "free" and name not in of_seed}
+    values = {
+        name: value
+        for name, value in resolved.items()
+        if (flags[name].resume != "free" or name in _MEASURED) and name not in of_seed
+    }
     for name in [name for name in values if flags[name].resume == "content"]:
         values |= {f"content of {file}": durable.sha256(file) for file in _small_files(values[name])}
     as_stored = json.loads(json.dumps({"script": path.name, **values}))

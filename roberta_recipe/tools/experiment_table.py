@@ -1,20 +1,20 @@
 """The table of a list of experiments: for each name and figure the mean over seeds with its standard error, the
 difference from the first name, p by exact permutation with Holm's correction, and the verdict (docs/statistics.md)."""
 
+import functools
 import math
 import statistics
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from roberta_recipe import durable, significance
-from roberta_recipe.log import duration
+from roberta_recipe.errors import InputError
+from roberta_recipe.log import duration, logger
 from roberta_recipe.publishing import markdown
 from roberta_recipe.publishing.card import device_of
-from roberta_recipe.record import RECORD_NAME, finite
+from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.significance import PAIRS, Comparison, with_error
-from roberta_recipe.tools.experiment_list import MEASURES, Experiments, Row
+from roberta_recipe.tools.experiment_list import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
 
-TABLE_NAME = "table"  # .md and .json in the list's folder
 NOT_RUN, UNFINISHED, NO_NUMBER = "not run", "unfinished", "no number"
 
 
@@ -103,14 +103,14 @@ def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[
 
 
 def _beside(listed: Experiments) -> dict[str, dict[str, str]]:
-    """What else the run records say of each name, by the column's title: tokens that were seen, and the parameters
-    where names differ in them."""
-    tokens, parameters = {}, {}
+    """What else the run records say of each name, by the column's title: the mean of the tokens seen, and the
+    parameters where names differ in them."""
+    seen, parameters = {}, {}
     for row, records in _records(listed):
         for record in records:
-            if "tokens_seen" in record:
-                tokens[row.name] = f"{record['tokens_seen'] / 1e6:,.2f}"
-                parameters[row.name] = f"{record['parameters'] / 1e6:.3g}"
+            seen.setdefault(row.name, []).append(record["tokens_seen"])
+            parameters[row.name] = f"{record['parameters'] / 1e6:.3g}"
+    tokens = {name: f"{statistics.mean(of) / 1e6:,.2f}" for name, of in seen.items()}
     several = len(set(parameters.values())) > 1
     columns = {"tokens seen, M": tokens, **({"parameters, M": parameters} if several else {})}
     return {title: column for title, column in columns.items() if column}
@@ -157,7 +157,8 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
 def _records(listed: Experiments) -> list[tuple[Row, list[dict[str, Any]]]]:
     """The finished rows with their run records, of which a row of fine-tuning has several."""
     trained = [row for row in listed.rows if row.is_trained()]
-    return [(row, [durable.read_json(path) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
+    read = functools.partial(read_record, needed=("commit", "hardware", "tokens_seen", "parameters"), advice=AGAIN)
+    return [(row, [read(path) for path in sorted(row.run.glob(f"**/{RECORD_NAME}"))]) for row in trained]
 
 
 def _runs(listed: Experiments) -> list[str]:
@@ -174,11 +175,9 @@ def _runs(listed: Experiments) -> list[str]:
 
 
 def write(listed: Experiments) -> str:
-    """Write `table.md` and `table.json` into the list's folder; returns the former's text."""
+    """Write `table.md` and `table.json` into the list's folder, where that can be; returns the former's text."""
     found = cells(listed)
     text = f"{markdown.table(*lines(listed, found))}\n\n{' '.join(notes(listed, found))}\n"
-    durable.make_folder(listed.folder, f"{listed.path}: output_dir")
-    durable.write_text(_path(listed, ".md"), text)
     values = {
         measure: {
             name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}
@@ -186,9 +185,11 @@ def write(listed: Experiments) -> str:
         }
         for measure, of_measure in found.items()
     }
-    durable.write_json(_path(listed, ".json"), finite(values))  # a figure that is no number is null
+    as_text, as_values = (listed.folder / name for name in TABLE_FILES)
+    try:
+        durable.make_folder(listed.folder, f"{listed.path}: output_dir")
+        durable.write_text(as_text, text)
+        durable.write_json(as_values, finite(values))  # a figure that is no number is null
+    except (InputError, OSError) as error:  # what it took days to run is still printed
+        logger.warning(f"{as_text} and {as_values.name} cannot be written: {getattr(error, 'strerror', error)}")
     return text
-
-
-def _path(listed: Experiments, suffix: str) -> Path:
-    return listed.folder / f"{TABLE_NAME}{suffix}"

@@ -24,12 +24,11 @@ from typing import Any
 
 from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
-from roberta_recipe.data.corpus import read_corpus
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.started import continue_with
-from roberta_recipe.tools import estimate, experiment_list, experiment_table
+from roberta_recipe.tools import estimate, experiment_checks, experiment_list, experiment_table
 from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
 
 _POLL_S = 0.2
@@ -99,25 +98,32 @@ class Runner:
                 continue
             try:
                 take(row)
+                if to_do := row.to_do():
+                    self._begin(row, to_do)
+                else:  # run by another runner, meanwhile
+                    lock.release(row.folder)
             except lock.InUse as error:
                 if row.folder not in self.look_again_s:
                     logger.info(f"waits   {row.title}: {str(error).split('; ')[0]}")
                 self.look_again_s[row.folder] = time.monotonic() + _IN_USE_S
                 continue
-            self.waiting.remove(row)
-            if to_do := row.to_do():
-                self._begin(row, to_do)
-            else:  # by another runner, meanwhile
+            except (InputError, OSError) as error:  # of its folder, or a file there
                 lock.release(row.folder)
+                self._say_failed(row, f": {error}")
+            self.waiting.remove(row)
             return True
         return False
 
     def _begin(self, row: Row, to_do: dict[str, list[str]]) -> None:
-        state, cores = row.state(), self.free.pop(0)
+        state, cores = row.state(), self.free[0]
         remember(row)
         (row.folder / FAILED_NAME).unlink(missing_ok=True)
+        if "run" in to_do:  # what was measured was of other weights
+            for measure in row.measures:
+                row.output_of(measure).unlink(missing_ok=True)
         name = next(iter(to_do))
         process = start(to_do.pop(name), row.log, cores)
+        self.free.remove(cores)
         self.jobs.append(Job(row, cores, to_do, process, name, time.monotonic()))
         where = f"cores {','.join(map(str, cores))}" if len(cores) > 1 else f"core {cores[0]}"
         logger.info(f"begins  {row.title}: {state}; {where}, log {row.log}")
@@ -136,20 +142,29 @@ class Runner:
         self.free.append(job.cores)
         remember(job.row, time.monotonic() - job.begun_s)
         if done and not job.to_do:
-            logger.info(f"done    {job.row.title}: {figures(job.row, self.measures)}; {self._left()}")
+            self._say_done(job.row)
         elif self.signals:
             logger.info(f"stopped {job.row.title}: {job.row.state()}")
         else:
             self._fail(job, code)
         lock.release(job.row.folder)
 
+    def _say_done(self, row: Row) -> None:
+        try:
+            logger.info(f"done    {row.title}: {figures(row, self.measures)}; {self._left()}")
+        except InputError as error:  # what was measured cannot be read
+            self._say_failed(row, f": {error}")
+
+    def _say_failed(self, row: Row, why: str) -> None:
+        self.failed.append(row.title)
+        logger.info(f"failed  {row.title}{why}")
+
     def _fail(self, job: Job, code: int) -> None:
         line = last_line(job.row.log) if code else f"{job.name} ended without its result"
-        line = f"killed by {signal.Signals(-code).name}; {line}" if code < 0 else line
+        line = f"killed by {signal.Signals(-code).name}; the end of its log: {line}" if code < 0 else line
         if code not in _STOPPED:
             durable.write_sealed(job.row.folder / FAILED_NAME, {"exit_code": code, "line": line})
-        self.failed.append(job.row.title)
-        logger.info(f"failed  {job.row.title} ({job.name}, exit code {code}): {line}; log {job.row.log}")
+        self._say_failed(job.row, f" ({job.name}, exit code {code}): {line}; log {job.row.log}")
 
     def _left(self) -> str:
         """How many rows are left, and for how long by the mean of the finished ones."""
@@ -229,25 +244,6 @@ def figures(row: Row, measures: list[str]) -> str:
     return ", ".join(f"{MEASURES[name].title} {row.figure(name):.4g}" for name in measures)
 
 
-def check_unchanged(listed: Experiments) -> None:
-    """Raise `InputError` that names the rows whose settings are others than those that they were run with."""
-    changed = [f"{row.title}: {'; '.join(changes)} ({row.folder})" for row in listed.rows if (changes := row.changes())]
-    if changed:
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise InputError(
-            f"{listed.path}, row {changed[0]}{more}: it was run with other settings. Undo the change, move the folder "
-            "away to have it run again, or give the changed row another name"
-        )
-
-
-def check_corpora(listed: Experiments) -> None:
-    """Raise `InputError` for a corpus preset that cannot be read, such as one whose variable is not set: each row of
-    it would fail. Sources are opened by the rows."""
-    for row in listed.rows:
-        if (corpus := row.settings.get("corpus")) and not row.settings.get("train_file"):
-            experiment_list.named(f"{listed.path}, row {row.name!r}", read_corpus, corpus)
-
-
 def print_states(listed: Experiments) -> None:
     for row in listed.rows:
         print(f"{row.title}: {row.state()}")
@@ -304,10 +300,11 @@ def main(argv: list[str] | None = None) -> Any:
         print("\n".join(experiment_list.in_child(costs, listed, args.hardware)), flush=True)
     if args.dry_run:
         return print_states(listed)
-    check_unchanged(listed)
+    experiment_checks.check_rows(listed)
     if not args.table:
-        check_corpora(listed)
+        experiment_checks.check_corpora(listed)
         run(listed, args.jobs)
+        experiment_checks.check_rows(listed)  # another runner, with another list, may have run some
     print(experiment_table.write(listed), end="")
 
 

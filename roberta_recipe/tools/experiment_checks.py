@@ -1,0 +1,75 @@
+"""What is asked of the rows of a list before they are run and before their table is made: that they are what the list
+says, of the same text, and measured on the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+from roberta_recipe import durable
+from roberta_recipe.data.corpus import read_corpus
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools.experiment_list import Experiments, Row, named
+
+# what a measure's file says of what was measured; older files of `words` and `blimp` may lack some
+_MEASURED_ON = {"words": ("words", "documents"), "blimp": ("pairs", "pairs_digest")}
+
+
+def check_corpora(listed: Experiments) -> None:
+    """Raise `InputError` for a corpus preset that cannot be read, such as one whose variable is not set: each row of
+    it would fail. Sources are opened by the rows."""
+    where = {}
+    for row in listed.rows:
+        if (corpus := row.settings.get("corpus")) and not row.settings.get("train_file"):
+            where.setdefault(corpus, f"{listed.path}, row {row.name!r}")
+    for measure, words in listed.rows[0].measures.items():
+        if "--corpus" in words:
+            where.setdefault(words[words.index("--corpus") + 1], f"{listed.path}, measure {measure!r}")
+    for corpus, of in where.items():
+        named(of, read_corpus, corpus)
+
+
+def check_rows(listed: Experiments) -> None:
+    """Raise `InputError` that names a row whose settings are others than those that it was run with, rows of a name
+    that were run with other text, tokenizer or model, or rows that were measured on other text."""
+    changed = [f"{row.title}: {'; '.join(changes)} ({row.folder})" for row in listed.rows if (changes := row.changes())]
+    if changed:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise InputError(
+            f"{listed.path}, row {changed[0]}{more}: it was run with other settings. Undo the change, move the folder "
+            "away to have it run again (of a measure: its file), or give the changed row another name"
+        )
+    for setting in listed.settings:
+        _check_alike([row for row in listed.rows if row.name == setting.name], _run_with, "run with", "folder")
+    for measure, names in _MEASURED_ON.items():
+        if measure in listed.rows[0].measures:
+            _check_alike(
+                listed.rows,
+                lambda row, measure=measure, names=names: _measured_on(row, measure, names),
+                f"measured ({measure}) on",
+                f"{measure}.json",
+            )
+
+
+def _check_alike(rows: list[Row], facts_of: Callable[[Row], dict[str, Any]], how: str, what: str) -> None:
+    """Raise `InputError` for the first row whose facts are not those of the first row that has some."""
+    known = [(row, facts) for row in rows if (facts := facts_of(row))]
+    for row, facts in known[1:]:
+        first, of_first = known[0]
+        if different := durable.differences(of_first, facts):
+            raise InputError(
+                f"{row.title} was {how} something else than {first.title}: {'; '.join(different.values())}. Move the "
+                f"{what} of one of them in {row.folder.parent} away, to have it made again"
+            )
+
+
+def _run_with(row: Row) -> dict[str, Any]:
+    """The fingerprint of a finished pretraining run without its seed, and how many held-out blocks gave its loss."""
+    record = row.record()
+    fingerprint = {name: of for name, of in record.get("fingerprint", {}).items() if name not in ("seed", "data_seed")}
+    return fingerprint | {"eval_blocks": record["metrics"].get("eval_blocks")} if fingerprint else {}
+
+
+def _measured_on(row: Row, measure: str, names: tuple[str, ...]) -> dict[str, Any]:
+    if not row.is_trained() or not row.output_of(measure).is_file():
+        return {}
+    found = row.measured(measure)
+    return {name: found[name] for name in names if name in found}
