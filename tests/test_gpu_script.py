@@ -236,7 +236,7 @@ def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, 
             argv = argv[1:]
         module = SCRIPTS.get(script_name, train_mlm)
         (_, training_args), _ = module.read_arguments([*argv, "--use_cpu", "true"])
-        optimization.check_warmup(training_args, training_args.max_steps)
+        optimization.check_length(training_args, training_args.max_steps)
     assert len(commands) == 17 and launched == 7, commands.keys()
 
 

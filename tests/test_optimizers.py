@@ -159,6 +159,16 @@ def test_they_are_refused_under_zero(optim, preset, monkeypatch):
         pretraining.optimization.check(args)
 
 
+WSD = ["--max_steps", "10", "--warmup_steps", "2", "--lr_scheduler_type", "warmup_stable_decay"]
+WSD += ["--lr_scheduler_kwargs"]
+
+
+@pytest.mark.parametrize("kwargs", ['{"num_decay_steps": 8}', '{"num_decay_steps": 5, "num_stable_steps": 3}'])
+def test_a_trapezoid_fills_the_run(preset, kwargs):
+    (_, args), _ = train_mlm.read_arguments(["--config", preset, *WSD, kwargs])
+    pretraining.check_training(args)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -174,6 +184,12 @@ def test_they_are_refused_under_zero(optim, preset, monkeypatch):
         (["--optim", "muon", "--optim_args", "ns_steps=100"], "ns_steps=100 must be from 1 to below 100"),
         (["--optim", "lamb", "--adam_beta1", "1.0"], "optim=lamb: .*[Bb]eta"),
         (["--optim", "muons"], "muons"),
+        ([*WSD, '{"num_decay_steps": 1000}'], "warm-up of 2 steps and the phases given are 1,002 steps, .* at most 8;"),
+        ([*WSD, '{"num_decay_steps": 5, "num_stable_steps": 100}'], "given are 107 steps, and the run has 10: give"),
+        ([*WSD, '{"num_decay_steps": 5, "num_stable_steps": 1}'], "given are 8 steps, and the run has 10: give"),
+        ([*WSD, '{"num_decay_steps": 0.2}'], "num_decay_steps=0.2 must be a whole number of steps, from 1 on"),
+        ([*WSD, '{"num_decay_steps": 0}'], "num_decay_steps=0 must be a whole number of steps, from 1 on"),
+        ([*WSD, '{"num_decay_steps": 5, "min_lr_ratio": 2}'], "the rate at step 0 would be 2.0 x learning_rate, and"),
     ],
 )
 def test_bad_input(preset, words, said):

@@ -140,6 +140,11 @@ def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_pa
         ({}, ["--config_overrides", "num_hidden_layers=-1"], "num_hidden_layers=-1 must be at least 1"),
         ({}, ["--config_overrides", "embedding_size=0"], "embedding_size=0 must be at least 1"),
         ({}, ["--config_overrides", "num_hidden_groups=2"], "num_hidden_groups follows from shared_parameters=all"),
+        (
+            {"inner_group_num": 2},
+            ["--config_overrides", "shared_parameters=attention"],
+            "shared_parameters=attention and inner_group_num=2: a part is shared by groups of one layer; set inner",
+        ),
         ({}, ["--config_overrides", "hidden_size=32,hidden_size=64"], "a key is given twice"),
         ({}, ["--config_overrides", "model_type=bert"], "model_type is the family"),
         ({}, ["--config_overrides", "hidden_dropout_prob=nan"], "hidden_dropout_prob=nan is no number"),

@@ -300,7 +300,7 @@ def finetune(
         logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
         return record
     if not record:
-        optimization.check_warmup(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
+        optimization.check_length(training_args, steps_of(training_args, len(job.features["train"]), run.batch))
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()

@@ -29,8 +29,6 @@ def check(args: TrainingArguments) -> None:
     `optim_args` and `lr_scheduler_kwargs` that nothing takes."""
     _check_optimizer(args)
     steps = args.max_steps if args.max_steps > 0 else 1000  # the data decide how many epochs have
-    if args.max_steps > 0:
-        check_warmup(args, steps)
     kwargs, constant = args.lr_scheduler_kwargs or {}, SchedulerType.CONSTANT
     what = f"lr_scheduler_type={args.lr_scheduler_type.value}"
     if kwargs and args.lr_scheduler_type in (constant, SchedulerType.CONSTANT_WITH_WARMUP):
@@ -50,20 +48,38 @@ def check(args: TrainingArguments) -> None:
         shares = {step: share(step) for step in range(0, steps, math.ceil(steps / _STEPS_SAMPLED))}
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
         raise InputError(f"{what} with lr_scheduler_kwargs={kwargs}: {error}") from None
+    for name in ("num_decay_steps", "num_stable_steps"):
+        if (of := kwargs.get(name)) is not None and (not isinstance(of, int) or of < 1):
+            raise InputError(f"lr_scheduler_kwargs={kwargs}: {name}={of} must be a whole number of steps, from 1 on")
     for step, value in shares.items():
-        if isinstance(value, complex) or not 0 <= value < math.inf:
+        if isinstance(value, complex) or not 0 <= value <= 1 + 1e-6:
             raise InputError(
-                f"{what} with lr_scheduler_kwargs={kwargs}: the rate at step {step} would be {value} x learning_rate"
+                f"{what} with lr_scheduler_kwargs={kwargs}: the rate at step {step} would be {value} x learning_rate, "
+                "and must be from 0 to 1 of it"
             )
+    if args.max_steps > 0:
+        check_length(args, steps)
 
 
-def check_warmup(args: TrainingArguments, steps: int) -> None:
-    """Raise `InputError` where the run ends within its warm-up."""
-    if args.get_warmup_steps(steps) > steps:
+def check_length(args: TrainingArguments, steps: int) -> None:
+    """Raise `InputError` where a run of so many steps ends within its warm-up, or where the phases of a trapezoid
+    (WSD) have another length in all: the rate would fall to nothing, or stay high, without a word."""
+    warmup = args.get_warmup_steps(steps)
+    if warmup > steps:
         raise InputError(
             f"warmup_steps={args.warmup_steps:g} is more than the {steps:,} steps of the run, whose rate would never "
             f"come to learning_rate={args.learning_rate:g}: --warmup_steps {steps} or less; a number below 1 is a "
             "share of the steps, which fits any length (--warmup_steps 0.06: Tables 9 and 10)"
+        )
+    if args.lr_scheduler_type is not SchedulerType.WARMUP_STABLE_DECAY:
+        return
+    decay, stable = (args.lr_scheduler_kwargs.get(name) for name in ("num_decay_steps", "num_stable_steps"))
+    phases = warmup + decay + (stable or 0)
+    if phases > steps or (stable is not None and phases < steps):
+        raise InputError(
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: warm-up of {warmup:,} steps and the phases given are "
+            f"{phases:,} steps, and the run has {steps:,}: give num_decay_steps alone, at most {steps - warmup:,}; the "
+            "stable phase is what is left"
         )
 
 
