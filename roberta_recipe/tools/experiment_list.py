@@ -34,8 +34,8 @@ TABLE_FILES = ("table.md", "table.json")  # in the list's folder
 _OF_RUNNER = {  # flag: what to write in its place
     "output_dir": "output_dir belongs to the list",
     "config": "write config: PRESET beside the flags",
-    "seed": "write seeds: [1, 2, ...] in the list",
-    "seeds": "write seeds: [1, 2, ...] in the list",
+    "seed": "write seeds: [1, 2, ...] in the list, or in its file of scales",
+    "seeds": "write seeds: [1, 2, ...] in the list, or in its file of scales",
     "max_train_minutes": "stop the runner, and start it again",
     "sweep": "write a row for each setting",
     "push_to_hub": "push a finished row with make push",
