@@ -3,9 +3,10 @@
     python benchmarks/formats.py --text_file 'text/*.parquet' --tokenizer_name tokenizer/roberta [--max_seq_length 512]
 
 Of each format: tokens a block, the share of positions that are padded where 32 blocks a step come in micro-batches of
-16 of like length, blocks in which documents meet, sequences a block, labelled pairs and the share of label 0. Of each
-masking: blocks/s of the collator in processor time, micro-batches of 16, each at the fastest of `--repeats` times in
-which the maskings take turns; and the share of the text's tokens that it predicts.
+16 of like length, blocks in which documents meet, sequences a block, labelled pairs, the share of label 0, and tokens
+read from text in a second of processor time. Of each masking: blocks/s of the collator in processor time, micro-batches
+of 16, each at the fastest of `--repeats` times in which the maskings take turns; and the share of the tokens that it
+predicts.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from transformers import DataCollatorForLanguageModeling
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import tokenization
+from roberta_recipe.data import order, tokenization
 from roberta_recipe.data.formats import PACKERS
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.pairs import NSP, SOP
@@ -47,14 +48,18 @@ class Stock(DataCollatorForLanguageModeling):
         return super().torch_call([{"input_ids": block["input_ids"].tolist()} for block in examples])
 
 
-def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> list[dict]:
+def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> tuple[list[dict], float]:
+    """The blocks of the text, and the seconds of a process that it took to read them, by the batch as in training."""
     corpus = corpora.corpus_of_files(args.text_file, None, "text")
     reader = TextReader(corpus, tokenizer, input_format=name, max_seq_length=length, seed=0)
-    blocks = itertools.takewhile(lambda block: not block["epoch"], reader.blocks([(range(args.blocks),)]))
-    return [{name: value for name, value in block.items() if name != "states"} for block in blocks]
+    begun_s = time.process_time()
+    read = itertools.islice(reader.blocks(order.batches_of(0, STEP, 1, 0)), args.blocks)
+    blocks = list(itertools.takewhile(lambda block: not block["epoch"], read))
+    seconds = time.process_time() - begun_s
+    return [{name: value for name, value in block.items() if name != "states"} for block in blocks], seconds
 
 
-def described(name: str, blocks: list[dict], eos_id: int) -> tuple[str, ...]:
+def described(name: str, blocks: list[dict], seconds: float, eos_id: int) -> tuple[str, ...]:
     """A row of the table of formats."""
     lengths = np.array([len(block["input_ids"]) for block in blocks])
     padded = 0
@@ -76,6 +81,7 @@ def described(name: str, blocks: list[dict], eos_id: int) -> tuple[str, ...]:
         f"{np.mean(sequences):.2f}",
         f"{len(labels):,}" if len(labels) else "",
         f"{np.mean(labels == 0):.1%}" if len(labels) else "",
+        f"{lengths.sum() / seconds:,.0f}",
     )
 
 
@@ -109,10 +115,11 @@ def main() -> None:
     for length in args.max_seq_length:
         rows, plain = [], None
         for name in PACKERS:
-            blocks = blocks_of(args, tokenizer, name, length)
+            blocks, seconds = blocks_of(args, tokenizer, name, length)
             plain = plain or blocks
-            rows.append(described(name, blocks, tokenization.boundary_ids(tokenizer)["eos_id"]))
+            rows.append(described(name, blocks, seconds, tokenization.boundary_ids(tokenizer)["eos_id"]))
         head = "format", "blocks", "tokens a block", "padded", "documents meet", "sequences a block", "pairs", "label 0"
+        head += ("read, tokens/s",)
         print(f"\n{length} tokens\n\n{markdown.table(head, rows)}\n")
         collators = {name: MlmCollator(tokenizer, **how) for name, how in MASKINGS.items()}
         collators["token, Hugging Face's"] = Stock(tokenizer)
