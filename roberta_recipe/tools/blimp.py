@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     set_up_logging()
     environment.set_up_process()
     args, started_s = parse(argv), time.monotonic()
+    if args.output_dir.exists():  # a file in its place is told before the work
+        durable.make_folder(args.output_dir)
     pairs = blimp.read(args.data_dir, args.pairs)
     model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
