@@ -32,7 +32,7 @@ _OF_DOCS = {
     "push_to_hub",
     "hub_model_id",
 }
-_NUMBERS_END = 2**32  # of whole numbers: seeds of NumPy, sizes and counts of torch are below it
+NUMBERS_END = 2**32  # of whole numbers: seeds of NumPy, sizes and counts of torch are below it
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
 
 
@@ -130,7 +130,7 @@ def _check_numbers(values: dict[str, Any], defaults: dict[str, Any]) -> None:
                 continue
             if not math.isfinite(number) or number < 0:
                 raise InputError(f"{name}={number} must be a number from 0 on")
-            if isinstance(number, int) and number >= _NUMBERS_END:
+            if isinstance(number, int) and number >= NUMBERS_END:
                 raise InputError(f"{name}={number} must be below 2^32")
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from roberta_recipe import durable
-from roberta_recipe.args import flags_of
+from roberta_recipe.args import NUMBERS_END, flags_of
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.input_files import resolve_path, taken_apart
@@ -31,6 +31,7 @@ from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
 TABLE_FILES = ("table.md", "table.json")  # in the list's folder
+SEED = "{seed}"  # in a flag's value: the seed of the row
 _OF_RUNNER = {  # flag: what to write in its place
     "output_dir": "output_dir belongs to the list",
     "config": "write config: PRESET beside the flags",
@@ -42,7 +43,6 @@ _OF_RUNNER = {  # flag: what to write in its place
 }
 _MEASURED = ("max_eval_samples",)  # flags that change no bit of a run, but what its loss is of
 _OF_MEASURE = ("model_name_or_path", "output", "output_dir")  # flags of the tools that the runner gives
-_MOST_SEED = 2**32  # of NumPy's generators
 _LONGEST_NAME = 100
 _HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
 AGAIN = "move its folder away to have it run again, or give the changed row another name"
@@ -194,14 +194,20 @@ class Row:
     def changes(self) -> list[str]:
         """What differs between the list and what the row was run with."""
         stored, ran_with = self.stored(), self.record().get("resolved_args", {})
+        now = self._with_seed(self.settings)
         # what the run itself says comes first: a preset may have changed between the list's reading and the run's
-        before = (stored["settings"] or {}) | {name: ran_with[name] for name in self.settings if name in ran_with}
-        now = self.settings if stored["settings"] else {name: self.settings[name] for name in before}
+        before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
+        if not stored["settings"]:
+            now = {name: now[name] for name in before}
         found = [*durable.differences(before, now).values()]
         for name, words in self.measures.items():
             if self.output_of(name).is_file() and (given := stored["measures"].get(name, words)) != words:
                 found.append(f"measure {name} was `{shlex.join(given)}`, is `{shlex.join(words)}`")
         return found
+
+    def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings as the row's command has them."""
+        return json.loads(json.dumps(settings).replace(SEED, str(self.seed)))
 
     def measured(self, measure: str) -> dict[str, Any]:
         """What a measure's tool wrote. Raises `InputError`."""
@@ -216,9 +222,11 @@ class Row:
         Raises `InputError` for a record that is not what was written."""
         of = MEASURES[measure]
         file = of.beside or (measure if of.tool else None)
-        if not self.is_trained() or (file and not self.output_of(file).is_file()):
+        found = self.record()
+        if not found or (file and not self.output_of(file).is_file()):
             return None
-        found = self.measured(file) if file else self.record()
+        if file:
+            found = self.measured(file)
         if of.of == "fine-tuning":
             found = picked_setting(found)
         for key in of.keys:
@@ -279,7 +287,7 @@ def _checked(values: Any, cls: type, where: str) -> dict[str, Any]:
 
 
 def _check_seeds(seeds: list[int], path: str) -> None:
-    if len(set(seeds)) != len(seeds) or not all(0 <= seed < _MOST_SEED for seed in seeds) or len(seeds) > MOST_SEEDS:
+    if len(set(seeds)) != len(seeds) or not all(0 <= seed < NUMBERS_END for seed in seeds) or len(seeds) > MOST_SEEDS:
         raise InputError(
             f"{path}: seeds={seeds} must be different numbers from 0 on, below 2^32, at most {MOST_SEEDS} of them"
         )
@@ -352,7 +360,7 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
 
 def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: dict[str, list[str]]) -> Row:
     folder = folder / setting.name / f"seed-{seed}"
-    of_seed = [word.replace("{seed}", str(seed)) for word in words_of(setting.flags, setting.name)]
+    of_seed = [word.replace(SEED, str(seed)) for word in words_of(setting.flags, setting.name)]
     flags = [*(["--config", setting.config] if setting.config else []), *of_seed]
     launcher = ["-m", "roberta_recipe.tools.launch"] if torch.cuda.device_count() > 1 else []  # on all GPUs
     command = [sys.executable, *launcher, str(resolve_path(setting.script)), *flags]

@@ -1,7 +1,6 @@
 """The table of a list of experiments: for each name and figure the mean over seeds with its standard error, the
 difference from the first name, p by exact permutation with Holm's correction, and the verdict (docs/statistics.md)."""
 
-import functools
 import math
 import statistics
 from typing import Any, NamedTuple
@@ -13,9 +12,11 @@ from roberta_recipe.publishing import markdown
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.significance import PAIRS, Comparison, with_error
+from roberta_recipe.tools.experiment_checks import check_rows
 from roberta_recipe.tools.experiment_list import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
 
 NOT_RUN, UNFINISHED, NO_NUMBER = "not run", "unfinished", "no number"
+Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their run records; fine-tuning has several
 
 
 class Cell(NamedTuple):
@@ -78,10 +79,12 @@ def _why_none(*sides: dict[int, float]) -> str:
     return UNFINISHED if all(math.isfinite(value) for side in sides for value in side.values()) else NO_NUMBER
 
 
-def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[str], list[list[str]]]:
+def lines(
+    listed: Experiments, found: dict[str, dict[str, Cell]], records: Records
+) -> tuple[list[str], list[list[str]]]:
     """The head, and a line for each name."""
     first, count = listed.settings[0].name, len(listed.seeds)
-    head, beside = ["name", "seeds"], _beside(listed)
+    head, beside = ["name", "seeds"], _beside(records)
     head += beside
     for measure in listed.measures:
         head.append(MEASURES[measure].title)
@@ -102,12 +105,12 @@ def lines(listed: Experiments, found: dict[str, dict[str, Cell]]) -> tuple[list[
     return head, table
 
 
-def _beside(listed: Experiments) -> dict[str, dict[str, str]]:
+def _beside(records: Records) -> dict[str, dict[str, str]]:
     """What else the run records say of each name, by the column's title: the mean of the tokens seen, and the
     parameters where names differ in them."""
     seen, parameters = {}, {}
-    for row, records in _records(listed):
-        for record in records:
+    for row, of_row in records:
+        for record in of_row:
             seen.setdefault(row.name, []).append(record["tokens_seen"])
             parameters[row.name] = f"{record['parameters'] / 1e6:.3g}"
     tokens = {name: f"{statistics.mean(of) / 1e6:,.2f}" for name, of in seen.items()}
@@ -124,7 +127,7 @@ def _against(cell: Cell) -> list[str]:
     return ["+" * (difference > 0) + with_error(difference, error), f"{cell.corrected_p:.2g}", cell.verdict]
 
 
-def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
+def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
     """What a reader of the table needs beside it."""
     said = [listed.note] if listed.note else []
     said.append("± is the standard error over seeds.")
@@ -146,7 +149,7 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
             f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
             f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
         )
-    said += _runs(listed)
+    said += _runs(records)
     if listed.changes:
         said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
@@ -154,30 +157,30 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]]) -> list[str]:
     return said
 
 
-def _records(listed: Experiments) -> list[tuple[Row, list[dict[str, Any]]]]:
-    """The finished rows with their run records, of which a row of fine-tuning has several."""
+def _records(listed: Experiments) -> Records:
     trained = [row for row in listed.rows if row.is_trained()]
-    read = functools.partial(read_record, needed=("commit", "hardware", "tokens_seen", "parameters"), advice=AGAIN)
-    return [(row, [read(path) for path in sorted(row.run.glob(f"**/{RECORD_NAME}"))]) for row in trained]
+    needed = ("commit", "hardware", "tokens_seen", "parameters")
+    return [(row, [read_record(path, needed, AGAIN) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
 
 
-def _runs(listed: Experiments) -> list[str]:
+def _runs(records: Records) -> list[str]:
     """Which code made the finished rows, on what, in what time; nothing where there are none."""
-    found = _records(listed)
-    records = [record for _, several in found for record in several]
-    if not records:
+    runs = [record for _, of_row in records for record in of_row]
+    if not runs:
         return []
-    commits = {of.get("commit") or "unknown" for of in records}
+    commits = {of["commit"] or "unknown" for of in runs}
     shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
-    devices = sorted({device_of(of["hardware"]) for of in records})
-    spent = duration(statistics.median(row.stored()["seconds"] for row, _ in found))
+    devices = sorted({device_of(of["hardware"]) for of in runs})
+    spent = duration(statistics.median(row.stored()["seconds"] for row, _ in records))
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
 def write(listed: Experiments) -> str:
-    """Write `table.md` and `table.json` into the list's folder, where that can be; returns the former's text."""
-    found = cells(listed)
-    text = f"{markdown.table(*lines(listed, found))}\n\n{' '.join(notes(listed, found))}\n"
+    """Write `table.md` and `table.json` into the list's folder, where that can be; returns the former's text.
+    Raises `InputError` for rows that do not belong together: another runner, with another list, may have run some."""
+    check_rows(listed)
+    found, records = cells(listed), _records(listed)
+    text = f"{markdown.table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
     values = {
         measure: {
             name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}

@@ -300,11 +300,10 @@ def main(argv: list[str] | None = None) -> Any:
         print("\n".join(experiment_list.in_child(costs, listed, args.hardware)), flush=True)
     if args.dry_run:
         return print_states(listed)
-    experiment_checks.check_rows(listed)
     if not args.table:
+        experiment_checks.check_rows(listed)
         experiment_checks.check_corpora(listed)
         run(listed, args.jobs)
-        experiment_checks.check_rows(listed)  # another runner, with another list, may have run some
     print(experiment_table.write(listed), end="")
 
 
