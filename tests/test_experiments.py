@@ -350,7 +350,7 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
     monkeypatch.delenv("NO_SUCH_TEXT", raising=False)
     corpus = tmp_path / "corpus.yaml"
     corpus.write_text("sources: [{name: a, files: '${NO_SUCH_TEXT}/*.jsonl'}]")
-    path = write(rows=[{"name": "low"}, {"name": "high", "flags": {"corpus": str(corpus)}}], config="")
+    path = write(rows=[{"name": "low"}, {"name": "high", "flags": {"corpus": str(corpus)}}])
     with pytest.raises(InputError, match=r"list.yaml, row 'high': .*corpus.yaml, source a: .* NO_SUCH_TEXT is not set"):
         experiments.main([path])
     assert not (tmp_path / "out").exists()
@@ -388,6 +388,8 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"measures": {"blimp": {"data_dir": "a", "methods": ["within_word"]}}}, "'blimp': methods=.*: pll, whose acc"),
         ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),
         ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
+        ({"rows": [{"name": "a", "flags": {"tokenizer_name": "no/such-{seed}"}}]}, "'a': no tokenizer at .*such-1'"),
+        ({"rows": [{"name": "a", "flags": {"masking_unit": "entity"}}]}, "'a': .* run `.*spacy download en_core_web"),
     ],
 )  # fmt: skip
 def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, said):

@@ -5,25 +5,43 @@ from typing import Any
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus
+from roberta_recipe.data.phrases import UNITS, Phrases, marking_encoder
+from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools.experiment_list import SEED, Experiments, Row, named
+from roberta_recipe.tools.experiment_list import SEED, Experiments, Row, in_child, named
 
 # what a measure's file says of what was measured; older files of `words` and `blimp` may lack some
 _MEASURED_ON = {"words": ("words", "documents"), "blimp": ("pairs", "pairs_digest")}
 
 
-def check_corpora(listed: Experiments) -> None:
-    """Raise `InputError` for a corpus preset that cannot be read, such as one whose variable is not set: each row of
-    it would fail. Sources are opened by the rows."""
-    where = {}
+def check_inputs(listed: Experiments) -> None:
+    """Raise `InputError` for what rows that are still to be trained would each fail of: a corpus preset that cannot be
+    read (one whose variable is not set), a tokenizer that is not there, spaCy or its model. Rows open the text."""
+    inputs: dict[tuple[Any, ...], str] = {}  # a function and its arguments: where in the list they are named first
     for row in listed.rows:
-        if (corpus := row.settings.get("corpus")) and not row.settings.get("train_file"):
-            where.setdefault(corpus, f"{listed.path}, row {row.name!r}")
+        if row.is_trained():
+            continue
+        of, where = row.settings_of_seed(), f"{listed.path}, row {row.name!r}"
+        if (corpus := of.get("corpus")) and not of.get("train_file"):
+            inputs.setdefault((read_corpus, corpus), where)
+        if name := of.get("tokenizer_name"):
+            phrases = Phrases(of["masking_unit"], of["spacy_model"]) if of["masking_unit"] in UNITS else None
+            inputs.setdefault((_open_tokenizer, name, phrases), where)
     for measure, words in listed.rows[0].measures.items():
         if "--corpus" in words:
-            where.setdefault(words[words.index("--corpus") + 1], f"{listed.path}, measure {measure!r}")
-    for corpus, of in where.items():
-        named(of, read_corpus, corpus)
+            inputs.setdefault((read_corpus, words[words.index("--corpus") + 1]), f"{listed.path}, measure {measure!r}")
+    in_child(_open_all, inputs)
+
+
+def _open_all(inputs: dict[tuple[Any, ...], str]) -> None:
+    for (call, *given), where in inputs.items():
+        named(where, call, *given)
+
+
+def _open_tokenizer(name: str, phrases: Phrases | None) -> None:
+    tokenizer = load_tokenizer(name)
+    if phrases:
+        marking_encoder(tokenizer, phrases)
 
 
 def check_rows(listed: Experiments) -> None:

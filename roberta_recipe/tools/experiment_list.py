@@ -194,7 +194,7 @@ class Row:
     def changes(self) -> list[str]:
         """What differs between the list and what the row was run with."""
         stored, ran_with = self.stored(), self.record().get("resolved_args", {})
-        now = self._with_seed(self.settings)
+        now = self.settings_of_seed()
         # what the run itself says comes first: a preset may have changed between the list's reading and the run's
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
         if not stored["settings"]:
@@ -205,8 +205,11 @@ class Row:
                 found.append(f"measure {name} was `{shlex.join(given)}`, is `{shlex.join(words)}`")
         return found
 
+    def settings_of_seed(self) -> dict[str, Any]:
+        """The settings as the row's command has them."""
+        return self._with_seed(self.settings)
+
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Settings as the row's command has them."""
         return json.loads(json.dumps(settings).replace(SEED, str(self.seed)))
 
     def measured(self, measure: str) -> dict[str, Any]:

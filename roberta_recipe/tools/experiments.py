@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> Any:
         return print_states(listed)
     if not args.table:
         experiment_checks.check_rows(listed)
-        experiment_checks.check_corpora(listed)
+        experiment_checks.check_inputs(listed)
         run(listed, args.jobs)
     print(experiment_table.write(listed), end="")
 
