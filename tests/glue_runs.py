@@ -1,0 +1,99 @@
+"""Fixtures of the tests of finetune_glue.py: generated rows of each task in the official layout, and command lines."""
+
+import json
+import types
+
+import pytest
+from conftest import PLACES, SUBJECTS, VERBS
+from official_files import write_glue, write_lines
+
+import finetune_glue
+from roberta_recipe import durable
+
+ROWS = {"train": 24, "dev": 9, "test": 7}
+
+
+def sentence(rng):
+    return f"{rng.choice(SUBJECTS).capitalize()} {rng.choice(VERBS)} {rng.choice(SUBJECTS)} {rng.choice(PLACES)}."
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """The folders of all ten tasks; labels cycle with the row number."""
+    folder = tmp_path_factory.mktemp("glue")
+    write_glue(folder, rows=ROWS, text=sentence)
+    return folder
+
+
+@pytest.fixture
+def flags(root, data_dir, model_dir, tmp_path):
+    """A function that makes a command line of a second's training from a task and further flags."""
+
+    def of(name, *others):
+        values = {
+            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name},
+            **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 6},
+            **{
+                "warmup_steps": 1,
+                "logging_steps": 1,
+                "learning_rate": 1e-3,
+                "other_rows": True,
+                "use_cpu": True,
+                "bf16": False,
+            },
+            **{"disable_tqdm": True, "seeds": 1, "save_strategy": "no"},
+        }
+        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+        return ["--config", str(root / "presets" / "glue" / f"{name}.yaml"), *argv, *map(str, others)]
+
+    return of
+
+
+def parse_by_articles(text):
+    """A stand-in for a spaCy `Doc`: every word is a token, "the" with the next word is a noun chunk."""
+    words, at, tokens = text.split(" "), 0, []
+    for word in words:
+        tokens.append(types.SimpleNamespace(idx=at, text=word.rstrip("."), pos_="X"))
+        at += len(word) + 1
+    chunks = [types.SimpleNamespace(start=n, end=n + 2) for n, word in enumerate(words[:-1]) if word.lower() == "the"]
+
+    class Parse(list):
+        noun_chunks = chunks
+
+    return Parse(tokens)
+
+
+@pytest.fixture
+def wsc_dir(tmp_path, data_dir, monkeypatch):
+    """SuperGLUE's files for the WNLI rows of `data_dir`, and a parser without spaCy."""
+    monkeypatch.setattr(finetune_glue, "load_spacy", lambda model, purpose: parse_by_articles)
+    folder = tmp_path / "wsc"
+    folder.mkdir()
+    wnli = []
+    for split, file in finetune_glue.WSC_FILES.items():
+        rows = []
+        for number in range(ROWS[split.replace("validation", "dev")]):
+            name = ("cat", "boat")[number % 2]
+            text = f"The cat sees the boat and the dog number {number} {split} but it sleeps."
+            pronoun = text.split(" ").index("it")
+            target = {"span1_index": 0, "span1_text": f"the {name}", "span2_index": pronoun, "span2_text": "it"}
+            row = {"idx": number, "text": text, "target": target}
+            rows.append(row if split == "test" else {**row, "label": number % 2 == 0})
+            if split == "test":
+                wnli.append([str(number), text, f"The {name} sleeps."])
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = ["\t".join(row) for row in (["index", "sentence1", "sentence2"], *wnli)]
+    write_lines(data_dir / "WNLI" / "test.tsv", lines)
+    return folder
+
+
+def special(name, wsc_dir):
+    return {"wnli": ["--wsc_dir", wsc_dir, "--eval_steps", 3]}.get(name, [])
+
+
+def record_of(tmp_path, name="rte", run="lr0.001-batch8-seed1"):
+    return durable.read_json(tmp_path / "glue" / name / run / "run_record.json")
+
+
+def losses(record):
+    return [loss for _, loss in record["loss_at_steps"]["train"]]

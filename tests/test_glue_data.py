@@ -1,0 +1,332 @@
+"""GLUE's tables, splits and features, and input that is refused."""
+
+import json
+import types
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import PLACES
+from glue_runs import data_dir, flags, special, wsc_dir  # noqa: F401
+from official_files import PAIR
+from transformers import (
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+)
+
+import finetune_glue
+from roberta_recipe.errors import InputError
+from roberta_recipe.tasks import glue, protocol, qnli_ranking, summary_text, wsc
+from roberta_recipe.tasks.glue import AX, TASKS
+from roberta_recipe.training import batch, finetune_trainer, heads
+
+
+def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monkeypatch):
+    """Neither is in the texts: where the pronoun stands, and which phrases the parser finds."""
+    seen = []
+    monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_rows)) or [])
+    monkeypatch.setattr(protocol, "finish", lambda *_: None)
+    monkeypatch.setattr(summary_text, "table", lambda *_: "")
+    monkeypatch.setattr(finetune_glue.plots, "plot_runs", lambda *_: None)
+    monkeypatch.setattr(finetune_glue, "write_submission", lambda *_: None)
+    argv = flags("wnli", "--do_predict", *special("wnli", wsc_dir))
+    finetune_glue.main(argv)
+    for file in ("val.jsonl", "test.jsonl"):
+        text = (wsc_dir / file).read_text()
+        moved = [json.loads(line) for line in text.splitlines()]
+        moved[2]["target"] |= {"span2_text": "sees", "span2_index": 2}
+        (wsc_dir / file).write_text("".join(json.dumps(row) + "\n" for row in moved))
+        finetune_glue.main(argv)
+        (wsc_dir / file).write_text(text)
+    finetune_glue.main(argv)
+    monkeypatch.setattr(wsc, "noun_phrases", lambda *_: ["the dog"])
+    finetune_glue.main(argv)
+    inputs, tests = zip(*seen, strict=True)
+    found = [(of["data"] != inputs[0]["data"], rows != tests[0]) for of, rows in seen]
+    assert found == [(False, False), (True, False), (False, True), (False, False), (True, True)]
+    assert all(of["weights"] == inputs[0]["weights"] for of in inputs)
+
+
+def test_a_checkpoint_that_lacks_a_layer_is_refused(flags, model_dir):
+    path = Path(model_dir) / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(InputError, match=r"has no weights for roberta.encoder.layer.2.\S+ and 15 others"):
+        finetune_glue.main(flags("rte"))
+
+
+def test_dropout_of_a_head_whose_config_does_not_name_it():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = AutoModelForSequenceClassification.from_config(DebertaV2Config(vocab_size=50, **sizes))
+    heads._with_head_dropout(model, 0.0)
+    shares = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+    body = {name: share for name, share in shares.items() if name.startswith("deberta.")}
+    assert set(body.values()) == {0.1} and len(shares) > len(body) > 2
+    assert all(share == 0.0 for name, share in shares.items() if name not in body)
+
+
+def test_micro_batches_fit_the_batch_and_the_processes():
+    largest = batch.largest_micro_batch
+    assert (largest(16, 32, 1), largest(16, 16, 2), largest(32, 12, 2), largest(24, 16, 3)) == (16, 8, 8, 8)
+    with pytest.raises(InputError, match="global_batch_size=16 is not divisible by 3 processes"):
+        largest(16, 16, 3)
+
+
+def test_the_hubs_columns(monkeypatch):
+    """On the Hub, labels are numbers, and -1 in a test set."""
+    rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
+    examples = glue.read_split(TASKS["mnli"], "mnli", "validation_mismatched", None)
+    assert examples.texts == [("a", "b"), ("c", "d")] and examples.labels == [2, 0]
+    assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_mismatched"})]
+    assert glue.read_split(AX, "ax", "test", None).labels is None
+
+
+def test_without_the_hub_the_way_out_is_said():
+    with pytest.raises(InputError, match=r"cannot load nyu-mll/glue .*--data_dir"):
+        glue.read_split(TASKS["rte"], "rte", "train", None)
+
+
+def test_batches_are_of_like_length_and_depend_on_nothing_else():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 200, 1003).tolist()
+    sampler = finetune_trainer.LengthGroupedSampler(lengths, 8, seed=1)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 1000 == len(set(first)) and first == list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    batches = np.array(lengths)[np.array(first)].reshape(-1, 8)
+    waste = 1 - batches.sum() / (8 * batches.max(1)).sum()
+    assert waste < 0.05 < 0.3 < 1 - np.mean(lengths) / max(lengths)
+    assert np.corrcoef(batches.mean(1), np.arange(125))[0, 1] < 0.3  # long batches are not last
+    with pytest.raises(InputError, match="global_batch_size=8 is more than the 7 training examples"):
+        finetune_trainer.LengthGroupedSampler(lengths[:7], 8, seed=1)
+
+
+def test_qnli_is_ranked_within_its_questions():
+    features = [{"input_ids": [0] * n, "labels": 0} for n in range(3, 9)]
+    questions, labels = ["a", "a", "a", "b", "c", "c"], [1, 0, 1, 0, 1, 1]
+    groups, alone = qnli_ranking.group_features(features, questions, labels)
+    assert [[len(pair["input_ids"]) for pair in group["pairs"]] for group in groups] == [[4, 3, 5]]
+    assert alone == {"without a negative": 1, "without a positive": 1}
+    scores = np.array([0.1, 0.9, 0.5, -1.0, -3.0, -2.0])
+    assert qnli_ranking.rank(scores, questions, threshold=0.0).tolist() == [1, 0, 1, 1, 1, 0]
+    assert qnli_ranking.rank(scores, questions, threshold=-2.0).tolist() == [1, 0, 1, 0, 1, 0]
+    singles, truth = np.array([3.0, 2.0, 1.0, 0.0]), [0, 1, 0, 1]
+    assert qnli_ranking.threshold_for_singles(singles, list("wxyz"), truth) == 0.0
+    # loss by hand: a group of three pairs and a group of two
+    logits = torch.tensor([[1.0], [2.0], [0.0], [3.0], [1.0]], requires_grad=True)
+    batch = {"labels": torch.tensor([0, 0]), "group_sizes": torch.tensor([3, 2])}
+    total, _ = qnli_ranking.ranking_loss(lambda **_: types.SimpleNamespace(logits=logits), batch)
+    wanted = -torch.log_softmax(logits[:3, 0], 0)[0] - torch.log_softmax(logits[3:, 0], 0)[0]
+    assert total.item() == pytest.approx(wanted.item())
+
+
+def test_what_is_cut_is_counted(tokenizer):
+    """The longer text of a pair is cut, and every example stays a single feature."""
+    long, short = " ".join(PLACES), PLACES[0]
+    examples = glue.Examples([(short, short), (long, short), (short, long)], [0, 1, 0])
+    args = finetune_glue.GlueArguments(max_seq_length=24)
+    features, cut = finetune_glue.make_features(args, TASKS["rte"], {"train": examples}, tokenizer)
+    lengths = [len(feature["input_ids"]) for feature in features["train"]]
+    assert lengths[0] < 24 and lengths[1:] == [24, 24] and cut == {"cut to 24 in train": 2}
+    whole = tokenizer(short).input_ids
+    assert list(features["train"][1]["input_ids"][-len(whole) :]) == [tokenizer.eos_token_id, *whole[1:]]
+    assert [feature["labels"] for feature in features["train"]] == [0, 1, 0]
+
+
+def test_duplicates_are_counted():
+    train = glue.Examples([("The cat", "A dog"), ("B", "C"), ("B ", "c")], [0, 1, 0])
+    validation = glue.Examples([("the  CAT", "a dog"), ("b", "c"), ("x", "y"), ("A dog", "The cat")], [1, 0, 0, 0])
+    assert glue.duplicates(train, validation) == {"in_train": 2, "with_the_same_label": 1}
+
+
+def test_quotes_tabs_and_line_ends(tmp_path):
+    """Quoting is off, \\r\\n ends a line, Unicode's other separators do not, and a byte order mark is in no name."""
+    text = "\ufeffindex\tsentence1\tsentence2\tlabel\r\n"
+    text += '0\tHe said "no.\tA\u2028b " c\tentailment\r\n1\t\tx\tnot_entailment\n'
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE" / "dev.tsv").write_bytes(text.encode())
+    examples = glue.read_split(TASKS["rte"], "rte", "validation", str(tmp_path))
+    assert examples.texts == [('He said "no.', 'A\u2028b " c'), ("", "x")] and examples.labels == [0, 1]
+
+
+def test_broken_rows_of_qqp_are_skipped_and_counted(tmp_path):
+    (tmp_path / "QQP").mkdir()
+    rows = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t1\nbroken\n"
+    (tmp_path / "QQP" / "dev.tsv").write_text(rows)
+    examples = glue.read_split(TASKS["qqp"], "qqp", "validation", str(tmp_path))
+    assert len(examples) == 1 and examples.skipped == 1
+
+
+BAD = {
+    "unknown task": (["--task_name", "snli"], "task_name=snli is none of GLUE's: cola, sst2, mrpc, stsb, qqp, mnli"),
+    "no model": (["--model_name_or_path", "nowhere/at-all"], "nowhere/at-all"),
+    "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
+    "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
+    "batch": (["--global_batch_size", "0"], "global_batch_size=0 and per_device_train_batch_size=1 must be at least 1"),
+    "no batch": (["--per_device_eval_batch_size", "0"], "per_device_eval_batch_size=0 must be at least 1"),
+    "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
+    "unknown tracker": (["--report_to", "mlflow"], "report_to=.*mlflow"),
+    "smoothing": (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
+    "best by Trainer": (
+        ["--load_best_model_at_end", "true", "--save_strategy", "epoch"],
+        "load_best_model_at_end must stay false",
+    ),
+    "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
+    "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
+    "no step": (["--max_steps", "0"], "max_steps=0 and num_train_epochs=3 train nothing"),
+    "no epoch": (["--max_steps", "-1", "--num_train_epochs", "0"], "max_steps=-1 and num_train_epochs=0 train nothing"),
+    "head dropout": (["--head_dropout", "1.5"], "head_dropout=1.5"),
+    "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking is QNLI's"),
+    "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
+    "head of wnli": (
+        ["--task_name", "wnli", "--wsc_dir", "wsc", "--head_dropout", "0"],
+        "head_dropout=0.0 has no effect",
+    ),
+    "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size must stay false; lower"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, flags):
+    others, said = BAD[case]
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", *others))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1\tcaf\udce9\tb\tentailment\n", "train.tsv is not UTF-8 text"),
+        ("1\tonly two\n", "train.tsv, line 3: 2 columns, and 4 are wanted"),
+        ("1\ta\tb\tmaybe\n", "line 3: label 'maybe' is none of entailment, not_entailment"),
+    ],
+)
+def test_bad_rows_are_named(flags, data_dir, tmp_path, line, said):
+    (tmp_path / "bad" / "RTE").mkdir(parents=True)
+    head = (data_dir / "RTE" / "train.tsv").read_text().splitlines(keepends=True)[:2]
+    (tmp_path / "bad" / "RTE" / "train.tsv").write_text("".join(head) + line, errors="surrogateescape")
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", "--data_dir", tmp_path / "bad"))
+
+
+def test_a_score_out_of_range_is_named(tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    (tmp_path / "STS-B" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t5.5\n")
+    with pytest.raises(InputError, match=r"line 2: score '5.5' is no number from 0 to 5"):
+        glue.read_split(TASKS["stsb"], "stsb", "validation", str(tmp_path))
+
+
+def test_wnli_needs_a_masked_lm_head(flags, wsc_dir, tmp_path, model_dir):
+    AutoModelForSequenceClassification.from_pretrained(model_dir).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="WNLI is scored by the masked-LM head"):
+        finetune_glue.main(flags("wnli", *special("wnli", wsc_dir)))
+
+
+def test_presets_are_fairseqs(root):
+    """The table of examples/roberta/README.glue.md: rate, batch, updates, warm-up."""
+    table = {
+        "mnli": (1e-5, 32, 123873, 7432),
+        "qnli": (1e-5, 32, 33112, 1986),
+        "qqp": (1e-5, 32, 113272, 28318),
+        "rte": (2e-5, 16, 1560, 94),  # fairseq: 2,036 steps of which --max-epoch 10 runs 1,560
+        "sst2": (1e-5, 32, 20935, 1256),
+        "mrpc": (1e-5, 16, 2296, 137),
+        "cola": (1e-5, 16, 5336, 320),
+        "stsb": (2e-5, 16, 3598, 214),
+    }
+    rows = {name: TASKS[name].splits["train"][1] for name in table}
+    epochs = {name: steps * batch / rows[name] for name, (_, batch, steps, _) in table.items()}
+    assert all(9.9 < count < 10.15 for count in epochs.values()), epochs  # section 5.1: ten
+    presets = sorted((root / "presets" / "glue").glob("*.yaml"))
+    assert {path.stem for path in presets} == set(TASKS) and len(presets) == 9
+    for path in presets:
+        (args, training), _ = finetune_glue.read_arguments(["--config", str(path), "--use_cpu"])
+        assert args.task_name == path.stem and args.seeds == [1, 2, 3, 4, 5]
+        assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
+        assert training.max_grad_norm == 0 and training.weight_decay == (0.01 if path.stem == "wnli" else 0.1)
+        got = (training.learning_rate, args.global_batch_size, training.max_steps, training.warmup_steps)
+        assert got == table.get(path.stem, (2e-5, 32, 2000, 250))
+        assert args.head_dropout == (None if path.stem == "wnli" else 0.0)
+
+
+def test_the_card_names_glues_data_only_for_glues_rows():
+    whole, others = glue.dataset_card("stsb", TASKS["stsb"], False), glue.dataset_card("stsb", TASKS["stsb"], True)
+    assert (whole["name"], whole["hub_id"], whole["hub_config"]) == ("GLUE stsb", "nyu-mll/glue", "stsb")
+    assert whole["hub_metrics"] == {"pearson": "pearsonr", "spearman": "spearmanr"}
+    assert (others["name"], others["hub_id"], others["hub_config"]) == ("stsb (other_rows)", None, None)
+    mnli = glue.dataset_card("mnli", TASKS["mnli"], False)
+    assert mnli["split"] == "validation_matched" and list(mnli["hub_metrics"]) == ["accuracy", "accuracy_mismatched"]
+    assert "SuperGLUE's WSC" in glue.dataset_card("wnli", TASKS["wnli"], False)["note"]
+    # a preset for a new task, whatever the task's name
+    for name in ("mine", "rte"):
+        own = glue.dataset_card(name, glue.Task("my_task", PAIR, labels=("no", "yes")), False)
+        assert (own["name"], own["hub_id"], own["hub_config"], own["note"]) == (name, None, None, "")
+
+
+def test_a_new_task_is_checked_before_it_runs(flags, monkeypatch):
+    scored = glue.Task("my_task", PAIR, metrics=("pearson",))
+    assert finetune_glue.form_name(finetune_glue.GlueArguments(task_name="mine"), scored) == "regression"
+    with pytest.raises(InputError, match="mine is not on the Hub: name the folder that holds my_task/ with --data_dir"):
+        glue.read_split(scored, "mine", "train", None)
+    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": glue.Task("my_task", PAIR, metrics=("f2",))})
+    with pytest.raises(InputError, match="mine: f2 is no metric of accuracy, f1"):
+        finetune_glue.main(flags("rte", "--task_name", "mine"))
+
+
+def test_the_table_of_tasks():
+    """Nine tasks and AX, eleven submission files, each name once."""
+    assert len(TASKS) == 9
+    official = "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI diagnostic"
+    assert [task.folder for task in [*TASKS.values(), AX]] == official.split()
+    files = [file for task in [*TASKS.values(), AX] for file in task.submission.values()]
+    assert len(files) == len(set(files)) == 11
+    for task in TASKS.values():
+        assert len(task.columns) == len(task.hub_columns) and Path(task.folder).name == task.folder
+
+
+@pytest.mark.parametrize(
+    ("labels", "metrics", "said"),
+    [
+        (("a", "b", "c"), "matthews_correlation", "matthews_correlation is of two classes, and the task has 3 classes"),
+        ((), "accuracy", "accuracy is of classes, and the task has scores"),
+        ((), "f1", r"f1 is of two classes, and the task has scores; metrics=\('pearson',\)"),
+        (("a", "b"), "pearson", "pearson is of scores, and the task has 2 classes"),
+    ],
+)
+def test_a_metric_that_is_not_of_the_task(flags, monkeypatch, labels, metrics, said):
+    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": glue.Task("RTE", PAIR, labels=labels, metrics=(metrics,))})
+    with pytest.raises(InputError, match=f"mine: {said}"):
+        finetune_glue.main(flags("rte", "--task_name", "mine"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--seed", 7], r"seed=7: each run has one of seeds; --seeds 7"),
+        (["--data_seed", 7], "data_seed=7.* name --seeds"),
+        (["--predict_with", "ensemble"], "predict_with=ensemble says how the test set is predicted: add --do_predict"),
+    ],
+)
+def test_a_flag_that_would_change_nothing(flags, argv, said):
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(flags("rte", *argv))
+
+
+def test_tokenizers_that_do_not_fit_the_model(flags, wordpiece, tmp_path, monkeypatch):
+    """BERT's token types for a model without them are left out; more tokens than the model has, and a slow tokenizer,
+    are refused."""
+    wordpiece.save_pretrained(tmp_path / "wordpiece")
+    assert 1 in wordpiece("a", "b")["token_type_ids"]
+    argv = flags("rte", "--tokenizer_name", tmp_path / "wordpiece", "--random_weights", True, "--max_steps", 1)
+    assert finetune_glue.main(argv)["task"] == "rte"
+    config = Path(argv[argv.index("--model_name_or_path") + 1], "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(wordpiece) - 1}))
+    with pytest.raises(InputError, match=r"has 193 tokens and .* 192: they do not belong together"):
+        finetune_glue.main(argv)
+    monkeypatch.setattr(type(wordpiece), "is_fast", False)
+    with pytest.raises(InputError, match="a slow one, which does not say where in a text its tokens are"):
+        finetune_glue.main(argv)

@@ -1,0 +1,132 @@
+"""GLUE runs are one curve: over any accumulation and number of processes, killed or stopped at any point."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import end_well, forked_ranks
+from glue_runs import data_dir, flags, losses, record_of, special, wsc_dir  # noqa: F401
+from safetensors.torch import load_file
+
+import finetune_glue
+from roberta_recipe import durable
+from roberta_recipe.errors import RunError, Stopped
+from roberta_recipe.training import finetune_trainer
+
+
+@pytest.mark.parametrize("name", ["rte", "stsb", "qnli", "wnli"])
+def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
+    form = ["--qnli_form", "ranking"] if name == "qnli" else []
+    curves = []
+    for micro_batch in (8, 4, 1):
+        out = tmp_path / str(micro_batch)
+        others = ["--per_device_train_batch_size", micro_batch, "--output_dir", out, *form, *special(name, wsc_dir)]
+        finetune_glue.main(flags(name, *others))
+        curves.append(losses(durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")))
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tmp_path, monkeypatch):
+    """Killed in the middle of an epoch, two processes resume with the batches that are left of the epoch."""
+    saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
+    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "a"))
+    batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
+    argv = flags("rte", *saving, *batches, "--do_predict")
+    step = finetune_trainer.FinetuneTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            os._exit(9)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
+        ranks = forked_ranks(lambda rank: finetune_glue.main(argv), tmp_path)
+        assert [rank.end() for rank in ranks] == [9, 9]
+    assert (tmp_path / "glue/rte/lr0.001-batch8-seed1/checkpoint-5").is_dir()
+    ranks = forked_ranks(lambda rank: finetune_glue.main(argv), tmp_path)
+    end_well(ranks)
+    two, single = record_of(tmp_path), durable.read_json(tmp_path / "a" / "lr0.001-batch8-seed1" / "run_record.json")
+    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
+    assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
+    assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
+
+
+def test_killed_and_started_again(flags, tmp_path, monkeypatch):
+    """With a checkpoint an epoch, losses, metrics and best weights equal an uninterrupted run's."""
+    saving = ["--save_strategy", "epoch", "--max_steps", 9]
+    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
+    step = finetune_trainer.FinetuneTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 7:
+            raise RunError("killed")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
+    with pytest.raises(RunError):
+        finetune_glue.main(flags("rte", *saving))
+    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", step)
+    finetune_glue.main(flags("rte", *saving))
+    whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
+    again = record_of(tmp_path)
+    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
+    assert again["resumes"] == 1 and whole["resumes"] == 0
+    for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
+        assert again[key] == whole[key], key
+    weights = [
+        load_file(folder / "lr0.001-batch8-seed1" / "best" / "model.safetensors")
+        for folder in (tmp_path / "whole", tmp_path / "glue" / "rte")
+    ]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):
+    """A signal to all processes of a run saves the step; one behind the last step ends the protocol after that run."""
+    step = finetune_trainer.FinetuneTrainer.training_step
+
+    def told(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            for process in [*psutil.Process().children(), psutil.Process()]:
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        return step(self, *args, **kwargs)
+
+    workers = ["--dataloader_num_workers", 1, "--save_strategy", "epoch", "--seeds", 1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "training_step", told)
+        with pytest.raises(Stopped, match="stopped by SIGTERM: step 4 of 6 is saved"):
+            finetune_glue.main(flags("rte", *workers))
+    evaluate = finetune_trainer.FinetuneTrainer.evaluate
+
+    def last(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "evaluate", last)
+        with pytest.raises(Stopped, match=r"stopped by Ctrl-C: the run in .*seed1 is finished\. Continue with: "):
+            finetune_glue.main(flags("rte", *workers))
+    assert record_of(tmp_path)["steps"] == 6 and not (tmp_path / "glue/rte/lr0.001-batch8-seed2").exists()
+    finetune_glue.main(flags("rte", *workers))
+    assert record_of(tmp_path)["resumes"] == 1
+    assert record_of(tmp_path, run="lr0.001-batch8-seed2")["resumes"] == 0
+
+
+def test_killed_behind_the_last_step(flags, tmp_path):
+    """The second start writes scores and record, and repeats no step."""
+    saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            finetune_trainer.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed"))
+        )
+        with pytest.raises(RunError):
+            finetune_glue.main(flags("rte", *saving))
+    finetune_glue.main(flags("rte", *saving))
+    record = record_of(tmp_path)
+    assert record["steps"] == 7 and len(losses(record)) == 7 and record["resumes"] == 1
