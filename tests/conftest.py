@@ -335,6 +335,22 @@ disable_tqdm: true
     return str(path)
 
 
+def second_of_training(preset, *others, **values):
+    """The command line of a fine-tuning script that trains for a second: `values`, then `others` as they are."""
+    values = {
+        **{"max_seq_length": 64, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3},
+        **{"seeds": 1, "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
+        **values,
+    }
+    argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+    return ["--config", str(preset), *argv, *map(str, others)]
+
+
+def losses(record):
+    """Those of the training steps in a run record."""
+    return [loss for _, loss in record["loss_at_steps"]["train"]]
+
+
 @pytest.fixture(autouse=True)
 def every_machine_alike(monkeypatch):
     """Tests train in fp32 on processors with bf16 too, and none waits for the probe of the matrix rate."""

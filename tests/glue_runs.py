@@ -4,7 +4,7 @@ import json
 import types
 
 import pytest
-from conftest import PLACES, SUBJECTS, VERBS
+from conftest import PLACES, SUBJECTS, VERBS, second_of_training
 from official_files import write_glue, write_lines
 
 import finetune_glue
@@ -30,21 +30,9 @@ def flags(root, data_dir, model_dir, tmp_path):
     """A function that makes a command line of a second's training from a task and further flags."""
 
     def of(name, *others):
-        values = {
-            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name},
-            **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 6},
-            **{
-                "warmup_steps": 1,
-                "logging_steps": 1,
-                "learning_rate": 1e-3,
-                "other_rows": True,
-                "use_cpu": True,
-                "bf16": False,
-            },
-            **{"disable_tqdm": True, "seeds": 1, "save_strategy": "no"},
-        }
-        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        return ["--config", str(root / "presets" / "glue" / f"{name}.yaml"), *argv, *map(str, others)]
+        own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name}
+        own |= {"global_batch_size": 8, "per_device_train_batch_size": 8, "other_rows": True}
+        return second_of_training(root / "presets" / "glue" / f"{name}.yaml", *others, **own)
 
     return of
 
@@ -93,7 +81,3 @@ def special(name, wsc_dir):
 
 def record_of(tmp_path, name="rte", run="lr0.001-batch8-seed1"):
     return durable.read_json(tmp_path / "glue" / name / run / "run_record.json")
-
-
-def losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]

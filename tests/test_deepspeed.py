@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import end_well, run_python
+from conftest import end_well, losses, run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
@@ -29,10 +29,6 @@ needs_compiler = pytest.mark.skipif(
 
 def read_record(path):
     return json.loads((Path(path) / "run_record.json").read_text())
-
-
-def losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import second_of_training
 from official_files import write_glue
 from tokenizers import processors
 
@@ -43,14 +44,9 @@ def flags(root, data_dir, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "plot_runs", lambda *_: None)  # two seconds each
 
     def of(*others):
-        values = {
-            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "rte", "seeds": 1},
-            **{"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 4},
-            **{"warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True},
-            **{"disable_tqdm": True, "save_strategy": "no"},
-        }
-        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        return ["--config", str(root / "presets/glue/rte.yaml"), *argv, *map(str, others)]
+        own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "rte"}
+        own |= {"global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 4, "other_rows": True}
+        return second_of_training(root / "presets/glue/rte.yaml", *others, **own)
 
     return of
 

@@ -6,8 +6,8 @@ import time
 
 import psutil
 import pytest
-from conftest import end_well, forked_ranks
-from glue_runs import data_dir, flags, losses, record_of, special, wsc_dir  # noqa: F401
+from conftest import end_well, forked_ranks, losses
+from glue_runs import data_dir, flags, record_of, special, wsc_dir  # noqa: F401
 from safetensors.torch import load_file
 
 import finetune_glue

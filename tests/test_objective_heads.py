@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import end_well, forked_ranks, write_parquet
+from conftest import end_well, forked_ranks, losses, write_parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
@@ -71,10 +71,6 @@ def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
         assert (targets[last:] == IGNORED).all() and (targets[:last] == labels[:last]).all()
         at_end += last < 39
     assert 0 < at_end < 40
-
-
-def losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 def test_runs_whole_resumed_split_and_in_two_processes_are_one(preset, tmp_path):

@@ -8,7 +8,18 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, make_documents, run_python
+from conftest import (
+    PLACES,
+    SUBJECTS,
+    VERBS,
+    copied,
+    end_well,
+    forked_ranks,
+    losses,
+    make_documents,
+    run_python,
+    second_of_training,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
@@ -60,24 +71,15 @@ def flags(root, data_dir, model_dir, tmp_path):
     """A function that makes a command line of a second's training from further flags."""
 
     def of(*others):
-        values = {
-            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "race"},
-            **{"max_seq_length": 64, "max_option_length": 24, "global_batch_size": 4, "learning_rate": 1e-3},
-            **{"per_device_train_batch_size": 4, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "seeds": 1},
-            **{"use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
-        }
-        argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        return ["--config", str(root / "presets" / "race" / "paper.yaml"), *argv, *map(str, others)]
+        own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "race"}
+        own |= {"max_option_length": 24, "global_batch_size": 4, "per_device_train_batch_size": 4}
+        return second_of_training(root / "presets" / "race" / "paper.yaml", *others, **own)
 
     return of
 
 
 def record_of(folder):
     return durable.read_json(folder / RUN / "run_record.json")
-
-
-def losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 def test_from_the_command_line(flags, tmp_path, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, run_python
+from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, losses, run_python, second_of_training
 from safetensors.torch import load_file
 from tokenizers import processors
 from transformers import (
@@ -81,31 +81,16 @@ def flags(root, data_dir, model_dir, tmp_path):
     """A function that makes a command line of a second's training from a version and further flags."""
 
     def of(version, *others):
-        values = {
-            **{"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "squad" / version},
-            **{"max_seq_length": 64, "max_query_length": 20, "doc_stride": 8, "global_batch_size": 8},
-            **{
-                "head_dropout": 0,
-                "per_device_train_batch_size": 8,
-                "max_steps": 6,
-                "warmup_steps": 1,
-                "logging_steps": 1,
-                "seeds": 1,
-            },
-            **{"learning_rate": 1e-3, "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
-        }
-        argv = [str(item) for key, value in values.items() for item in (f"--{key}", value)]
-        return ["--config", str(root / "presets" / "squad" / f"v{version}.yaml"), *argv, *map(str, others)]
+        own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "squad" / version}
+        own |= {"max_query_length": 20, "doc_stride": 8, "head_dropout": 0}
+        own |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
+        return second_of_training(root / "presets" / "squad" / f"v{version}.yaml", *others, **own)
 
     return of
 
 
 def record_of(tmp_path, version):
     return durable.read_json(tmp_path / "squad" / version / RUN / "run_record.json")
-
-
-def losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 @pytest.mark.parametrize(("version", "no_answer"), [("1.1", None), ("2.0", "classifier"), ("2.0", "null_score")])
