@@ -103,6 +103,32 @@ def test_half_of_the_labelled_pairs_have_each_label(name):
     assert fill[1] == pytest.approx(fill[0], rel=0.25)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("in_order")])
+def test_many_small_files_have_both_labels(name):
+    """A document a file, or the two that NSP needs: what is drawn is not that of the same pair of every other file."""
+    labels = []
+    for number in range(600):
+        few = documents_of(random.Random(number), 1 + name.endswith("nsp"), sentences=(2, 4), length=(3, 9))
+        documents = [[[token + 1000 * number for token in sentence] for sentence in document] for document in few]
+        labels += [label for columns in pack(name, documents, 64)[0] for *_, label in sequences(columns)]
+    labels = [label for label in labels if label is not None]
+    assert len(labels) > 550 and abs(sum(labels) / len(labels) - 0.5) < 4 * 0.5 / math.sqrt(len(labels))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith("nsp")])
+def test_how_a_second_segment_ends_does_not_tell_its_label(name):
+    """That of another document, too, ends with a sentence."""
+    documents = documents_of(random.Random(3), 800)
+    ends = {sentence[-1] for document in documents for sentence in document}
+    pairs_of = {0: [], 1: []}
+    for columns in pack(name, documents, 64)[0]:
+        for _, second, label in sequences(columns):
+            if label is not None:
+                pairs_of[label].append(second[-1] in ends)
+    whole = [sum(found) / len(found) for found in pairs_of.values()]
+    assert min(map(len, pairs_of.values())) > 2000 and min(whole) > 0.99
+
+
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
 def test_a_tenth_of_the_pairs_are_shorter_where_they_are_wanted(objective):
     """BERT: any length from 2 tokens to a block's. Of sentences of four tokens, all others fill their block."""

@@ -7,6 +7,8 @@ sequence without a pair and without a label, so that no label can be told from t
 labelled pairs have each label, unless `share_of_ones` of 0 leaves all in order.
 """
 
+import itertools
+import zlib
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -26,7 +28,7 @@ NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
 _DONORS = 64  # documents at most of which text for B is kept
 _KEPT = 1 << 15  # tokens of theirs, in all: an earlier book serves a whole book
-REVISION = 2  # of how pairs are made: packed text and checkpoints of another are not taken up
+REVISION = 3  # of how pairs are made: packed text and checkpoints of another are not taken up
 SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
 _SEED = 1
 
@@ -64,7 +66,7 @@ def _pairs(
     for sentences in documents:
         while state.item < len(sentences):
             chunk, length = _chunk(state, sentences, room, most_sentences), room
-            draws, donors = _draws(state), state.extra.get("donors", [])
+            draws, donors = _draws(state, chunk), state.extra.get("donors", [])
             if short and draws.random() < short:
                 chunk, length = _shortened(chunk, int(draws.integers(2, room + 1)))
             if len(chunk) == 1 or (label == NSP and not donors):
@@ -77,10 +79,7 @@ def _pairs(
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
-                left = length - sum(map(len, first))
-                donor = donors[int(draws.integers(len(donors)))]
-                donor = _from_anywhere(donor, 1 if most_sentences else left, draws)
-                second = _fitting(donor, left, most_sentences and 1)
+                second = _of_another(donors, length - sum(map(len, first)), most_sentences, draws)
             elif its_label:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
@@ -89,6 +88,16 @@ def _pairs(
         if label == NSP and sentences:
             _keep_donor(state, sentences, room)
         next_document(state, sentences)
+
+
+def _of_another(
+    donors: list[Document], room: int, most_sentences: int | None, draws: np.random.Generator
+) -> list[list[int]]:
+    """B from another document: one with a sentence that fits, where there is one, as a B that ends within a sentence
+    would tell its label."""
+    donors = [donor for donor in donors if any(len(sentence) <= room for sentence in donor)] or donors
+    donor = donors[int(draws.integers(len(donors)))]
+    return _fitting(_from_anywhere(donor, 1 if most_sentences else room, room, draws), room, most_sentences and 1)
 
 
 def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
@@ -129,26 +138,31 @@ def _take(state: PackState, taken: list[list[int]], sentences: Document) -> None
         state.item, state.token = state.item + len(taken), 0
 
 
-def _draws(state: PackState) -> np.random.Generator:
-    """What the next pair of the file is drawn from: the same in every pass."""
+def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
+    """What the next pair of the file, or what is kept of a document, is drawn from, given its text: the same in every
+    pass, and not that of the same pair of another file."""
     number = state.extra.get("pairs", 0)
     state.extra = {**state.extra, "pairs": number + 1}
-    return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, 0, 0]))
+    checksum = zlib.crc32(np.fromiter(itertools.chain.from_iterable(text), dtype=np.int64).tobytes())
+    return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, 0]))
 
 
-def _from_anywhere(sentences: list[list[int]], wanted: int, draws: np.random.Generator) -> list[list[int]]:
-    """The sentences from one at random on, of those from which on there are `wanted` tokens; else all."""
-    behind = np.cumsum([len(sentence) for sentence in reversed(sentences)])[::-1]
-    begins = np.flatnonzero(behind >= wanted)
+def _from_anywhere(sentences: list[list[int]], wanted: int, room: int, draws: np.random.Generator) -> list[list[int]]:
+    """The sentences from one at random on that fits into `room`, of those from which on there are `wanted` tokens; else
+    from the first that fits, so that text is cut within a sentence only where none does."""
+    lengths = np.array([len(sentence) for sentence in sentences])
+    fits = lengths <= room
+    begins = np.flatnonzero(fits & (lengths[::-1].cumsum()[::-1] >= wanted))
+    begins = begins if len(begins) else np.flatnonzero(fits)[:1]
     return sentences[int(draws.choice(begins)) :] if len(begins) else sentences
 
 
 def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
     """Keep text of a finished document, from a sentence at random on, and of each before it no more than its share."""
-    draws, donors = _draws(state), state.extra.get("donors", [])
+    draws, donors = _draws(state, sentences), state.extra.get("donors", [])
     if len(donors) == _DONORS:
         index = int(draws.integers(_DONORS))
         donors = [*donors[:index], *donors[index + 1 :]]
     share = max(room, _KEPT // (len(donors) + 1))
-    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, draws)]]
+    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, share, draws)]]
     state.extra = {**state.extra, "donors": donors}

@@ -263,7 +263,7 @@ class TextReader:
             "input_format": self.input_format,
             "max_seq_length": self.max_seq_length,
             **({"phrases": list(self.phrases)} if self.phrases else {}),
-            **({"revision": REVISION} if self.input_format.endswith("nsp") else {}),
+            **({"revision": REVISION} if "_pair" in self.input_format else {}),
             **corpus_fingerprint(self.corpus),
             **text_file_rule(self.corpus),
         }

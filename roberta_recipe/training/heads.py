@@ -86,7 +86,7 @@ def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float
         if name.startswith(layers):
             depth = count - int(name.removeprefix(layers).partition(".")[0])
         else:
-            embeds = isinstance(modules[name.rpartition(".")[0]], torch.nn.Embedding) or "embeddings" in name
+            embeds = isinstance(modules[name.rpartition(".")[0]], torch.nn.Embedding) or "embedding" in name
             depth = count + 1 if embeds else 0
         rates[name] = learning_rate * layer_decay**depth
     return rates
