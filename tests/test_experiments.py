@@ -312,6 +312,7 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
     monkeypatch.setattr(experiment_list.Row, "record", lambda row: {"resolved_args": {}})
     for row in listed.rows:
         row.folder.mkdir(parents=True)
+        experiments.remember(row)
         durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15})
     experiment_checks.check_rows(listed)
     other = listed.rows[-1].output_of("words")
@@ -320,6 +321,41 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
         experiment_checks.check_rows(listed)
     other.write_text('{"bits_per_word": 1.0, "words": 545, "documents": 15}')
     with pytest.raises(InputError, match=r"words.json cannot be read \(.*\); move it away to have it measured again"):
+        experiment_checks.check_rows(listed)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """A function: the rows of a list count as trained by hand, with the commands that `--dry_run` prints."""
+
+    def of(path, **others):
+        records = {}
+        for row in experiment_list.read(path).rows:
+            resolved = {**train_mlm.read_arguments(row.train[2:])[1], "attn_implementation": "sdpa"}
+            records[row.title] = {"resolved_args": resolved, **others}
+        monkeypatch.setattr(experiment_list.Row, "record", lambda row: records.get(row.title, {}))
+        return records
+
+    return of
+
+
+def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained):
+    """No row.json says what it was run with: flags that were set count, and those that were not."""
+    held_out = {"words": {"corpus": "presets/corpus/docstrings.yaml"}}
+    trained(write(measures=held_out))
+    listed = experiment_list.read(write(measures=held_out))
+    experiment_checks.check_rows(listed)
+    with pytest.raises(InputError, match="low, seed 1: max_train_samples was None, is 16"):
+        experiment_checks.check_rows(experiment_list.read(write(flags={"max_train_samples": 16})))
+    row = listed.rows[0]
+    row.folder.mkdir(parents=True)
+    durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0})
+    with pytest.raises(InputError, match=r"low, seed 1: row.json does not say how words.json was measured .*its file"):
+        experiment_checks.check_rows(listed)
+    experiments.remember(row)
+    experiment_checks.check_rows(listed)
+    trained(write(flags={"max_train_samples": 16}))
+    with pytest.raises(InputError, match="low, seed 1: max_train_samples was 16, is None"):
         experiment_checks.check_rows(listed)
 
 

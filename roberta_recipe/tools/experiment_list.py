@@ -42,6 +42,8 @@ _OF_RUNNER = {  # flag: what to write in its place
     "push_to_hub": "push a finished row with make push",
 }
 _MEASURED = ("max_eval_samples",)  # flags that change no bit of a run, but what its loss is of
+_CHOSEN = ("attn_implementation",)  # flags whose value a run chooses, and records, where they are not set
+_CONTENT = "content of "
 _OF_MEASURE = ("model_name_or_path", "output", "output_dir")  # flags of the tools that the runner gives
 _LONGEST_NAME = 100
 _HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
@@ -193,15 +195,19 @@ class Row:
 
     def changes(self) -> list[str]:
         """What differs between the list and what the row was run with."""
-        stored, ran_with = self.stored(), self.record().get("resolved_args", {})
-        now = self.settings_of_seed()
+        stored, record = self.stored(), self.record()
+        now, ran_with = self.settings_of_seed(), record.get("resolved_args", {})
         # what the run itself says comes first: a preset may have changed between the list's reading and the run's
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
-        if not stored["settings"]:
-            now = {name: now[name] for name in before}
+        if not stored["settings"]:  # run by hand, where it was: its record has its flags alone
+            known = [name for name in now if name != "script" and not name.startswith(_CONTENT)]
+            now = {name: now[name] for name in known if record}
         found = [*durable.differences(before, now).values()]
         for name, words in self.measures.items():
-            if self.output_of(name).is_file() and (given := stored["measures"].get(name, words)) != words:
+            path, given = self.output_of(name), stored["measures"].get(name)
+            if path.is_file() and given is None and record:
+                found.append(f"{ROW_NAME} does not say how {path.name} was measured")
+            elif path.is_file() and given not in (None, words):
                 found.append(f"measure {name} was `{shlex.join(given)}`, is `{shlex.join(words)}`")
         return found
 
@@ -435,12 +441,14 @@ def _resolve(setting: Setting, where: str) -> Resolved:
         raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")
     of_seed = {"output_dir", "seed", "seeds"}
     values = {
-        name: value
-        for name, value in resolved.items()
-        if (flags[name].resume != "free" or name in _MEASURED) and name not in of_seed
+        name: resolved.get(name)
+        for name, flag in flags.items()
+        if (flag.resume not in ("start", "free") or name in _MEASURED)
+        and name not in of_seed
+        and (name in resolved or name not in _CHOSEN)
     }
     for name in [name for name in values if flags[name].resume == "content"]:
-        values |= {f"content of {file}": durable.sha256(file) for file in _small_files(values[name])}
+        values |= {f"{_CONTENT}{file}": durable.sha256(file) for file in _small_files(values[name])}
     as_stored = json.loads(json.dumps({"script": path.name, **values}))
     return Resolved(as_stored, "seeds" if "seeds" in flags else "seed")
 
