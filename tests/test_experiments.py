@@ -359,6 +359,21 @@ def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained
         experiment_checks.check_rows(listed)
 
 
+def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
+    listed = experiment_list.read(write(seeds=[1]))
+    records = trained(str(listed.path), metrics={"eval_blocks": 8}, unigram_entropy=5.5)
+    experiment_checks.check_rows(listed)
+    for changed in ({"metrics": {"eval_blocks": 9}}, {"unigram_entropy": 5.25}):
+        before = dict(records["high, seed 1"])
+        records["high, seed 1"].update(changed)
+        with pytest.raises(
+            InputError,
+            match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* take the measure words in place",
+        ):
+            experiment_checks.check_rows(listed)
+        records["high, seed 1"].update(before)
+
+
 def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
     write, tmp_path, monkeypatch
 ):

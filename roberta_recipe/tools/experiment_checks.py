@@ -8,10 +8,17 @@ from roberta_recipe.data.corpus import read_corpus
 from roberta_recipe.data.phrases import UNITS, Phrases, marking_encoder
 from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools.experiment_list import SEED, Experiments, Row, in_child, named
+from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Row, in_child, named
 
-# what a measure's file says of what was measured; older files of `words` and `blimp` may lack some
-_MEASURED_ON = {"words": ("words", "documents"), "blimp": ("pairs", "pairs_digest")}
+# what a measure's file, or the run's record, says of what was measured; older ones may lack some
+_MEASURED_ON = {
+    "loss": ("eval_blocks", "unigram_entropy"),
+    "words": ("words", "documents"),
+    "blimp": ("pairs", "pairs_digest"),
+}
+
+_MOVE = "Move the {} of one of them away, to have it made again"
+_OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measure words in place of loss"
 
 
 def check_inputs(listed: Experiments) -> None:
@@ -56,21 +63,24 @@ def check_rows(listed: Experiments) -> None:
         )
     for setting in listed.settings:
         run_with = [(row, _run_with(row)) for row in listed.rows if row.name == setting.name]
-        _check_alike(run_with, "run with", "folder")
-    for measure in listed.rows[0].measures:
-        measured_on = [(row, _measured_on(row, measure)) for row in listed.rows]
-        _check_alike(measured_on, f"measured ({measure}) on", f"{measure}.json")
+        _check_alike(run_with, "run with", _MOVE.format("folder"))
+    for measure, names in _MEASURED_ON.items():
+        fix = _OTHER_BLOCKS if measure == "loss" else _MOVE.format(f"{measure}.json")
+        measured_on = [(row, _measured_on(row, measure)) for row in listed.rows if measure in listed.measures]
+        for name in names:
+            known = [(row, {name: facts[name]}) for row, facts in measured_on if name in facts]
+            _check_alike(known, f"measured ({measure}) on", fix)
 
 
-def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, what: str) -> None:
+def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, fix: str) -> None:
     """Raise `InputError` for the first row whose facts are not those of the first row that has some."""
     known = [(row, facts) for row, facts in facts_of_rows if facts]
     for row, facts in known[1:]:
         first, of_first = known[0]
         if different := durable.differences(of_first, facts):
             raise InputError(
-                f"{row.title} was {how} something else than {first.title}: {'; '.join(different.values())}. Move the "
-                f"{what} of one of them in {row.folder.parent} away, to have it made again"
+                f"{row.title} was {how} something else than {first.title}: {'; '.join(different.values())}. {fix} "
+                f"({row.folder})"
             )
 
 
@@ -83,7 +93,10 @@ def _run_with(row: Row) -> dict[str, Any]:
 
 
 def _measured_on(row: Row, measure: str) -> dict[str, Any]:
-    if not row.is_trained() or not row.output_of(measure).is_file():
-        return {}
-    found = row.measured(measure)
-    return {name: found[name] for name in _MEASURED_ON[measure] if name in found}
+    record = row.record()
+    if not MEASURES[measure].tool:
+        found = {**record, **record.get("metrics", {})}
+    else:
+        found = row.measured(measure) if record and row.output_of(measure).is_file() else {}
+    known = {name: found[name] for name in _MEASURED_ON[measure] if name in found}
+    return {name: round(of, 9) if isinstance(of, float) else of for name, of in known.items()}  # CPUs round otherwise
