@@ -319,6 +319,13 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
     durable.write_sealed(other, {"bits_per_word": 8.0, "words": 217, "documents": 15})
     with pytest.raises(InputError, match=r"high, seed 2 was measured \(words\) on .* low, seed 1: words was 545, is"):
         experiment_checks.check_rows(listed)
+    digests = ({}, {"windows_digest": "a"}, {}, {"windows_digest": "b"})  # files of older versions have none
+    for row, digest in zip(listed.rows, digests, strict=True):
+        durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15, **digest})
+    with pytest.raises(
+        InputError, match=r"high, seed 2 .* than high, seed 1: windows_digest was 'a', is 'b'. Move the"
+    ):
+        experiment_checks.check_rows(listed)
     other.write_text('{"bits_per_word": 1.0, "words": 545, "documents": 15}')
     with pytest.raises(InputError, match=r"words.json cannot be read \(.*\); move it away to have it measured again"):
         experiment_checks.check_rows(listed)

@@ -163,6 +163,9 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
     # a fresh model knows nothing: log2 of the vocabulary for each piece
     expected = math.log2(config.vocab_size) * figures["pieces_per_word"]
     assert figures["bits_per_word"] == pytest.approx(expected, rel=0.05)
+    text.write_text(text.read_text(encoding="utf-8").replace("table", "chair"), encoding="utf-8")  # as many words
+    edited = words.main(flags)
+    assert edited["words"] == figures["words"] and edited["windows_digest"] != figures["windows_digest"]
     with pytest.raises(InputError, match="name corpus or text_file"):
         words.main(flags[:2])
     with pytest.raises(

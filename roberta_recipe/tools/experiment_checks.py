@@ -13,7 +13,7 @@ from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Ro
 # what a measure's file, or the run's record, says of what was measured; older ones may lack some
 _MEASURED_ON = {
     "loss": ("eval_blocks", "unigram_entropy"),
-    "words": ("words", "documents"),
+    "words": ("words", "documents", "windows_digest"),
     "blimp": ("pairs", "pairs_digest"),
 }
 

@@ -234,11 +234,12 @@ def summarise(found: list[Loss]) -> dict[str, Any]:
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], language: str
 ) -> dict[str, Any]:
-    """The figures of the better reading, and of each."""
+    """The figures of the better reading, and of each; and a digest of what was asked."""
     readings = {"as written": as_written, "sentences apart": functools.partial(sentences_apart, language=language)}
     found = {name: summarise(losses(model, tokenizer, windows, reading)) for name, reading in readings.items()}
     better = min(found, key=lambda name: found[name]["bits_per_word"])
-    return {**found[better], "reading": better, "readings": found}
+    digest = durable.fingerprint([window[1:] for window in windows])
+    return {**found[better], "reading": better, "readings": found, "windows_digest": digest}
 
 
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
