@@ -381,6 +381,16 @@ def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
         records["high, seed 1"].update(before)
 
 
+def test_a_folder_of_another_seed_is_refused(write, trained, tmp_path):
+    listed = experiment_list.read(write(seeds=[1, 3]))
+    records = trained(str(listed.path))
+    records["low, seed 3"] = records["low, seed 1"]
+    with pytest.raises(InputError, match=r"low, seed 3: seed was 1, is 3 \(.*low/seed-3\): it was run with other"):
+        experiment_checks.check_rows(listed)
+    records["low, seed 3"] = {"resolved_args": {"seed": 42, "seeds": [1]}}  # the summary of a fine-tuning
+    assert "seed was 1, is 3" in listed.rows[2].changes()
+
+
 def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
     write, tmp_path, monkeypatch
 ):

@@ -202,7 +202,9 @@ class Row:
         if not stored["settings"]:  # run by hand, where it was: its record has its flags alone
             known = [name for name in now if name != "script" and not name.startswith(_CONTENT)]
             now = {name: now[name] for name in known if record}
-        found = [*durable.differences(before, now).values()]
+        seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # of fine-tuning, of pretraining
+        found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
+        found += durable.differences(before, now).values()
         for name, words in self.measures.items():
             path, given = self.output_of(name), stored["measures"].get(name)
             if path.is_file() and given is None and record:
