@@ -144,8 +144,9 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     assert "| low | 2 of 3 |" in capsys.readouterr().out
     texts = tmp_path / "text.jsonl"
     texts.write_text(json.dumps({"text": "the cat sees a dog " * 3}) + "\n")
+    (tmp_path / "numbers.jsonl").write_text('{"text": "1 2 3"}')
     with pytest.raises(RunError, match="4 of 4 rows failed"):
-        experiments.main([write(measures={"loss": None, "words": {"text_file": [str(tmp_path / "none.jsonl")]}})])
+        experiments.main([write(measures={"loss": None, "words": {"text_file": [str(tmp_path / "numbers.jsonl")]}})])
     capsys.readouterr()
     path = write(measures={"loss": None, "words": {"text_file": [str(texts)]}, "short_words": None})
     experiments.main([path, "--dry_run"])  # what failed may be measured with other flags
@@ -454,6 +455,8 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"measures": {"words": {"corpus": "{folder}/no.yaml"}}}, "measure 'words': no such file: .*no.yaml"),
         ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's: it"),
         ({"measures": {"blimp": {"data_dir": "a", "methods": ["within_word"]}}}, "'blimp': methods=.*: pll, whose acc"),
+        ({"measures": {"blimp": {"data_dir": "{folder}/no"}}}, r"list.yaml, measure 'blimp': .*/no holds no \*.jsonl"),
+        ({"measures": {"words": {"text_file": "{folder}/no.jsonl"}}}, "measure 'words': .*no.jsonl' does not exist"),
         ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),
         ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
         ({"rows": [{"name": "a", "flags": {"tokenizer_name": "no/such-{seed}"}}]}, "'a': no tokenizer at .*such-1'"),

@@ -54,6 +54,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def check_text(args: argparse.Namespace) -> None:
+    """Raise `InputError` for pairs of a folder that cannot be read; those of the Hub are opened where they are used."""
+    if args.data_dir:
+        blimp.read(args.data_dir, args.pairs)
+
+
 def check_output(path: Path, pairs: int, methods: list[str]) -> None:
     """Raise `InputError` where `path` cannot be written, or is a record of more than what is to be measured."""
     durable.check_output_file(path, "output_dir", "name another folder")

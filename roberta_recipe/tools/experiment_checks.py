@@ -8,7 +8,7 @@ from roberta_recipe.data.corpus import read_corpus
 from roberta_recipe.data.phrases import UNITS, Phrases, marking_encoder
 from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Row, in_child, named
+from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
 
 # what a measure's file, or the run's record, says of what was measured; older ones may lack some
 _MEASURED_ON = {
@@ -22,11 +22,15 @@ _OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measur
 
 
 def check_inputs(listed: Experiments) -> None:
-    """Raise `InputError` for what rows that are still to be trained would each fail of: a corpus preset that cannot be
-    read (one whose variable is not set), a tokenizer that is not there, spaCy or its model. Rows open the text."""
+    """Raise `InputError` for what rows that are still to be run would each fail of: a corpus preset that cannot be read
+    (one whose variable is not set), a tokenizer that is not there, spaCy or its model, the files that a measure's flags
+    name. Rows open the text."""
     inputs: dict[tuple[Any, ...], str] = {}  # a function and its arguments: where in the list they are named first
     for row in listed.rows:
-        if row.is_trained():
+        to_do = row.to_do()
+        for measure in to_do.keys() - {"run"}:
+            inputs.setdefault((_check_text, measure, *row.measures[measure]), f"{listed.path}, measure {measure!r}")
+        if "run" not in to_do:
             continue
         of, where = row.settings_of_seed(), f"{listed.path}, row {row.name!r}"
         if (corpus := of.get("corpus")) and not of.get("train_file"):
@@ -34,15 +38,17 @@ def check_inputs(listed: Experiments) -> None:
         if name := of.get("tokenizer_name"):
             phrases = Phrases(of["masking_unit"], of["spacy_model"]) if of["masking_unit"] in UNITS else None
             inputs.setdefault((_open_tokenizer, name, phrases), where)
-    for measure, words in listed.rows[0].measures.items():
-        if "--corpus" in words:
-            inputs.setdefault((read_corpus, words[words.index("--corpus") + 1]), f"{listed.path}, measure {measure!r}")
     in_child(_open_all, inputs)
 
 
 def _open_all(inputs: dict[tuple[Any, ...], str]) -> None:
     for (call, *given), where in inputs.items():
         named(where, call, *given)
+
+
+def _check_text(measure: str, *words: str) -> None:
+    tool, args = tool_of(measure, list(words))
+    tool.check_text(args)
 
 
 def _open_tokenizer(name: str, phrases: Phrases | None) -> None:

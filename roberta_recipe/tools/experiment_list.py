@@ -1,6 +1,7 @@
 """A list of experiments: what the YAML says, what becomes of it (rows, commands), and the check of all of it before
 anything runs. `roberta_recipe.tools.experiments` runs it, `experiment_table` makes its table (docs/statistics.md)."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
 TABLE_FILES = ("table.md", "table.json")  # in the list's folder
-SEED = "{seed}"  # in a flag's value: the seed of the row
+SEED = "{seed}"  # in the value of a row's flag: its seed
 _OF_RUNNER = {  # flag: what to write in its place
     "output_dir": "output_dir belongs to the list",
     "config": "write config: PRESET beside the flags",
@@ -397,15 +399,17 @@ def _written_to(measure: str, path: Path) -> list[str]:
     return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
 
 
+def tool_of(measure: str, words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """A measure's tool, and what its parser makes of the measure's flags. Raises `InputError`."""
+    tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[measure].tool}")
+    written_to = _written_to(measure, Path("run", f"{measure}.json"))
+    return tool, tool.parse(["--model_name_or_path", "run", *words, *written_to])
+
+
 def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[str]], path: str) -> list[Resolved]:
     """What the scripts' parsers make of all settings; the tools' parsers take the measures' flags."""
     for name, words in tools.items():
-        tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[name].tool}")
-        named(
-            f"{path}, measure {name!r}",
-            tool.parse,
-            ["--model_name_or_path", "run", *words, *_written_to(name, Path("run", f"{name}.json"))],
-        )
+        named(f"{path}, measure {name!r}", tool_of, name, words)
     found = []
     for setting in settings:
         where = f"{path}, row {setting.name!r}"

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
-from roberta_recipe.data.corpus import corpus_of_files, read_corpus
+from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
@@ -242,10 +242,19 @@ def measure(
     return {**found[better], "reading": better, "readings": found, "windows_digest": digest}
 
 
+def check_text(args: argparse.Namespace) -> Corpus:
+    """The corpus of the held-out text, with the files that `text_file` names found. Raises `InputError`."""
+    if not args.text_file:
+        return read_corpus(args.corpus)
+    corpus = corpus_of_files(args.text_file, args.text_file, "text")
+    corpus.files(corpus.sources[0], "validation")
+    return corpus
+
+
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
     """The windows of the held-out text, those of `max_documents` documents of each source, and its language. Raises
     `InputError`."""
-    corpus = corpus_of_files(args.text_file, args.text_file, "text") if args.text_file else read_corpus(args.corpus)
+    corpus = check_text(args)
     texts: list[str] = []
     if not args.text_file:
         check_sources(corpus)
