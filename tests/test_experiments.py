@@ -392,6 +392,16 @@ def test_a_folder_of_another_seed_is_refused(write, trained, tmp_path):
     assert "seed was 1, is 3" in listed.rows[2].changes()
 
 
+def test_a_row_is_the_same_from_another_folder(write, root, tmp_path, monkeypatch):
+    """What a flag names is remembered by the flag's text: a relative one is found below the repository from anywhere."""
+    path = write(flags={"config_name": "presets/model/tiny.json"})
+    monkeypatch.chdir(root)
+    before = experiment_list.read(path).rows[0].settings
+    assert "content of presets/model/tiny.json" in before
+    monkeypatch.chdir(tmp_path)
+    assert experiment_list.read(path).rows[0].settings == before
+
+
 def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
     write, tmp_path, monkeypatch
 ):

@@ -454,12 +454,14 @@ def _resolve(setting: Setting, where: str) -> Resolved:
         and (name in resolved or name not in _CHOSEN)
     }
     for name in [name for name in values if flags[name].resume == "content"]:
-        values |= {f"{_CONTENT}{file}": durable.sha256(file) for file in _small_files(values[name])}
+        values |= {f"{_CONTENT}{file}": durable.sha256(resolve_path(file)) for file in _small_files(values[name])}
     as_stored = json.loads(json.dumps({"script": path.name, **values}))
     return Resolved(as_stored, "seeds" if "seeds" in flags else "seed")
 
 
 def _small_files(value: Any) -> list[str]:
-    """The local files that a flag names, such as a corpus preset or a model's config, if they are small."""
-    named = [resolve_path(str(item)) for item in (value if isinstance(value, list) else [value]) if item]
-    return [str(path) for path in named if path.is_file() and path.stat().st_size <= _HASHED_BYTES]
+    """The local files that a flag names, such as a corpus preset or a model's config, as it names them, if they are
+    small."""
+    named = [str(item) for item in (value if isinstance(value, list) else [value]) if item]
+    paths = {name: resolve_path(name) for name in named}
+    return [name for name, path in paths.items() if path.is_file() and path.stat().st_size <= _HASHED_BYTES]
