@@ -402,6 +402,20 @@ def test_a_row_is_the_same_from_another_folder(write, root, tmp_path, monkeypatc
     assert experiment_list.read(path).rows[0].settings == before
 
 
+def test_what_was_measured_is_not_measured_again(write, trained):
+    measures = {"words": {"corpus": "presets/corpus/docstrings.yaml"}, "blimp": {"data_dir": "blimp"}}
+    path = write(measures=measures)
+    trained(path)
+    row = experiment_list.read(path).rows[0]
+    assert list(row.to_do()) == ["words", "blimp"]
+    row.folder.mkdir(parents=True)
+    row.output_of("blimp").touch()
+    assert list(row.to_do()) == ["words"]
+    row.output_of("blimp").unlink()
+    row.output_of("words").touch()
+    assert list(row.to_do()) == ["blimp"]
+
+
 def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
     write, tmp_path, monkeypatch
 ):

@@ -170,7 +170,7 @@ class Row:
         """The commands that have not been run to their end, by what they give: "run", or a measure."""
         left = {} if self.is_trained() else {"run": self.train}
         for name, words in self.measures.items():
-            if left or not self.output_of(name).is_file():
+            if "run" in left or not self.output_of(name).is_file():
                 tool = [sys.executable, "-m", f"roberta_recipe.tools.{MEASURES[name].tool}"]
                 model = ["--model_name_or_path", str(self.run)]
                 left[name] = [*tool, *model, *words, *_written_to(name, self.output_of(name))]
