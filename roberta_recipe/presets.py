@@ -19,16 +19,18 @@ from roberta_recipe.input_files import is_text, read_text, resolve_path
 class _PresetLoader(yaml.SafeLoader):
     """YAML 1.2 floats (`6e-4` is a number, not a string) and no duplicate keys."""
 
-    def construct_mapping(self, node, deep=False):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)  # as it is written, before `<<` is replaced by what it merges
         seen = set()
         for key_node, _ in node.value:
-            key, mark = self.construct_object(key_node, deep=True), key_node.start_mark
+            merges, mark = key_node.tag == "tag:yaml.org,2002:merge", key_node.start_mark
+            key = key_node.value if merges else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise InputError(f"{mark.name}: {key!r} is no key (line {mark.line + 1}); write text in front of the :")
             if key in seen:
                 raise InputError(f"{mark.name}: {key!r} is given twice (line {mark.line + 1}); keep one of them")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _PresetLoader.add_implicit_resolver(

@@ -12,7 +12,7 @@ import train_mlm
 from roberta_recipe.args import flags_of
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import read_preset
+from roberta_recipe.presets import load_yaml, read_preset
 from roberta_recipe.training import pretraining
 
 CLASSES = [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments]
@@ -110,6 +110,17 @@ def test_a_flag_replaces_its_alternative_in_the_preset(preset):
         parsed(["--corpus", "c", "--train_file", "f"], preset)
 
 
+def test_merge_keys_of_yaml(tmp_path):
+    """What a mapping says itself comes before what it merges, also where that merges another and comes later."""
+    path = tmp_path / "merged.yaml"
+    path.write_text("a: &a {x: 1, y: 1}\nb: {c: {d: &d {<<: *a, y: 2}}}\ne: {<<: *d, z: 3}\n")
+    assert load_yaml(path) == {
+        "a": {"x": 1, "y": 1},
+        "b": {"c": {"d": {"x": 1, "y": 2}}},
+        "e": {"x": 1, "y": 2, "z": 3},
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -125,6 +136,8 @@ def test_a_flag_replaces_its_alternative_in_the_preset(preset):
         ("train_file: [1]", ["train_file", "[1]", "list of text"]),
         ("corpus: 3", ["corpus", "3", "text"]),
         ("seed: 1\nseed: 2", ["seed", "twice", "line 2"]),
+        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", ["'<<'", "twice", "line 2"]),
+        ("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}", ["'y'", "twice", "line 2"]),
         ("- a\n- b", ["key: value"]),
         ("a: [", ["not valid YAML"]),
         ("output_dir: {{ out }}", ["{'out': None} is no key", "line 1"]),

@@ -416,6 +416,17 @@ def test_what_was_measured_is_not_measured_again(write, trained):
     assert list(row.to_do()) == ["blimp"]
 
 
+def test_the_estimate_is_of_pretraining_alone(write):
+    rows = [
+        {"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "flags": {"data_dir": "a"}}
+    ]
+    path = write(rows=rows, measures={"score": None})
+    with pytest.raises(
+        InputError, match="--hardware 8xH100: the estimate is of pretraining, and .* fine-tuning; leave"
+    ):
+        experiments.main([path, "--hardware", "8xH100", "--dry_run"])
+
+
 def test_a_run_that_begins_is_measured_anew_and_a_folder_that_cannot_be_used_stops_no_other(
     write, tmp_path, monkeypatch
 ):
@@ -479,6 +490,14 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"measures": {"words": {"corpus": "{folder}/no.yaml"}}}, "measure 'words': no such file: .*no.yaml"),
         ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's: it"),
         ({"measures": {"blimp": {"data_dir": "a", "methods": ["within_word"]}}}, "'blimp': methods=.*: pll, whose acc"),
+        ({"measures": {"blimp": {"methods": None}}}, "measure 'blimp': flag methods has no value; leave it out"),
+        ({"measures": {"blimp": {"methods": 3}}}, "measure 'blimp': methods=3: pll, whose accuracy"),
+        ({"measures": {"words": {3: "a"}}}, "measure 'words' is {3: 'a'}, and takes flags of its tool, as `key: value`"),
+        ({"measures": {"words": {"help": "all"}}}, "measure 'words': flag help is the runner's"),
+        ({"rows": [{"name": "a", "flags": {"help": "all"}}]}, "row 'a': flag help=all is the runner's: give it to the"),
+        ({"rows": [{"name": "a", "flags": {"max_steps": [1, 2]}}]}, r"flag max_steps=\[1, 2\] is of one value: write a row"),
+        ({"output_dir": "~nobody1/x"}, "list.yaml: output_dir=~nobody1/x: .*; name another folder"),
+        ({"output_dir": "{folder}/preset.yaml"}, "output_dir=.*preset.yaml is a file; name a folder"),
         ({"measures": {"blimp": {"data_dir": "{folder}/no"}}}, r"list.yaml, measure 'blimp': .*/no holds no \*.jsonl"),
         ({"measures": {"words": {"text_file": "{folder}/no.jsonl"}}}, "measure 'words': .*no.jsonl' does not exist"),
         ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),

@@ -42,11 +42,12 @@ _OF_RUNNER = {  # flag: what to write in its place
     "max_train_minutes": "stop the runner, and start it again",
     "sweep": "write a row for each setting",
     "push_to_hub": "push a finished row with make push",
+    "help": "give it to the script itself",
 }
 _MEASURED = ("max_eval_samples",)  # flags that change no bit of a run, but what its loss is of
 _CHOSEN = ("attn_implementation",)  # flags whose value a run chooses, and records, where they are not set
 _CONTENT = "content of "
-_OF_MEASURE = ("model_name_or_path", "output", "output_dir")  # flags of the tools that the runner gives
+_OF_MEASURE = ("model_name_or_path", "output", "output_dir", "help")  # flags of the tools that are the runner's
 _LONGEST_NAME = 100
 _HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
 AGAIN = "move its folder away to have it run again, or give the changed row another name"
@@ -145,7 +146,7 @@ class Row:
     def _read(self, name: str) -> Any:
         try:
             return durable.read_sealed(self.folder / name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # an output_dir that is a file is told where it is made
             return None
         except (OSError, ValueError) as error:
             raise InputError(f"{self.folder / name} cannot be read ({error}); {AGAIN}") from None
@@ -275,7 +276,10 @@ def read(path: str, scale: str | None = None, changes: list[str] | None = None) 
     settings = [_setting(entry, number, written, path) for number, entry in enumerate(written.rows, 1)]
     _check_names(settings, path)
     tools = _measure_words(written.measures, path)
-    folder = Path(written.output_dir).expanduser()
+    try:
+        folder = Path(written.output_dir).expanduser()
+    except RuntimeError as error:  # a ~user of nobody
+        raise InputError(f"{path}: output_dir={written.output_dir}: {error} Name another folder") from None
     resolved = in_child(_resolve_all, settings, written.measures, tools, path)
     rows = [
         _row(setting, seed, folder, of_setting, tools)
@@ -353,21 +357,23 @@ def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
         where = f"{path}, measure {name!r}"
         if name not in MEASURES:
             raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(str(name), MEASURES)}")
-        if not isinstance(flags or {}, dict) or (flags and not MEASURES[name].tool):
+        given = flags or {}
+        mapped = isinstance(given, dict) and all(isinstance(flag, str) for flag in given)
+        if not mapped or (given and not MEASURES[name].tool):
             takes = "flags of its tool, as `key: value` lines" if MEASURES[name].tool else "no flags: write null"
             raise InputError(f"{where} is {flags!r}, and takes {takes}")
-        if given := [flag for flag in flags or {} if flag.replace("-", "_") in _OF_MEASURE]:
-            raise InputError(f"{where}: flag {given[0]} is the runner's: it measures each row; leave it out")
-        if name == "blimp" and "pll" not in (methods := (flags or {}).get("methods", ["pll"])):
-            raise InputError(f"{where}: methods={methods}: pll, whose accuracy the table has, must be among them")
+        if of_runner := [flag for flag in given if flag.replace("-", "_") in _OF_MEASURE]:
+            raise InputError(f"{where}: flag {of_runner[0]} is the runner's: it measures each row; leave it out")
         if (beside := MEASURES[name].beside) and beside not in measures:
             raise InputError(f"{where} is a figure of the measure {beside!r}, which the list has not")
         if MEASURES[name].tool:  # whose parsers have switches, not flags that are true or false
-            given = flags or {}
             if off := [flag for flag, value in given.items() if value is False]:
                 raise InputError(f"{where}: flag {off[0]}=false: leave it out")
             switches = [f"--{flag}" for flag, value in given.items() if value is True]
             words[name] = [*words_of({flag: of for flag, of in given.items() if of is not True}, where), *switches]
+        methods = given.get("methods", "pll")
+        if name == "blimp" and "pll" not in (methods if isinstance(methods, list) else [methods]):
+            raise InputError(f"{where}: methods={methods}: pll, whose accuracy the table has, must be among them")
     return words
 
 
@@ -441,7 +447,13 @@ def _resolve(setting: Setting, where: str) -> Resolved:
     if not hasattr(script, "read_arguments"):
         raise InputError(f"script={setting.script} has no read_arguments: name train_mlm.py or a fine-tuning script")
     argv = ["--config", setting.config] if setting.config else []
-    filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
+    try:
+        filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
+    except InputError as error:
+        for name, value in setting.flags.items():
+            if isinstance(value, list) and len(value) > 1 and f"unknown argument {str(value[1])!r}" in str(error):
+                raise InputError(f"flag {name}={value} is of one value: write a row for each") from None
+        raise
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:
         raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")

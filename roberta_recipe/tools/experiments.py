@@ -253,6 +253,10 @@ def print_states(listed: Experiments) -> None:
 
 def costs(listed: Experiments, hardware: str) -> list[str]:
     """A line for each name, and one for all: how long a machine of GPUs takes for them, by the estimate."""
+    if MEASURES[listed.measures[0]].of != "pretraining":
+        raise InputError(
+            f"--hardware {hardware}: the estimate is of pretraining, and {listed.path} is of fine-tuning; leave it out"
+        )
     said, days, dollars = [], 0.0, 0.0
     for setting in listed.settings:
         flags = words_of(setting.flags, setting.name)
