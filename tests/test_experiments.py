@@ -601,6 +601,26 @@ def test_the_table_by_hand(listed):
     assert "exact permutation of 5 and 5 seeds, two-sided, with Holm's correction over 3 comparisons" in text
 
 
+def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypatch):
+    """Which words are one piece depends on the reading that a model does better, and on its tokenizer."""
+    read_apart = {"first": 18, "same": 18, "other": 19}
+    names = {"first": LOW, "same": HIGH, "other": HIGH}
+    monkeypatch.setattr(
+        experiment_list.Row,
+        "measured",
+        lambda row, _: {
+            "reading": "as written" if read_apart[row.name] == 19 else "sentences apart",
+            "short_words": read_apart[row.name],
+        },
+    )
+    text = experiment_table.write(listed({"words": names, "short_words": names}))
+    assert lines_of(text)["same"][-3:] == ["+1.00 ± 0.10", "0.016", "worse"]
+    assert lines_of(text)["other"][3:] == ["+1.00 ± 0.10", "0.016", "worse", "4.200 ± 0.071", "-", "-", "other words"]
+    assert "Words were read: sentences apart in first, same; as written in other; the words of one piece are" in text
+    read_apart["other"] = 18
+    assert "Words were read" not in experiment_table.write(listed({"words": names, "short_words": names}))
+
+
 def test_rows_that_are_missing_leave_cells_unfinished(listed):
     names = {"first": LOW, "begun": [3.0, None, None, None, None], "none": [None] * 5, "lost": [float("nan")] + LOW[1:]}
     rows = lines_of(experiment_table.write(listed({"loss": names, "blimp": dict.fromkeys(names, [60.0] * 5)})))

@@ -63,6 +63,7 @@ class Measure(NamedTuple):
     keys: tuple[str, ...]  # of the figure in that file
     times: float = 1.0
     beside: str | None = None  # the measure in whose file it stands, for one without a tool
+    count: str | None = None  # the key of how many it is the mean of, where models are asked different ones
 
 
 MEASURES = {
@@ -71,6 +72,7 @@ MEASURES = {
     "short_words": Measure(
         *("masked words of one piece, bits a word", "lower", "pretraining", None, ("bits_per_short_word",)),
         beside="words",
+        count="short_words",
     ),
     "blimp": Measure("BLiMP, %", "higher", "pretraining", "blimp", ("scores", "pll", "mean_of_paradigms"), 100.0),
     "score": Measure("validation score x 100", "higher", "fine-tuning", None, ("median",), 100.0),

@@ -15,7 +15,7 @@ from roberta_recipe.significance import PAIRS, Comparison, with_error
 from roberta_recipe.tools.experiment_checks import check_rows
 from roberta_recipe.tools.experiment_list import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
 
-NOT_RUN, UNFINISHED, NO_NUMBER = "not run", "unfinished", "no number"
+NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
 Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their run records; fine-tuning has several
 
 
@@ -35,22 +35,28 @@ def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
     names = [setting.name for setting in listed.settings]
     found = {}
     for measure in listed.measures:
-        scores: dict[str, dict[int, float]] = {name: {} for name in names}
+        of, scores = MEASURES[measure], {name: {} for name in names}
+        counts: dict[str, set[int]] = {name: set() for name in names}
         for row in listed.rows:
             if (figure := row.figure(measure)) is not None:
                 scores[row.name][row.seed] = figure
-        found[measure] = _compared(scores, listed, measure)
+                counts[row.name] |= {row.measured(of.beside)[of.count]} if of.count else set()
+        apart = {name for name in names if len(counts[name] | counts[names[0]]) > 1}
+        found[measure] = _compared(scores, apart, listed, measure)
     return found
 
 
-def _compared(scores: dict[str, dict[int, float]], listed: Experiments, measure: str) -> dict[str, Cell]:
+def _compared(
+    scores: dict[str, dict[int, float]], apart: set[str], listed: Experiments, measure: str
+) -> dict[str, Cell]:
+    """The figures of each name; those of the names `apart` are of other words than the first's."""
     first, *others = scores
     whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
     in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
     compared = {
         name: significance.compare(in_order[name], in_order[first])
         for name in others
-        if whole[name] and whole[first] and not listed.search
+        if whole[name] and whole[first] and name not in apart and not listed.search
     }
     # those that are not finished count too: with them, a corrected p can only become smaller
     ps = [compared[name].p if name in compared else 1.0 for name in others]
@@ -66,7 +72,7 @@ def _compared(scores: dict[str, dict[int, float]], listed: Experiments, measure:
                 better * one.difference, corrected[name], one.least_p * len(others), claims[name]
             )
         elif name != first and not listed.search:
-            verdict = _why_none(of, scores[first])
+            verdict = OTHER_WORDS if name in apart else _why_none(of, scores[first])
         mean, error = significance.mean_and_error([*of.values()]) if of else (None, None)
         found[name] = Cell(of, mean, error, compared.get(name), corrected[name] if name in compared else None, verdict)
     return found
@@ -149,12 +155,26 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
             f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
             f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
         )
+    said += _readings(listed)
     said += _runs(records)
     if listed.changes:
         said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said
+
+
+def _readings(listed: Experiments) -> list[str]:
+    """How windows were put to the models of each name, where that differs (`words.measure`)."""
+    names: dict[str, dict[str, None]] = {}
+    for row in listed.rows if "words" in listed.measures else ():
+        if row.figure("words") is not None and (reading := row.measured("words").get("reading")):
+            names.setdefault(reading, {})[row.name] = None
+    if len(names) < 2:
+        return []
+    said = "; ".join(f"{reading} in {', '.join(of)}" for reading, of in names.items())
+    others = "; the words of one piece are not the same ones" * ("short_words" in listed.measures)
+    return [f"Words were read: {said}{others}."]
 
 
 def _records(listed: Experiments) -> Records:
