@@ -393,7 +393,7 @@ def test_a_folder_of_another_seed_is_refused(write, trained, tmp_path):
 
 
 def test_a_row_is_the_same_from_another_folder(write, root, tmp_path, monkeypatch):
-    """What a flag names is remembered by the flag's text: a relative one is found below the repository from anywhere."""
+    """What a flag names is remembered by the flag's text: one below the repository is found from anywhere."""
     path = write(flags={"config_name": "presets/model/tiny.json"})
     monkeypatch.chdir(root)
     before = experiment_list.read(path).rows[0].settings
@@ -422,7 +422,7 @@ def test_the_estimate_is_of_pretraining_alone(write):
     ]
     path = write(rows=rows, measures={"score": None})
     with pytest.raises(
-        InputError, match="--hardware 8xH100: the estimate is of pretraining, and .* fine-tuning; leave"
+        InputError, match=r"--hardware 8xH100: the estimate is of pretraining, and .* fine-tuning; leave"
     ):
         experiments.main([path, "--hardware", "8xH100", "--dry_run"])
 
@@ -492,10 +492,10 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"measures": {"blimp": {"data_dir": "a", "methods": ["within_word"]}}}, "'blimp': methods=.*: pll, whose acc"),
         ({"measures": {"blimp": {"methods": None}}}, "measure 'blimp': flag methods has no value; leave it out"),
         ({"measures": {"blimp": {"methods": 3}}}, "measure 'blimp': methods=3: pll, whose accuracy"),
-        ({"measures": {"words": {3: "a"}}}, "measure 'words' is {3: 'a'}, and takes flags of its tool, as `key: value`"),
+        ({"measures": {"words": {3: "a"}}}, "measure 'words' is {3: 'a'}, and takes flags of its tool, as"),
         ({"measures": {"words": {"help": "all"}}}, "measure 'words': flag help is the runner's"),
         ({"rows": [{"name": "a", "flags": {"help": "all"}}]}, "row 'a': flag help=all is the runner's: give it to the"),
-        ({"rows": [{"name": "a", "flags": {"max_steps": [1, 2]}}]}, r"flag max_steps=\[1, 2\] is of one value: write a row"),
+        ({"rows": [{"name": "a", "flags": {"max_steps": [1, 2]}}]}, r"max_steps=\[1, 2\] is of one value: write a row"),
         ({"output_dir": "~nobody1/x"}, "list.yaml: output_dir=~nobody1/x: .*; name another folder"),
         ({"output_dir": "{folder}/preset.yaml"}, "output_dir=.*preset.yaml is a file; name a folder"),
         ({"measures": {"blimp": {"data_dir": "{folder}/no"}}}, r"list.yaml, measure 'blimp': .*/no holds no \*.jsonl"),

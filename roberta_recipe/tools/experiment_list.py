@@ -22,7 +22,7 @@ import torch
 
 from roberta_recipe import durable
 from roberta_recipe.args import NUMBERS_END, flags_of
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.input_files import resolve_path, taken_apart
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
@@ -204,9 +204,9 @@ class Row:
         now, ran_with = self.settings_of_seed(), record.get("resolved_args", {})
         # what the run itself says comes first: a preset may have changed between the list's reading and the run's
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
-        if not stored["settings"]:  # run by hand, where it was: its record has its flags alone
-            known = [name for name in now if name != "script" and not name.startswith(_CONTENT)]
-            now = {name: now[name] for name in known if record}
+        if not stored["settings"]:  # not begun, or run by hand: a record has the flags alone
+            flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
+            now = {name: now[name] for name in flags}
         seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # of fine-tuning, of pretraining
         found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
         found += durable.differences(before, now).values()
@@ -281,7 +281,7 @@ def read(path: str, scale: str | None = None, changes: list[str] | None = None) 
     try:
         folder = Path(written.output_dir).expanduser()
     except RuntimeError as error:  # a ~user of nobody
-        raise InputError(f"{path}: output_dir={written.output_dir}: {error} Name another folder") from None
+        raise InputError(f"{path}: output_dir={written.output_dir}: {first_line(error)}; name another folder") from None
     resolved = in_child(_resolve_all, settings, written.measures, tools, path)
     rows = [
         _row(setting, seed, folder, of_setting, tools)
