@@ -58,7 +58,7 @@ def _compared(
         for name in others
         if whole[name] and whole[first] and name not in apart and not listed.search
     }
-    # those that are not finished count too: with them, a corrected p can only become smaller
+    # those that are not finished, or not compared, count too: a corrected p can only become smaller
     ps = [compared[name].p if name in compared else 1.0 for name in others]
     corrected = dict(zip(others, significance.holm(ps), strict=True))
     better = -1 if MEASURES[measure].better == "lower" else 1
