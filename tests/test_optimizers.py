@@ -129,9 +129,11 @@ def test_a_resumed_run_keeps_both_rates(preset, tmp_path):
     assert groups[2]["lr"] == pytest.approx(0.03 * groups[0]["lr"] / 1e-3) and groups[2]["momentum"] == 0.95
     resume = ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"), "--output_dir", str(tmp_path / "b")]
     changed = [*resume, "--resume_despite_changes", "true", "--learning_rate", "2e-3"]
-    train_mlm.main([*words, *changed])
+    train_mlm.main([*words, *changed, "--optim_args", "lr=0.01,momentum=0.9,adjust_lr_fn=match_rms_adamw"])
     groups = torch.load(tmp_path / "b" / "checkpoint-4" / "optimizer.pt", weights_only=True)["param_groups"]
-    assert [group["initial_lr"] for group in groups] == [2e-3, 2e-3, 0.03]
+    assert [group["initial_lr"] for group in groups] == [2e-3, 2e-3, 0.01] and groups[2]["momentum"] == 0.9
+    with pytest.raises(InputError, match="the state of another optimizer"):
+        train_mlm.main([*words, *changed, "--optim", "lamb", "--optim_args", "", "--output_dir", str(tmp_path / "c")])
 
 
 def test_lamb_does_not_adapt_to_what_keeps_padding_out(preset, tmp_path):

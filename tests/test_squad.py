@@ -575,6 +575,10 @@ def test_layer_rates_of_other_families():
     rates = heads.layer_rates(model, 1.0, 0.5)
     assert rates["model.embed_tokens.weight"] == 0.125 and rates["score.weight"] == rates["model.norm.weight"] == 1
     assert rates["model.layers.1.mlp.up_proj.weight"] == 0.5 and rates["model.layers.0.mlp.up_proj.weight"] == 0.25
+    unshared = AlbertConfig(**small, embedding_size=4, num_hidden_layers=2, num_hidden_groups=2)
+    rates = heads.layer_rates(AutoModelForSequenceClassification.from_config(unshared), 1.0, 0.5)
+    below = {rate for name, rate in rates.items() if name.startswith(("albert.embeddings", "albert.encoder.embedding"))}
+    assert below == {0.125} and rates["albert.encoder.embedding_hidden_mapping_in.weight"] == 0.125
     for config in (
         AlbertConfig(**small, embedding_size=8, num_hidden_layers=2),
         T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, pad_token_id=0),

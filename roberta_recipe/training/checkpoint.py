@@ -184,7 +184,8 @@ def load_state(
                 f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
                 f"output_dir{override}"
             )
-        if any(name in changed for name in OPTIMIZER_FLAGS):
+        own_rates = fingerprint.get("optim") == "muon" and "optim" not in changed  # optim_args are no more than those
+        if any(name in changed for name in OPTIMIZER_FLAGS if not (own_rates and name == "optim_args")):
             raise InputError(
                 f"{checkpoint} has the state of another optimizer ({listed}), which cannot be taken over: start it as "
                 f"before, or take the weights alone into a new run with --model_name_or_path {checkpoint}"

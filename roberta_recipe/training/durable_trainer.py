@@ -315,9 +315,10 @@ class DurableTrainer(Trainer):
 
     def diverged(self, what: str) -> RunError:
         """The error of a run that is lost."""
+        of_matrices = " and optim_args' lr" if self.args.optim == "muon" else ""
         return RunError(
-            f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate} or warm up longer "
-            f"(warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
+            f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate}{of_matrices} or warm "
+            f"up longer (warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
         )
 
     def end_if_stopped(self, note: str = "") -> None:

@@ -46,8 +46,9 @@ ALTERNATIVES = (
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
 PAIR_NEEDS = {
-    "nsp": "files of several documents of two sentences or more: second segments come from the documents before",
-    "sop": "documents of two sentences or more",
+    "nsp": "files with several held-out documents of two sentences or more: second segments come from those before in "
+    "the same file",
+    "sop": "held-out documents of two sentences or more",
 }
 
 Reader = TextReader | token_cache.TokenCache
@@ -437,7 +438,10 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
         labels = objectives.COLUMNS[name]
         if name in args.objective and not any((block[labels] != masking.IGNORED).any() for block in blocks):
             found = f"none of the {len(blocks)} validation blocks has a pair with a label"
-            raise InputError(f"objective {name}: {found}; it needs {needs}")
+            raise InputError(
+                f"objective {name}: {found}; it needs {needs}. Hold out more (validation_share of the corpus), name "
+                "files for it (validation_file, or validation_files of the corpus), or join small files"
+            )
     return blocks
 
 
