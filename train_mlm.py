@@ -236,6 +236,7 @@ def announce_run(
     tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     held_out = sum(len(block["input_ids"]) for block in validation)
+    by_token = f"masked by token, which costs a model of masking_unit={args.masking_unit} more"
     logger.info(
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpus.name}: {shares}\n"
@@ -244,7 +245,8 @@ def announce_run(
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
         f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
-        f"Checkpoints {pretraining.saving_in_words(training_args)}\n"
+        + (f"            {by_token}\n" if args.masking_unit != "token" else "")
+        + f"Checkpoints {pretraining.saving_in_words(training_args)}\n"
         f"Output      {training_args.output_dir}\n"
         + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")

@@ -296,10 +296,12 @@ def test_masks_that_cannot_be_are_told(preset, flags, message):
 
 
 @pytest.mark.parametrize("flags", [["--masking_unit", "span"], ["--masking_unit", "whole_word", "--static_masks", "2"]])
-def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags):
-    """Four steps at once, and two and two; over the same few blocks, so that passes take the masks in turn."""
+def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags, capsys):
+    """Four steps at once, and two and two; over the same few blocks, so that passes take the masks in turn. It says
+    that its validation loss is of other masks."""
     flags = ["--config", preset, *flags, "--max_train_samples", "10", "--save_strategy", "steps", "--save_steps", "2"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    assert f"\n            masked by token, which costs a model of masking_unit={flags[3]} " in capsys.readouterr().err
     for name in ("again", "other"):
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / name / "checkpoint-2")
     resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
