@@ -79,7 +79,7 @@ def _pairs(
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
-                second = _of_another(donors, length - sum(map(len, first)), most_sentences, draws)
+                second = _of_another(donors, length - sum(map(len, first)), len(second), draws)
             elif its_label:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
@@ -90,14 +90,13 @@ def _pairs(
         next_document(state, sentences)
 
 
-def _of_another(
-    donors: list[Document], room: int, most_sentences: int | None, draws: np.random.Generator
-) -> list[list[int]]:
-    """B from another document: one with a sentence that fits, where there is one, as a B that ends within a sentence
-    would tell its label."""
+def _of_another(donors: list[Document], room: int, most_sentences: int, draws: np.random.Generator) -> list[list[int]]:
+    """B from another document: one with a sentence that fits, where there is one, from any such sentence on, and at
+    most as many as would have followed. A B that ends within a sentence, or mostly begins a document, or fills every
+    block, would tell its label."""
     donors = [donor for donor in donors if any(len(sentence) <= room for sentence in donor)] or donors
     donor = donors[int(draws.integers(len(donors)))]
-    return _fitting(_from_anywhere(donor, 1 if most_sentences else room, room, draws), room, most_sentences and 1)
+    return _fitting(_from_anywhere(donor, 1, room, draws), room, most_sentences)
 
 
 def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
