@@ -96,7 +96,8 @@ def _of_another(donors: list[Document], room: int, most_sentences: int, draws: n
     block, would tell its label."""
     donors = [donor for donor in donors if any(len(sentence) <= room for sentence in donor)] or donors
     donor = donors[int(draws.integers(len(donors)))]
-    return _fitting(_from_anywhere(donor, 1, room, draws), room, most_sentences)
+    begins = [number for number, sentence in enumerate(donor) if len(sentence) <= room] or [0]
+    return _fitting(donor[int(draws.choice(begins)) :], room, most_sentences)
 
 
 def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
@@ -146,13 +147,13 @@ def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, 0]))
 
 
-def _from_anywhere(sentences: list[list[int]], wanted: int, room: int, draws: np.random.Generator) -> list[list[int]]:
-    """The sentences from one at random on that fits into `room`, of those from which on there are `wanted` tokens; else
-    from the first that fits, so that text is cut within a sentence only where none does."""
+def _from_anywhere(sentences: list[list[int]], wanted: int, draws: np.random.Generator) -> list[list[int]]:
+    """The sentences from one at random on that is no longer than `wanted` tokens, of those from which on there are so
+    many; else from the first that is no longer."""
     lengths = np.array([len(sentence) for sentence in sentences])
-    fits = lengths <= room
-    begins = np.flatnonzero(fits & (lengths[::-1].cumsum()[::-1] >= wanted))
-    begins = begins if len(begins) else np.flatnonzero(fits)[:1]
+    short = lengths <= wanted
+    begins = np.flatnonzero(short & (lengths[::-1].cumsum()[::-1] >= wanted))
+    begins = begins if len(begins) else np.flatnonzero(short)[:1]
     return sentences[int(draws.choice(begins)) :] if len(begins) else sentences
 
 
@@ -163,5 +164,5 @@ def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
         index = int(draws.integers(_DONORS))
         donors = [*donors[:index], *donors[index + 1 :]]
     share = max(room, _KEPT // (len(donors) + 1))
-    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, share, draws)]]
+    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, draws)]]
     state.extra = {**state.extra, "donors": donors}

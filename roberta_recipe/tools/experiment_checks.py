@@ -70,10 +70,10 @@ def check_rows(listed: Experiments) -> None:
     for setting in listed.settings:
         run_with = [(row, _run_with(row)) for row in listed.rows if row.name == setting.name]
         _check_alike(run_with, "run with", _MOVE.format("folder"))
-    for measure, names in _MEASURED_ON.items():
+    for measure in [name for name in _MEASURED_ON if name in listed.measures]:
         fix = _OTHER_BLOCKS if measure == "loss" else _MOVE.format(f"{measure}.json")
-        measured_on = [(row, _measured_on(row, measure)) for row in listed.rows if measure in listed.measures]
-        for name in names:
+        measured_on = [(row, _measured_on(row, measure)) for row in listed.rows]
+        for name in _MEASURED_ON[measure]:
             known = [(row, {name: facts[name]}) for row, facts in measured_on if name in facts]
             _check_alike(known, f"measured ({measure}) on", fix)
 

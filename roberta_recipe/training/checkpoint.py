@@ -184,8 +184,9 @@ def load_state(
                 f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
                 f"output_dir{override}"
             )
-        own_rates = fingerprint.get("optim") == "muon" and "optim" not in changed  # optim_args are no more than those
-        if any(name in changed for name in OPTIMIZER_FLAGS if not (own_rates and name == "optim_args")):
+        # Muon's arguments are of its groups, into which `optimization.put_back` puts those of now
+        of_groups = {"optim_args"} if fingerprint.get("optim") == "muon" else set()
+        if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
             raise InputError(
                 f"{checkpoint} has the state of another optimizer ({listed}), which cannot be taken over: start it as "
                 f"before, or take the weights alone into a new run with --model_name_or_path {checkpoint}"

@@ -270,7 +270,7 @@ class DurableTrainer(Trainer):
     def _overflow_error(self, where: str) -> RunError:
         return RunError(
             f"fp16 gradients overflowed {where} {self.state.global_step}: train in bf16 (--bf16 true --fp16 false), "
-            f"lower learning_rate={self.args.learning_rate} or warm up longer, {self.change_advice}. "
+            f"lower {self._rate()} or warm up longer, {self.change_advice}. "
             f"{self._last_good()}"
         )
 
@@ -315,11 +315,15 @@ class DurableTrainer(Trainer):
 
     def diverged(self, what: str) -> RunError:
         """The error of a run that is lost."""
-        of_matrices = " and optim_args' lr" if self.args.optim == "muon" else ""
         return RunError(
-            f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate}{of_matrices} or warm "
-            f"up longer (warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
+            f"{what}; nothing of it was saved. Lower {self._rate()} or warm up longer "
+            f"(warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"
         )
+
+    def _rate(self) -> str:
+        """The rate of the run, and of Muon's matrices, by the names of the flags."""
+        of_matrices = " and optim_args' lr" if self.args.optim == "muon" else ""
+        return f"learning_rate={self.args.learning_rate}{of_matrices}"
 
     def end_if_stopped(self, note: str = "") -> None:
         """After `train`: raise `Stopped` where a signal ended it; the step is saved, unless a spike ended it too."""
@@ -454,7 +458,7 @@ class DurableTrainer(Trainer):
         if self.sum_over_processes(torch.as_tensor(bad, device=self.args.device)):
             raise RunError(
                 f"the weights are not finite after step {self.state.global_step}, so no checkpoint of them is written. "
-                f"Lower learning_rate={self.args.learning_rate} or warm up longer. {self._last_good()}"
+                f"Lower {self._rate()} or warm up longer. {self._last_good()}"
             )
 
     def _save(self, output_dir=None, state_dict=None):
