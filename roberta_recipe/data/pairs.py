@@ -28,7 +28,7 @@ NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
 _DONORS = 64  # documents at most of which text for B is kept
 _KEPT = 1 << 15  # tokens of theirs, in all: an earlier book serves a whole book
-REVISION = 3  # of how pairs are made: packed text and checkpoints of another are not taken up
+REVISION = 4  # of how pairs are made: packed text and checkpoints of another are not taken up
 SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
 _SEED = 1
 
@@ -75,11 +75,13 @@ def _pairs(
                 yield state.documents, Sequence(ids, len(ids))
                 continue
             cut = int(draws.integers(1, len(chunk)))
+            is_full = most_sentences is None and state.item + len(chunk) < len(sentences)
             its_label = int(draws.random() < share_of_ones)
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
-                second = _of_another(donors, length - sum(map(len, first)), len(second), draws)
+                room_of_b, most = length - sum(map(len, first)), None if is_full else len(second)
+                second = _of_another(donors, room_of_b, most, draws)
             elif its_label:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
@@ -90,14 +92,17 @@ def _pairs(
         next_document(state, sentences)
 
 
-def _of_another(donors: list[Document], room: int, most_sentences: int, draws: np.random.Generator) -> list[list[int]]:
-    """B from another document: one with a sentence that fits, where there is one, from any such sentence on, and at
-    most as many as would have followed. A B that ends within a sentence, or mostly begins a document, or fills every
-    block, would tell its label."""
-    donors = [donor for donor in donors if any(len(sentence) <= room for sentence in donor)] or donors
-    donor = donors[int(draws.integers(len(donors)))]
-    begins = [number for number, sentence in enumerate(donor) if len(sentence) <= room] or [0]
-    return _fitting(donor[int(draws.choice(begins)) :], room, most_sentences)
+def _of_another(donors: list[Document], room: int, most: int | None, draws: np.random.Generator) -> list[list[int]]:
+    """B from another document, from any sentence on that fits: `most` sentences at most, those that would have followed
+    up to the end of their document; or (None), where these fill the block, from where there is as much text. A B that
+    ends within a sentence, or mostly begins a document, or is longer or shorter, would tell its label."""
+    begins = [_begins(donor, room, room if most is None else 0) for donor in donors]
+    if not any(map(len, begins)):
+        begins = [_begins(donor, room) for donor in donors]
+    found = [number for number, its in enumerate(begins) if len(its)] or range(len(donors))
+    number = found[int(draws.integers(len(found)))]
+    begin = int(draws.choice(begins[number])) if len(begins[number]) else 0
+    return _fitting(donors[number][begin:], room, most)
 
 
 def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
@@ -147,14 +152,10 @@ def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, 0]))
 
 
-def _from_anywhere(sentences: list[list[int]], wanted: int, draws: np.random.Generator) -> list[list[int]]:
-    """The sentences from one at random on that is no longer than `wanted` tokens, of those from which on there are so
-    many; else from the first that is no longer."""
-    lengths = np.array([len(sentence) for sentence in sentences])
-    short = lengths <= wanted
-    begins = np.flatnonzero(short & (lengths[::-1].cumsum()[::-1] >= wanted))
-    begins = begins if len(begins) else np.flatnonzero(short)[:1]
-    return sentences[int(draws.choice(begins)) :] if len(begins) else sentences
+def _begins(sentences: list[list[int]], room: int, wanted: int = 0) -> np.ndarray:
+    """The numbers of the sentences of at most `room` tokens from which on there are `wanted` tokens or more."""
+    lengths = np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
+    return np.flatnonzero((lengths <= room) & (lengths[::-1].cumsum()[::-1] >= wanted))
 
 
 def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
@@ -164,5 +165,8 @@ def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
         index = int(draws.integers(_DONORS))
         donors = [*donors[:index], *donors[index + 1 :]]
     share = max(room, _KEPT // (len(donors) + 1))
-    donors = [_fitting(kept, share, None) for kept in [*donors, _from_anywhere(sentences, share, draws)]]
+    begins = _begins(sentences, share, share)
+    begins = begins if len(begins) else _begins(sentences, share)[:1]
+    new = sentences[int(draws.choice(begins)) :] if len(begins) else sentences
+    donors = [_fitting(kept, share, None) for kept in [*donors, new]]
     state.extra = {**state.extra, "donors": donors}
