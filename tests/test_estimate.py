@@ -79,6 +79,14 @@ def test_other_families_are_estimated(preset):
     assert cost.fits and cost.days > 0
 
 
+def test_a_family_without_checkpointing_is_not_estimated_with_it():
+    flags = ["--config", "presets/mlm/albert_base.yaml", "--hardware", "V100-16GB", "--fp16", "true", "--bf16", "false"]
+    with pytest.raises(InputError, match="activation_checkpointing=true: transformers' 'albert' models have none"):
+        estimate.read_estimate([*flags, "--activation_checkpointing", "true"])
+    large = dataclasses.replace(estimate.read_estimate(flags), seq_len=1 << 17)
+    assert "not even 1 sequence does; take a higher ZeRO stage, offload, a larger GPU" in estimate.table(large)
+
+
 def test_a_family_of_other_layers_is_not_estimated(tmp_path):
     (tmp_path / "other.json").write_text('{"model_type": "modernbert"}')
     with pytest.raises(InputError, match="is a 'modernbert' model; the estimate knows the layers of roberta"):

@@ -294,6 +294,12 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
     (out / "low/seed-1/row.json").unlink()  # the run's own record still says it
     with pytest.raises(InputError, match=r"low, seed 1: max_steps was 4, is 9 \(.* \(and 3 more\): it was run"):
         experiments.main([path, "--table", "--set", "max_steps=9"])
+    with monkeypatch.context() as elsewhere, pytest.raises(InputError, match=r"--set bf16=(true|false)\)"):
+        of_list = experiment_list.Row.settings_of_seed
+        elsewhere.setattr(
+            experiment_list.Row, "settings_of_seed", lambda row: of_list(row) | {"bf16": not of_list(row)["bf16"]}
+        )
+        experiments.main([path, "--table"])
     record = out / "high/seed-2/run/run_record.json"
     values = durable.read_sealed(record)
     durable.write_sealed(record, {**values, "fingerprint": {**values["fingerprint"], "tokenizer": "x"}})
@@ -504,6 +510,9 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
         ({"rows": [{"name": "a", "flags": {"tokenizer_name": "no/such-{seed}"}}]}, "'a': no tokenizer at .*such-1'"),
         ({"rows": [{"name": "a", "flags": {"masking_unit": "entity"}}]}, "'a': .* run `.*spacy download en_core_web"),
+        ({"rows": [{"name": "a", "flags": {"objective": ["mlm", "sop"]}}]}, "'a': objective sop goes with"),
+        ({"rows": [{"name": "a", "flags": {"optim": "muon", "optim_args": "lr=fast"}}]}, "'a': optim_args=lr=fast: "),
+        ({"rows": [{"name": "a", "flags": {"warmup_steps": 50}}]}, "'a': warmup_steps=50 is more than the 4 steps of"),
     ],
 )  # fmt: skip
 def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, said):

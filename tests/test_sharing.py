@@ -151,6 +151,7 @@ def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_pa
         ({}, ["--config_overrides", "shared_parameters=some"], "with config_overrides='shared_parameters=some' has"),
         ({"shared_parameters": ["all"]}, [], "shared_parameters=.'all'., which"),
         ({}, ["--config_overrides", "hidden_size=33"], "hidden_size=33 is not divisible by 2 heads"),
+        ({}, ["--activation_checkpointing", "true"], "activation_checkpointing=true: .* 'albert' models"),
         (
             {},
             ["--config_overrides", "hidden_size=64", "--model_name_or_path", "m"],

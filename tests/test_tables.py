@@ -85,7 +85,7 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
     rows = [{"name": "low", "published": {"F1": 90.25}}]
     rows += [{"name": "high", "flags": {"config_name": str(tmp_path / "one_layer.json")}, "published": {"EM": "80"}}]
     path = small(rows=rows)
-    experiments.main([path, "--scale", "one", "--set", "adam_beta2=0.97"])
+    experiments.main([path, "--scale", "one", "--set", "adam_beta2=0.97", "logging_steps=2"])
     records = [
         durable.read_json(tmp_path / "out" / "one" / name / "seed-1/run/run_record.json") for name in ("low", "high")
     ]

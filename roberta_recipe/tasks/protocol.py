@@ -46,6 +46,7 @@ from roberta_recipe.training import (
     batch,
     checkpoint,
     environment,
+    families,
     finetune_trainer,
     heads,
     libraries,
@@ -290,6 +291,7 @@ def finetune(
     training_args.per_device_train_batch_size = batch.largest_micro_batch(run.batch, at_most, training_args.world_size)
     batch.derive_batch(training_args, run.batch)
     config = weights.read_config(args.model_name_or_path)
+    families.check_checkpointing(config, training_args)
     training_args.attn_implementation = attention.choose(config, training_args)
     # so that the preset repeats this run
     resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}

@@ -26,7 +26,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, modeling, objectives, optimizers, pretraining, weights
+from roberta_recipe.training import batch, environment, families, modeling, objectives, optimizers, pretraining, weights
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
@@ -359,6 +359,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         raise InputError(
             f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"
         )
+    families.check_checkpointing(config, training_args)
     config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     at_once = micro_batch * hardware.count
@@ -401,7 +402,8 @@ def table(estimate: Estimate) -> str:
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
     if not largest:
-        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
+        recompute = "activation_checkpointing, " * families.can_checkpoint(config)
+        advice = f"not even 1 sequence does; take a higher ZeRO stage, offload, {recompute}a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
     time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)

@@ -29,6 +29,7 @@ from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.tools.experiment_scale import at_scale
+from roberta_recipe.training import optimization, pretraining
 from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
@@ -209,7 +210,10 @@ class Row:
             now = {name: now[name] for name in flags}
         seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # of fine-tuning, of pretraining
         found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
-        found += durable.differences(before, now).values()
+        different = durable.differences(before, now)
+        if "bf16" in different:
+            different["bf16"] += f" (the machine's choice where it is not set: --set bf16={before.get('bf16')})".lower()
+        found += different.values()
         for name, words in self.measures.items():
             path, given = self.output_of(name), stored["measures"].get(name)
             if path.is_file() and given is None and record:
@@ -456,6 +460,10 @@ def _resolve(setting: Setting, where: str) -> Resolved:
             if isinstance(value, list) and len(value) > 1 and f"unknown argument {str(value[1])!r}" in str(error):
                 raise InputError(f"flag {name}={value} is of one value: write a row for each") from None
         raise
+    if isinstance(filled[0], pretraining.MlmArguments):
+        pretraining.check_text(filled[0])
+        pretraining.check_model(filled[0])
+    optimization.check(filled[-1])
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:
         raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")

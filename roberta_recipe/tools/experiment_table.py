@@ -157,11 +157,16 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
         )
     said += _readings(listed)
     said += _runs(records)
-    if listed.changes:
-        said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
+    if changes := [change for change in listed.changes if _is_of_rows(change.partition("=")[0], listed)]:
+        said.append(f"Changed in all rows: {', '.join(changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said
+
+
+def _is_of_rows(changed: str, listed: Experiments) -> bool:
+    """Whether finished rows have this change: they need not where its flag changes no bit (how often is logged)."""
+    return "." in changed or any(changed in row.settings for row in listed.rows)
 
 
 def _readings(listed: Experiments) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from roberta_recipe.errors import InputError
 
@@ -50,6 +50,21 @@ def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
             f"family: {', '.join(TABLE)} or any other of AutoModelForMaskedLM"
         )
     return MODEL_FOR_MASKED_LM_MAPPING[type(config)]
+
+
+def can_checkpoint(config: PreTrainedConfig) -> bool:
+    """Whether transformers' models of this family recompute activations; ALBERT's do not."""
+    its_class = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
+    return its_class is None or its_class.supports_gradient_checkpointing
+
+
+def check_checkpointing(config: PreTrainedConfig, args: TrainingArguments) -> None:
+    """Raise `InputError` for `activation_checkpointing` where the family has none."""
+    if args.activation_checkpointing and not can_checkpoint(config):
+        raise InputError(
+            f"activation_checkpointing=true: transformers' {config.model_type!r} models have none; leave it out, and "
+            f"lower per_device_train_batch_size={args.per_device_train_batch_size} (the global batch stays)"
+        )
 
 
 def check_shared_rows(config: PreTrainedConfig, input_format: str) -> None:

@@ -398,6 +398,7 @@ def build_model(
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
         class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
+    families.check_checkpointing(model.config, training_args)
     training_args.attn_implementation = attention.choose(model.config, training_args)
     if args.input_format in SHARED_ROWS:
         families.check_shared_rows(model.config, args.input_format)
