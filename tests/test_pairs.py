@@ -94,10 +94,13 @@ def test_pairs_without_an_objective_follow_each_other(name):
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("in_order")])
 def test_half_of_the_labelled_pairs_have_each_label(name):
+    """And segments are of like length under both, or the length would tell."""
     blocks, _ = pack(name, documents_of(random.Random(1), 800), 128)
     found = [found for columns in blocks for found in sequences(columns)]
     labels = [label for _, _, label in found if label is not None]
     assert len(labels) > 2000 and abs(sum(labels) / len(labels) - 0.5) < 4 * 0.5 / math.sqrt(len(labels))
+    fill = [sum(len(b) for _, b, label in found if label == wanted) / labels.count(wanted) for wanted in (0, 1)]
+    assert fill[1] == pytest.approx(fill[0], rel=0.25)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith("nsp")])

@@ -75,13 +75,13 @@ def _pairs(
                 yield state.documents, Sequence(ids, len(ids))
                 continue
             cut = int(draws.integers(1, len(chunk)))
-            is_full = most_sentences is None and state.item + len(chunk) < len(sentences)
             its_label = int(draws.random() < share_of_ones)
             first, second = chunk[:cut], chunk[cut:]
             _take(state, first if label == NSP and its_label else chunk, sentences)
             if its_label and label == NSP:
-                room_of_b, most = length - sum(map(len, first)), None if is_full else len(second)
-                second = _of_another(donors, room_of_b, most, draws)
+                goes_on = state.item + len(second) < len(sentences)
+                most = None if goes_on and most_sentences is None else len(second)
+                second = _of_another(donors, length - sum(map(len, first)), most, draws)
             elif its_label:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
@@ -96,13 +96,11 @@ def _of_another(donors: list[Document], room: int, most: int | None, draws: np.r
     """B from another document, from any sentence on that fits: `most` sentences at most, those that would have followed
     up to the end of their document; or (None), where these fill the block, from where there is as much text. A B that
     ends within a sentence, or mostly begins a document, or is longer or shorter, would tell its label."""
-    begins = [_begins(donor, room, room if most is None else 0) for donor in donors]
-    if not any(map(len, begins)):
-        begins = [_begins(donor, room) for donor in donors]
-    found = [number for number, its in enumerate(begins) if len(its)] or range(len(donors))
-    number = found[int(draws.integers(len(found)))]
-    begin = int(draws.choice(begins[number])) if len(begins[number]) else 0
-    return _fitting(donors[number][begin:], room, most)
+    for wanted in (room, 0) if most is None else (0,):
+        if able := [donor for donor in donors if next(_begins(donor, room, wanted), None) is not None]:
+            donor = able[int(draws.integers(len(able)))]
+            return _fitting(donor[int(draws.choice([*_begins(donor, room, wanted)])) :], room, most)
+    return _fitting(donors[int(draws.integers(len(donors)))], room, most)
 
 
 def _chunk(state: PackState, sentences: Document, room: int, most: int | None) -> list[list[int]]:
@@ -152,10 +150,15 @@ def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, 0]))
 
 
-def _begins(sentences: list[list[int]], room: int, wanted: int = 0) -> np.ndarray:
+def _begins(sentences: list[list[int]], room: int, wanted: int) -> Iterator[int]:
     """The numbers of the sentences of at most `room` tokens from which on there are `wanted` tokens or more."""
-    lengths = np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
-    return np.flatnonzero((lengths <= room) & (lengths[::-1].cumsum()[::-1] >= wanted))
+    rest = sum(map(len, sentences))
+    for number, sentence in enumerate(sentences):
+        if rest < wanted:
+            return
+        if len(sentence) <= room:
+            yield number
+        rest -= len(sentence)
 
 
 def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
@@ -165,8 +168,6 @@ def _keep_donor(state: PackState, sentences: Document, room: int) -> None:
         index = int(draws.integers(_DONORS))
         donors = [*donors[:index], *donors[index + 1 :]]
     share = max(room, _KEPT // (len(donors) + 1))
-    begins = _begins(sentences, share, share)
-    begins = begins if len(begins) else _begins(sentences, share)[:1]
-    new = sentences[int(draws.choice(begins)) :] if len(begins) else sentences
-    donors = [_fitting(kept, share, None) for kept in [*donors, new]]
+    begins = [*_begins(sentences, share, share)] or [next(_begins(sentences, share, 0), 0)]
+    donors = [_fitting(kept, share, None) for kept in [*donors, sentences[int(draws.choice(begins)) :]]]
     state.extra = {**state.extra, "donors": donors}

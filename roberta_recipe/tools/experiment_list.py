@@ -212,7 +212,8 @@ class Row:
         found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
         different = durable.differences(before, now)
         if "bf16" in different:
-            different["bf16"] += f" (the machine's choice where it is not set: --set bf16={before.get('bf16')})".lower()
+            value = str(before.get("bf16")).lower()
+            different["bf16"] += f" (the machine's choice where it is not set: --set bf16={value})"
         found += different.values()
         for name, words in self.measures.items():
             path, given = self.output_of(name), stored["measures"].get(name)

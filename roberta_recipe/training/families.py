@@ -54,8 +54,7 @@ def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
 
 def can_checkpoint(config: PreTrainedConfig) -> bool:
     """Whether transformers' models of this family recompute activations; ALBERT's do not."""
-    its_class = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    return its_class is None or its_class.supports_gradient_checkpointing
+    return getattr(MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None), "supports_gradient_checkpointing", True)
 
 
 def check_checkpointing(config: PreTrainedConfig, args: TrainingArguments) -> None:
