@@ -6,10 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from test_varlen import attention_by_definition
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.training import cpu_kernels
+from roberta_recipe.training import cpu_kernels, varlen
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 
@@ -24,8 +25,9 @@ def blocks(tokenizer):
     return made
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE])
-def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, blocks, attention):
+@pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE, varlen.VARLEN])
+def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, blocks, attention, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", attention_by_definition)
     torch.manual_seed(0)
     config.initializer_range = 0.5
     model = RobertaForMaskedLM(config)

@@ -140,7 +140,8 @@ def test_activations_are_what_autograd_keeps(shape, kind):
     measured -= sum(t.untyped_storage().nbytes() for t in casts)
     layer, embeddings = estimate.activation_bytes(config, batch * seq_len, kind, mask_bytes=KINDS[kind])
     predicted = batch * (seq_len // 8)
-    head = predicted * (4 * config.vocab_size + estimate._KEPT[kind][3] * config.hidden_size)  # 4: log-probabilities
+    element, _, _, channel = estimate._KEPT[kind]
+    head = predicted * (element * config.vocab_size + channel * config.hidden_size)  # logits; the head's layers
     assert config.num_hidden_layers * layer + embeddings + head == pytest.approx(measured, rel=0.05)
 
 

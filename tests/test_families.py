@@ -77,8 +77,7 @@ def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
     predicted, labels = batch["labels"] != IGNORED, batch.pop("labels")
     expected = stock(**batch).logits[predicted]
     output = ours(**batch, labels=labels)
-    assert output.logits.shape == expected.shape == (predicted.sum(), 400) and expected.std() > 0.01
-    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
+    assert output.logits is None and expected.shape == (predicted.sum(), 400) and expected.std() > 0.01
     losses = functional.cross_entropy(expected, labels[predicted], reduction="none")
     torch.testing.assert_close(output.losses, losses, rtol=1e-5, atol=1e-5)
     losses.sum().backward()

@@ -42,7 +42,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
     of pass e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of
     spans (predicted positions side by side) that have a token at both sides.
 
-    Returns `input_ids` and `labels` (batch, longest block) int64, `attention_mask` only where something is padded,
+    Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
+    with -1 to a multiple of `predicted_multiple`, `attention_mask` only where something is padded (and always where
+    `predicted_multiple` asks for batches of one shape),
     `num_tokens`, the number of positions that are not padding, and `blocks_digest` and `digest`, sums over blocks of a
     checksum of each as it was read and as the model sees it. A block's other columns become int64 tensors: (batch,)
     where a block has a whole number, else (batch, longest block), padded with -100 where the name ends in "labels",
@@ -54,6 +56,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     masking_unit: Unit = "token"
     static_masks: int = 0
     span_boundary: bool = False
+    predicted_multiple: int = 1  # of the length of `predicted`
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,7 +126,10 @@ class MlmCollator(DataCollatorForLanguageModeling):
             "blocks_digest": sum(_checksum(example, example) for example in examples),
             "digest": sum(map(_checksum, examples, seen)),
         }
-        if lengths.min() < width:
+        predicted = np.flatnonzero(batch["labels"].numpy() != IGNORED)
+        padding = -len(predicted) % self.predicted_multiple
+        batch["predicted"] = torch.from_numpy(np.pad(predicted, (0, padding), constant_values=-1))
+        if lengths.min() < width or self.predicted_multiple > 1:
             batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
         return {**batch, "num_tokens": int(lengths.sum()), **digests}
 

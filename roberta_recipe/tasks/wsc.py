@@ -244,11 +244,11 @@ def score(
 ) -> torch.Tensor:
     """(rows,): the mean log-probability, in nats, of each row's masked tokens, which are all masked at once."""
     predicted = targets != IGNORED
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets).logits
-    if logits.dim() == 3:  # a stock model; this repository's gives the predicted positions only
-        logits = logits[predicted]
-    log_probs = -functional.cross_entropy(logits.float(), targets[predicted], reduction="none")
-    return log_probs.new_zeros(targets.shape).masked_scatter(predicted, log_probs).sum(dim=1) / predicted.sum(dim=1)
+    output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets)
+    losses = getattr(output, "losses", None)
+    if losses is None:  # a stock model
+        losses = functional.cross_entropy(output.logits[predicted].float(), targets[predicted], reduction="none")
+    return losses.new_zeros(targets.shape).masked_scatter(predicted, -losses).sum(dim=1) / predicted.sum(dim=1)
 
 
 def wsc_loss(

@@ -26,7 +26,17 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, families, modeling, objectives, optimizers, pretraining, weights
+from roberta_recipe.training import (
+    batch,
+    cross_entropy,
+    environment,
+    families,
+    modeling,
+    objectives,
+    optimizers,
+    pretraining,
+    weights,
+)
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
@@ -224,13 +234,14 @@ def memory_per_gpu(
     layer, embeddings = activation_bytes(config, tokens, kind)
     kept = stream * tokens * config.hidden_size if activation_checkpointing else layer
     activations = embeddings + config.num_hidden_layers * kept
-    # What comes on top of them is largest at the loss: log-probabilities and the gradients on both sides of them, all
-    # fp32. Small micro-batches peak at the end, where all is gone but two terms of the embedding's gradient, the
-    # decoder's and the lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
-    predicted = math.ceil(tokens * mlm_probability)
-    loss = predicted * (12 * config.vocab_size + head * config.hidden_size)
-    if "sbo" in objective:  # both log-probabilities, a head of twice the layers, and the hidden states that both read
-        loss += predicted * (4 * config.vocab_size + 2 * head * config.hidden_size)
+    # What comes on top of them is largest at the loss: logits, their gradient and a few rows in fp32. Small
+    # micro-batches peak at the end, where all is gone but two terms of the embedding's gradient, the decoder's and the
+    # lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
+    predicted, element = math.ceil(tokens * mlm_probability), _KEPT[kind][0]
+    rows = min(predicted, cross_entropy.ROWS) * (4 if kind == "fp32" else 8)
+    loss = predicted * (2 * element * config.vocab_size + head * config.hidden_size) + rows * config.vocab_size
+    if "sbo" in objective:  # both logits, a head of twice the layers, and the hidden states that both read
+        loss += predicted * (element * config.vocab_size + 2 * head * config.hidden_size)
         loss += stream * tokens * config.hidden_size
     embedding = (2 if kind == "half" else 4) * config.vocab_size * width
     logits = max(loss, 3 * embedding - activations - casts, layer + embedding if activation_checkpointing else 0)

@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import torch
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
-from roberta_recipe.training import cpu_kernels
+from roberta_recipe.training import cpu_kernels, families
 from roberta_recipe.training.cpu_kernels import BLOCKWISE
+from roberta_recipe.training.varlen import VARLEN
 
 
 class Choice(NamedTuple):
@@ -20,7 +22,8 @@ class Choice(NamedTuple):
     name: str
 
 
-_MASKED_BY_PAIRS = ("sdpa", "eager")
+CUDNN_FAULT = "cuDNN's kernel, which can give NaN on this card (pytorch #196678)"
+MASKED_BY_PAIRS = ("sdpa", "eager", BLOCKWISE)  # those that take a mask of every two tokens
 
 # The fastest of `benchmarks/attention.py`, at 64 to 512 tokens (benchmarks/README.md has the figures). Where two are
 # within a seventh of each other at all lengths, PyTorch's own.
@@ -32,20 +35,26 @@ FASTEST = (
 )
 
 
-def choose(config: PreTrainedConfig, args: TrainingArguments) -> str:
+def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = False) -> str:
     """The `attn_implementation` that `args` name, or the fastest for device, precision and dropout of the model. Raises
-    `InputError` for one that is not for this device or model."""
+    `InputError` for one that is not for this device or model. `unpads`: the model's class can unpad its rows."""
     # else it has an attention of its own
     takes_any = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
-    named = args.attn_implementation
-    if named == BLOCKWISE and (args.device.type != "cpu" or not takes_any):
-        where = f"{config.model_type!r} models have an attention of their own" if not takes_any else "it is for CPUs"
+    named, where = args.attn_implementation, ""
+    if named in (BLOCKWISE, VARLEN) and not takes_any:
+        where = f"{config.model_type!r} models have an attention of their own"
+    elif named == BLOCKWISE and args.device.type != "cpu":
+        where = "it is for CPUs"
+    elif named == VARLEN:
+        where = _unfit_for_varlen(config, args) if unpads else "rows are unpadded in pretraining alone"
+    if where:
         raise InputError(f"attn_implementation={named}: {where}; take sdpa or eager, or leave it out")
     dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
-    if named == "flex_attention" and dropout:
+    if named in ("flex_attention", VARLEN) and dropout:
         raise InputError(
             f"attn_implementation={named} has no dropout of attention, and the model has "
-            f"attention_probs_dropout_prob={dropout}; take sdpa or eager, or leave it out"
+            f"attention_probs_dropout_prob={dropout}; set it to 0 (--config_overrides attention_probs_dropout_prob=0), "
+            "take sdpa or eager, or leave it out"
         )
     if named or not takes_any:
         return named or "eager"
@@ -56,13 +65,31 @@ def choose(config: PreTrainedConfig, args: TrainingArguments) -> str:
     return "sdpa"
 
 
+def _unfit_for_varlen(config: PreTrainedConfig, args: TrainingArguments) -> str:
+    """Why unpadded rows are not for this device, precision or model; empty where they are."""
+    family = families.TABLE.get(config.model_type)
+    if args.device.type != "cuda" or not (args.bf16 or args.fp16):
+        return f"FlashAttention is for CUDA in bf16 or fp16, not {args.device.type} in {precision(args)}"
+    if args.torch_compile:
+        return "rows of another length each would be compiled each by itself (torch_compile)"
+    if not (family and family.first_position):
+        return f"{config.model_type!r} models have no position ids that begin in the middle of a row"
+    return ""
+
+
 def check_shared_rows(attn_implementation: str, input_format: str) -> None:
-    """Raise `InputError` for an attention that does not keep sequences of a row apart by a mask of every two tokens."""
-    if attn_implementation not in (*_MASKED_BY_PAIRS, BLOCKWISE):
+    """Raise `InputError` for an attention that does not keep the sequences of a row apart."""
+    if attn_implementation not in (*MASKED_BY_PAIRS, VARLEN):
         raise InputError(
             f"attn_implementation={attn_implementation} does not keep apart the sequences that share a block of "
-            f"input_format={input_format}; take {' or '.join(_MASKED_BY_PAIRS)}, or leave it out"
+            f"input_format={input_format}; take {' or '.join(MASKED_BY_PAIRS[:2])}, or leave it out"
         )
+
+
+def leaves_cudnn_out(device: torch.device) -> bool:
+    """Whether SDPA on this device must not take cuDNN's kernel: with a mask, a length of 64 modulo 128 and a low
+    logsumexp, its backward pass gives NaN on Hopper cards (pytorch #196678, torch 2.11 to 2.13)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
@@ -79,7 +106,11 @@ def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
         )
     if args.device.type == "cpu" and not args.torch_compile:
         cpu_kernels.use_fast_dropout(model)
-    logger.info(f"Attention   {args.attn_implementation}, in {precision(args)}")
+    without = ""
+    if leaves_cudnn_out(args.device):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        without = f", without {CUDNN_FAULT}"
+    logger.info(f"Attention   {args.attn_implementation}, in {precision(args)}{without}")
 
 
 def precision(args: TrainingArguments) -> str:

@@ -32,7 +32,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import logger
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import digests, environment, optimization, optimizers, weights
+from roberta_recipe.training import attention, digests, environment, optimization, optimizers, weights
 from roberta_recipe.training.checkpoint import (
     PARTIAL,
     STATE_NAME,
@@ -315,6 +315,8 @@ class DurableTrainer(Trainer):
 
     def diverged(self, what: str) -> RunError:
         """The error of a run that is lost."""
+        if attention.leaves_cudnn_out(self.args.device):
+            what += f", without {attention.CUDNN_FAULT}"
         return RunError(
             f"{what}; nothing of it was saved. Lower {self._rate()} or warm up longer "
             f"(warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -19,7 +20,7 @@ from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import SourceMetrics, loss_at_steps
-from roberta_recipe.training import optimization
+from roberta_recipe.training import modeling, optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import Throughput
 
@@ -62,6 +63,9 @@ class MlmTrainer(DurableTrainer):
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self.throughput = Throughput(self.args)
+        if self.args.torch_compile:  # the encoder, not by accelerate the whole model, whose losses wait for the device
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+            modeling.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
         # for data: when the batches of a step were asked for, and how long this process waited since the last log line
         self._asked_s, self._waited_s = 0.0, 0.0
 
@@ -226,7 +230,8 @@ class MlmTrainer(DurableTrainer):
 
     def evaluate(self, *args, **kwargs):
         random_state = torch.get_rng_state()
-        with self.throughput.outside():
+        # batches of other shapes, and without gradients: each would be compiled by itself
+        with self.throughput.outside(), torch.compiler.set_stance("force_eager"):
             metrics = super().evaluate(*args, **kwargs)
         torch.set_rng_state(random_state)  # the data loader drew from it; evaluations change nothing
         return metrics
@@ -273,6 +278,7 @@ class MlmTrainer(DurableTrainer):
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
             inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            del inputs["predicted"]  # padded where the encoder is compiled
             inputs = self._prepare_inputs(inputs)
             documents = inputs.pop(masking.CLUSTER)
             with torch.no_grad():

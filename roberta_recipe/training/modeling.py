@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MaskedLMOutput
 
@@ -14,6 +13,9 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import families, sharing, weights
+from roberta_recipe.training.attention import MASKED_BY_PAIRS
+from roberta_recipe.training.cross_entropy import cross_entropy
+from roberta_recipe.training.varlen import VARLEN, unpad
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -24,7 +26,7 @@ class ObjectivesOutput(MaskedLMOutput):
     of its targets in the whole effective batch, or in the whole validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
-    losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,) in the order of `logits`
+    losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)
 
 
 class PredictedPositions:
@@ -45,41 +47,58 @@ class PredictedPositions:
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         sequence: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
-        """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted:
+        """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted, there are
+        no logits, which accelerate would copy to fp32, but the losses:
 
-        logits are (predicted positions, vocab_size), in the order of `labels != -100`; `loss_sums["mlm"]` is the sum of
-        their cross-entropies in nats, and `loss` their mean over this batch (0 where nothing is predicted). The stock
+        `losses` are the cross-entropies in nats (predicted positions,) in the order of `labels != -100`,
+        `loss_sums["mlm"]` is their sum, and `loss` their mean over this batch (0 where nothing is predicted). The stock
         class has the mean alone, which is not what accumulated micro-batches of unequal counts need.
 
-        With `sequence` (batch, seq_len), the number of each token's sequence in its row, the result is that of a batch
-        in which every sequence is a row of its own.
+        `predicted` (positions,) has the flat positions of the labels, padded with -1, for which a loss is 0: without
+        it, the device waits for their number. With `sequence` (batch, seq_len), the number of each token's sequence in
+        its row, the result is that of a batch in which every sequence is a row of its own.
         """
         if getattr(self.config, "type_vocab_size", 0) < 2:  # as RoBERTa: separators alone tell segments apart
             kwargs.pop("token_type_ids", None)
-        family = families.TABLE.get(self.config.model_type)
-        if sequence is not None:
-            # the eager attention adds the mask to scores of the weights' precision
-            added = self.dtype if self.config._attn_implementation == "eager" else None
-            attention_mask, kwargs["position_ids"] = apart(
-                sequence, attention_mask, family.first_position(self.config), added
-            )
         other_targets = {column: kwargs.pop(column, None) for column in self.objectives.values() if column != "labels"}
+        family, attention = families.TABLE.get(self.config.model_type), self.config._attn_implementation
+        first_position = family.first_position(self.config) if family and family.first_position else None
+        # the eager attention adds the mask to scores of the weights' precision
+        added = self.dtype if attention == "eager" else None
+        if attention == VARLEN and labels is not None:
+            unpadded = unpad(input_ids, attention_mask, sequence, first_position)
+            input_ids, labels = unpadded.row(input_ids), unpadded.row(labels)
+            other_targets = {name: unpadded.row(column) for name, column in other_targets.items()}
+            attention_mask = predicted = None
+            kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
+            kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
+        elif sequence is not None:
+            attention_mask, kwargs["position_ids"] = apart(sequence, attention_mask, first_position, added)
+        elif attention_mask is not None and attention in MASKED_BY_PAIRS and first_position is not None:
+            # a mask of four dimensions is taken as it is: transformers looks whether all of one of two is set
+            attention_mask = _as_added(attention_mask[:, None, None, :].bool(), added)
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        predicted, inputs = labels != IGNORED, {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        if predicted is None:
+            predicted = (labels.flatten() != IGNORED).nonzero()[:, 0]
+        at = predicted.clamp(min=0)
+        targets = torch.where(predicted < 0, IGNORED, labels.flatten()[at])
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if family:
             hidden = self.base_model(**inputs, return_dict=True)[0]
-            logits = family.head(self, hidden[predicted])  # (predicted positions, vocab_size)
+            logits = family.head(self, hidden.flatten(0, 1).index_select(0, at))  # (predicted positions, vocab_size)
         else:
             output = super().forward(**inputs, output_hidden_states=len(self.objectives) > 1, return_dict=True)
-            hidden, logits = (output.hidden_states or [None])[-1], output.logits[predicted]
-        losses = functional.cross_entropy(logits.float(), labels[predicted], reduction="none")
+            hidden = (output.hidden_states or [None])[-1]
+            logits = output.logits.flatten(0, 1).index_select(0, at)
+        losses = cross_entropy(logits, targets)
         total = losses.sum()
-        mean = total / predicted.sum().clamp(min=1)
+        mean = total / (targets != IGNORED).sum().clamp(min=1)
         loss_sums = {"mlm": total, **self.other_losses(hidden, **other_targets)}
-        return ObjectivesOutput(loss=mean, logits=logits, loss_sums=loss_sums, losses=losses)
+        return ObjectivesOutput(loss=mean, loss_sums=loss_sums, losses=losses)
 
     def other_losses(self, hidden: torch.Tensor, **targets: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """For subclasses: the sum of the losses in nats of each objective beside "mlm", from the last layer's output
@@ -110,13 +129,22 @@ def apart(
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
-    if added:
-        same = torch.where(same, 0.0, torch.finfo(added).min).to(added)
     columns = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     positions = columns - torch.where(begins, columns, 0).cummax(dim=1).values + first_position
-    return same, positions
+    return _as_added(same, added), positions
+
+
+def _as_added(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A bool mask, or with `dtype` 0 where it is True and that type's lowest number elsewhere."""
+    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if dtype else mask
+
+
+def compile_encoder(model: PredictedPositions, backend: str | None = None, mode: str | None = None) -> None:
+    """Compile the encoder in place, for one shape of batch; embeddings of targets, head and losses stay eager. The
+    weights keep their names. Without `backend`: inductor."""
+    model.base_model.compile(backend=backend or "inductor", mode=mode, dynamic=False)
 
 
 def build_model(

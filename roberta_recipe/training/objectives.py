@@ -16,6 +16,7 @@ from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import modeling
+from roberta_recipe.training.cross_entropy import cross_entropy
 
 _MAX_SPAN = 64  # positions in a span that have an embedding; those behind share the last one
 _POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, section 4.2)
@@ -89,7 +90,7 @@ class OtherObjectives(modeling.PredictedPositions):
                 logits = self.get_output_embeddings()(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
             else:
                 logits = self.pair_head(hidden[asked])  # (pairs, 2)
-            found[name] = functional.cross_entropy(logits.float(), targets[column][asked], reduction="sum")
+            found[name] = cross_entropy(logits, targets[column][asked]).sum()
         return found
 
 

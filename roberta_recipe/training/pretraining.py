@@ -399,7 +399,7 @@ def build_model(
         class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
     families.check_checkpointing(model.config, training_args)
-    training_args.attn_implementation = attention.choose(model.config, training_args)
+    training_args.attn_implementation = attention.choose(model.config, training_args, unpads=True)
     if args.input_format in SHARED_ROWS:
         families.check_shared_rows(model.config, args.input_format)
         attention.check_shared_rows(training_args.attn_implementation, args.input_format)
@@ -414,7 +414,9 @@ def build_collator(
     return masking.MlmCollator(
         tokenizer,
         mlm_probability=args.mlm_probability,
-        pad_to_multiple_of=8,
+        # one shape for a compiled encoder; its head gets a multiple of 512 positions
+        pad_to_multiple_of=args.max_seq_length if training_args.torch_compile else 8,
+        predicted_multiple=512 if training_args.torch_compile else 1,
         seed=data_seed(training_args),
         mask_count=args.mask_count,
         masking_unit=args.masking_unit,

@@ -1,0 +1,73 @@
+"""Unpadded rows: the sequences of a batch side by side in one row, with FlashAttention over each by itself.
+
+`attn_implementation="varlen"` (`torch.nn.attention.varlen`, CUDA, bf16 or fp16, no dropout of attention weights): no
+layer computes padding, and sequences that share a block need no mask of every two tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+VARLEN = "varlen"  # as `attn_implementation`
+
+
+class Unpadded(NamedTuple):
+    """Where the tokens of a padded batch (batch, seq_len) are, as its sequences follow each other."""
+
+    flat: torch.Tensor  # (tokens,): positions in the flattened batch
+    position_ids: torch.Tensor  # (1, tokens): each sequence's begin at `first_position`
+    arguments: dict[str, torch.Tensor | int]  # of the attention, by transformers' names
+
+    def row(self, column: torch.Tensor) -> torch.Tensor:
+        """(1, tokens) of a column (batch, seq_len)."""
+        return column.flatten()[self.flat][None]
+
+
+def unpad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, sequence: torch.Tensor | None, first_position: int
+) -> Unpadded:
+    """The tokens that `attention_mask` (batch, seq_len) keeps; a sequence is a row, or with `sequence` (batch, seq_len)
+    the tokens of a row that have the same number. Two synchronisations: how many tokens and how many sequences."""
+    begins = torch.zeros_like(input_ids, dtype=torch.bool)
+    begins[:, 0] = True
+    if sequence is not None:
+        begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
+    if attention_mask is None:
+        attention_mask = torch.ones_like(begins)
+    flat = attention_mask.flatten().nonzero()[:, 0]
+    columns = torch.arange(len(flat), device=flat.device)
+    begins = begins.flatten()[flat]
+    starts = nn.functional.pad(begins.nonzero()[:, 0], (0, 1), value=len(flat)).to(torch.int32)
+    position_ids = columns - torch.where(begins, columns, 0).cummax(dim=0).values + first_position
+    widest = input_ids.shape[1]  # an upper bound, which costs no synchronisation
+    arguments = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": widest, "max_length_k": widest}
+    return Unpadded(flat, position_ids[None], arguments)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: (1, heads, tokens, head_size) to (1, tokens, heads, head_size). Without
+    sequence lengths, as where no labels are given: SDPA over padded rows."""
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    return varlen_attn(q, k, v, *lengths, scale=scaling)[None], None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, sdpa_mask)

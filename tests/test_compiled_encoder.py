@@ -1,0 +1,76 @@
+"""`--torch_compile true`: one graph, the encoder, for every batch; the losses are those of the uncompiled run."""
+
+import pytest
+import torch
+from test_deepspeed import needs_compiler
+from test_modeling import make_blocks
+from test_train_mlm import logged_losses
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+import train_mlm
+from roberta_recipe.data.masking import MlmCollator
+from roberta_recipe.training import modeling
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """No graph of another test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def batches(tokenizer, **shape):
+    """Six micro-batches that differ in their longest block and in the number of their targets."""
+    collator = MlmCollator(tokenizer, **shape)
+    made = [collator(make_blocks(tokenizer, 4, seed)) for seed in range(6)]
+    return [{name: value for name, value in batch.items() if isinstance(value, torch.Tensor)} for batch in made]
+
+
+def test_every_batch_has_one_graph_without_a_break(config, tokenizer):
+    model, counter = modeling.RobertaForMaskedLM(config).train(), CompileCounter()
+    expected = [model(**batch).loss_sums["mlm"].item() for batch in batches(tokenizer, pad_to_multiple_of=8)]
+    padded = batches(tokenizer, pad_to_multiple_of=64, predicted_multiple=16)
+    assert len({len(batch["predicted"]) for batch in padded}) > 1
+    modeling.compile_encoder(model, counter)
+    for batch, loss in zip(padded, expected, strict=True):
+        output = model(**batch)
+        output.loss_sums["mlm"].backward()
+        assert output.loss_sums["mlm"].item() == pytest.approx(loss, rel=1e-5)
+    assert counter.frame_count == 1 and not counters["graph_break"]
+    other = batches(tokenizer, pad_to_multiple_of=8)  # without the fixed shape
+    for batch in other:
+        model(**batch)
+    assert counter.frame_count > 1
+
+
+def test_a_run_compiles_one_graph_and_evaluates_without(preset, tmp_path, monkeypatch):
+    counter, compile_encoder = CompileCounter(), modeling.compile_encoder
+    monkeypatch.setattr(modeling, "compile_encoder", lambda model, *names: compile_encoder(model, counter))
+    flags = ["--config", preset, "--eval_strategy", "steps", "--eval_steps", "2", "--per_device_train_batch_size", "4"]
+    plain = train_mlm.main([*map(str, flags), "--output_dir", str(tmp_path / "plain")])
+    compiled = train_mlm.main([*map(str, flags), "--torch_compile", "true", "--output_dir", str(tmp_path / "compiled")])
+    assert counter.frame_count == 1 and not counters["graph_break"]
+    assert logged_losses(compiled) == pytest.approx(logged_losses(plain), rel=1e-4)
+    assert compiled["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=1e-4)
+    assert compiled["digest"] == plain["digest"] and compiled["tokens_seen"] == plain["tokens_seen"]
+
+
+@needs_compiler
+def test_losses_of_inductor_are_those_of_the_uncompiled_encoder(config, tokenizer):
+    torch.manual_seed(0)
+    model, losses = modeling.RobertaForMaskedLM(config).train(), {}
+    for way in ("plain", "compiled"):
+        if way == "compiled":
+            modeling.compile_encoder(model)
+        for batch in batches(tokenizer, pad_to_multiple_of=64, predicted_multiple=16)[:2]:
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+            losses.setdefault(way, []).append((loss.item(), gradient))
+    for (plain, one), (compiled, other) in zip(*losses.values(), strict=True):
+        assert compiled == pytest.approx(plain, rel=1e-4)
+        assert (one - other).norm() < 1e-4 * one.norm()
