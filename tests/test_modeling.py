@@ -1,15 +1,20 @@
 """Head and loss: the gradient of the effective batch, and a checkpoint that the stock class loads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import KeepGradients, run_python
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.training import attention, cross_entropy
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import RobertaForMaskedLM, build_model, flops_per_token
@@ -153,6 +158,68 @@ def test_logits_equal_the_stock_class(config):
     torch.testing.assert_close(out.losses, expected)
     assert out.logits is None  # accelerate would copy them to fp32
     torch.testing.assert_close(out.loss, stock(ids, labels=labels).loss)
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result's shape or value the host needs: on a GPU each is a synchronisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name.lstrip("_").startswith("index") and any(
+            isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool for tensor in tree_leaves(args)
+        )
+        if by_mask or name in ("nonzero", "_local_scalar_dense", "masked_select"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
+    model, waits = RobertaForMaskedLM(config), Waits()
+    model.set_attn_implementation(attention)
+    batch = MlmCollator(tokenizer, seed=0)(make_blocks(tokenizer, 4))
+    columns = {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "predicted")}
+    with waits:
+        model(**columns).loss_sums["mlm"].backward()
+    assert waits.seen == []
+    del columns["predicted"]
+    with waits:
+        model(**columns)
+    assert waits.seen == ["nonzero"]
+
+
+def test_losses_and_gradients_of_many_rows_are_torchs():
+    """More than are taken at a time, in each precision; an ignored row has neither."""
+    torch.manual_seed(0)
+    targets = torch.randint(0, 50, (2 * cross_entropy.ROWS + 7,))
+    targets[::5] = IGNORED
+    upstream = torch.rand(len(targets))
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.float16, 0.01)):
+        logits = (3 * torch.randn(len(targets), 50)).to(dtype)
+        ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+        losses = cross_entropy.cross_entropy(ours, targets)
+        expected = torch.nn.functional.cross_entropy(theirs.float(), targets, reduction="none")
+        torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+        (losses * upstream).sum().backward()
+        (expected * upstream).sum().backward()
+        assert ours.grad.dtype == dtype and not ours.grad[::5].any()
+        assert (ours.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm()
+
+
+@pytest.mark.parametrize(("capability", "left_out"), [((9, 0), True), ((8, 0), False)])
+def test_cudnns_attention_is_left_out_on_hopper(config, monkeypatch, caplog, capability, left_out):
+    model, allowed = RobertaForMaskedLM(config), []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", allowed.append)
+    args = SimpleNamespace(device=torch.device("cuda"), attn_implementation="sdpa", bf16=True, fp16=False)
+    with caplog.at_level("INFO"):
+        attention.set_up(model, args)
+    assert allowed == [False] * left_out
+    assert ("#196678" in caplog.text) == left_out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
