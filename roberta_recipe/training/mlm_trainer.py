@@ -277,8 +277,8 @@ class MlmTrainer(DurableTrainer):
         of_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
-            inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            del inputs["predicted"]  # padded where the encoder is compiled
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            inputs = {name: value for name, value in tensors.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
             documents = inputs.pop(masking.CLUSTER)
             with torch.no_grad():
