@@ -62,6 +62,7 @@ VALUES: dict[str, list[str]] = {
     "gradient_accumulation_steps": ["2", "--per_device_train_batch_size", "4"],
     "gradient_checkpointing_kwargs": ['{"use_reentrant": false}', "--gradient_checkpointing", "true"],
     "include_for_metrics": ["inputs"],
+    "initialization": ["mimetic"],
     "liger_kernel_config": ['{"rope": false}'],
     "log_level": ["error"],
     "log_level_replica": ["error"],

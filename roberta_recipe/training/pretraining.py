@@ -29,6 +29,7 @@ from roberta_recipe.training import (
     digests,
     environment,
     families,
+    initialization,
     libraries,
     modeling,
     objectives,
@@ -42,6 +43,7 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 ALTERNATIVES = (
     *(("corpus", "train_file"), ("corpus", "validation_file")),
     *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
+    ("initialization", "model_name_or_path"),
 )
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
@@ -159,6 +161,14 @@ class ModelArguments:
     pad_vocab_to_multiple_of: int | None = setting(
         None, "Pad the embedding (never the tokenizer) to a multiple of this.", "content"
     )
+    # None and not "normal": checkpoints from before this flag have no value of it
+    initialization: str | None = setting(
+        None,
+        "Fresh weights: normal, which is the default, or mimetic (arXiv 2305.09828), with other factors by "
+        "mimetic,positions=2,query_key=0.7,value_output=0.5.",
+        "fixed",
+        shown=True,
+    )
 
 
 @dataclass
@@ -267,11 +277,12 @@ def packer_name(args: MlmArguments) -> str:
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` where no model is named."""
+    """Raise `InputError` where no model is named, and for an `initialization` that cannot be read."""
     if not args.config_name and not args.model_name_or_path:
         raise InputError(
             "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
         )
+    initialization.factors(args.initialization)
 
 
 def check_training(training_args: MlmTrainingArguments) -> None:
@@ -398,6 +409,7 @@ def build_model(
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
         class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
+    initialization.initialize(model, args.initialization)
     families.check_checkpointing(model.config, training_args)
     training_args.attn_implementation = attention.choose(model.config, training_args)
     if args.input_format in SHARED_ROWS:
