@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
         callbacks=listeners(training_args, publisher),
         fingerprint=fingerprint,
         resumed=resumed,
-        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s),
+        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s, args.cooldown_share),
         skipped=blocks.skipped,
         also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, args.objective),
@@ -149,6 +149,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
+    pretraining.check_cooldown(args, training_args)
     pretraining.leave_threads_to_worker(args, training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 

@@ -4,6 +4,7 @@ The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -136,6 +137,12 @@ class MlmTrainer(DurableTrainer):
         optimizer = super().create_optimizer(model)
         self._of_command_line = optimization.hyperparameters(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.watch.cooldown_share:
+            scheduler.lr_lambdas = [functools.partial(self.watch.cooled, share) for share in scheduler.lr_lambdas]
+        return scheduler
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with self._as_changed(resume_from_checkpoint):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe import args as flags
 from roberta_recipe import durable
@@ -183,6 +184,14 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     max_train_minutes: float | None = setting(
         None, "Save, evaluate and end after so many minutes; the same command trains as long again.", "free"
     )
+    # fixed, unlike the time limit, which ends a run earlier or later on the same curve: this changes the rates
+    cooldown_share: float | None = setting(
+        None,
+        "Share of max_train_minutes, at its end, over which the learning rate falls linearly to 0, by the clock: such "
+        "a run does not resume bit for bit. With lr_scheduler_type=constant_with_warmup.",
+        "fixed",
+        shown=True,
+    )
     rewind_on_spike: float | None = setting(
         None,
         "Return to the last checkpoint, and leave out the blocks of the last two steps, where a step's loss is more "
@@ -283,6 +292,19 @@ def check_model(args: MlmArguments) -> None:
             "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
         )
     initialization.factors(args.initialization)
+
+
+def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """Raise `InputError` for a cool-down that is no share of a time limit, or that another schedule precedes."""
+    if (share := args.cooldown_share) is None:
+        return
+    schedule, constant = training_args.lr_scheduler_type, SchedulerType.CONSTANT_WITH_WARMUP
+    if not (0 < share < 1 and args.max_train_minutes and schedule is constant):
+        raise InputError(
+            f"cooldown_share={share} with max_train_minutes={args.max_train_minutes} and lr_scheduler_type="
+            f"{schedule.value}: it must be above 0 and below 1, with --max_train_minutes MINUTES and "
+            f"--lr_scheduler_type {constant.value}"
+        )
 
 
 def check_training(training_args: MlmTrainingArguments) -> None:
