@@ -33,7 +33,7 @@ from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import batch, checkpoint, environment, pretraining, spikes, weights
+from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import PredictedPositions, flops_per_token
 from roberta_recipe.training.pretraining import (
@@ -252,6 +252,9 @@ def announce_run(
         + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
+    sizes = training_args.per_device_train_batch_size, args.max_seq_length, args.global_batch_size
+    if training_args.device.type == "cuda" and (line := advice.on_micro_batch(*sizes, training_args.world_size)):
+        logger.info(line)
 
 
 def is_sent_back(trainer: MlmTrainer, publisher: hub.Publisher | None) -> bool:
