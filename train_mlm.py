@@ -33,7 +33,7 @@ from roberta_recipe.log import duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import batch, checkpoint, environment, pretraining, spikes, weights
+from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining, spikes, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import PredictedPositions, flops_per_token
 from roberta_recipe.training.pretraining import (
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
         callbacks=listeners(training_args, publisher),
         fingerprint=fingerprint,
         resumed=resumed,
-        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s),
+        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s, args.cooldown_share),
         skipped=blocks.skipped,
         also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, args.objective),
@@ -149,6 +149,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
+    pretraining.check_cooldown(args, training_args)
     pretraining.leave_threads_to_worker(args, training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
@@ -251,6 +252,9 @@ def announce_run(
         + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
         + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
     )
+    sizes = training_args.per_device_train_batch_size, args.max_seq_length, args.global_batch_size
+    if training_args.device.type == "cuda" and (line := advice.on_micro_batch(*sizes, training_args.world_size)):
+        logger.info(line)
 
 
 def is_sent_back(trainer: MlmTrainer, publisher: hub.Publisher | None) -> bool:

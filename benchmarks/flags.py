@@ -53,6 +53,7 @@ STEPS = 6  # of a run here; it is ended after half of them
 VALUES: dict[str, list[str]] = {
     "accelerator_config": ['{"even_batches": true, "split_batches": true}'],
     "activation_checkpointing_kwargs": ['{"use_reentrant": false}', "--activation_checkpointing", "true"],
+    "cooldown_share": ["0.5", "--max_train_minutes", "60", "--lr_scheduler_type", "constant_with_warmup"],
     "dataloader_prefetch_factor": ["3", "--dataloader_num_workers", "1"],
     "ddp_backend": ["gloo"],
     "debug": ["underflow_overflow"],
@@ -62,6 +63,7 @@ VALUES: dict[str, list[str]] = {
     "gradient_accumulation_steps": ["2", "--per_device_train_batch_size", "4"],
     "gradient_checkpointing_kwargs": ['{"use_reentrant": false}', "--gradient_checkpointing", "true"],
     "include_for_metrics": ["inputs"],
+    "initialization": ["mimetic"],
     "liger_kernel_config": ['{"rope": false}'],
     "log_level": ["error"],
     "log_level_replica": ["error"],

@@ -464,6 +464,7 @@ def _resolve(setting: Setting, where: str) -> Resolved:
     if isinstance(filled[0], pretraining.MlmArguments):
         pretraining.check_text(filled[0])
         pretraining.check_model(filled[0])
+        pretraining.check_cooldown(*filled)
     optimization.check(filled[-1])
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:

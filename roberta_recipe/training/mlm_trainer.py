@@ -4,7 +4,9 @@ The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals
 """
 
 import contextlib
+import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +21,10 @@ from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
 from roberta_recipe.errors import InputError
-from roberta_recipe.record import SourceMetrics, loss_at_steps
-from roberta_recipe.training import modeling, optimization
+from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import logger
+from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
+from roberta_recipe.training import advice, modeling, optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import Throughput
 
@@ -107,9 +111,21 @@ class MlmTrainer(DurableTrainer):
 
     def train(self, *args, **kwargs):
         self.throughput.measure_machine()
+        self.warn_of_tokenization()
         output = super().train(*args, **kwargs)
         self.check_text()
         return output
+
+    def warn_of_tokenization(self) -> None:
+        """Say on the first process where tokenization is slower than training (`advice.on_tokenization`)."""
+        data = self.train_dataset
+        if self.args.process_index or not isinstance(getattr(data, "reader", None), TextReader) or data.limit:
+            return
+        cores = cpu_cores() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        preset = os.path.join(self.args.output_dir, PRESET_NAME)
+        machine = self.args.world_size, self.throughput.matrix_rate
+        if line := advice.on_tokenization(cores, *machine, self.flops_per_token, preset):
+            logger.warning(line)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._asked_s = time.monotonic()
@@ -140,6 +156,12 @@ class MlmTrainer(DurableTrainer):
         optimizer = super().create_optimizer(model)
         self._of_command_line = optimization.hyperparameters(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.watch.cooldown_share:
+            scheduler.lr_lambdas = [functools.partial(self.watch.cooled, share) for share in scheduler.lr_lambdas]
+        return scheduler
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with self._as_changed(resume_from_checkpoint):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe import args as flags
 from roberta_recipe import durable
@@ -29,6 +30,7 @@ from roberta_recipe.training import (
     digests,
     environment,
     families,
+    initialization,
     libraries,
     modeling,
     objectives,
@@ -42,6 +44,7 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 ALTERNATIVES = (
     *(("corpus", "train_file"), ("corpus", "validation_file")),
     *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
+    ("initialization", "model_name_or_path"),
 )
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
@@ -159,6 +162,14 @@ class ModelArguments:
     pad_vocab_to_multiple_of: int | None = setting(
         None, "Pad the embedding (never the tokenizer) to a multiple of this.", "content"
     )
+    # None and not "normal": checkpoints from before this flag have no value of it
+    initialization: str | None = setting(
+        None,
+        "Fresh weights: normal, which is the default, or mimetic (arXiv 2305.09828), with other factors by "
+        "mimetic,positions=2,query_key=0.7,value_output=0.5.",
+        "fixed",
+        shown=True,
+    )
 
 
 @dataclass
@@ -172,6 +183,14 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     )
     max_train_minutes: float | None = setting(
         None, "Save, evaluate and end after so many minutes; the same command trains as long again.", "free"
+    )
+    # fixed, unlike the time limit, which ends a run earlier or later on the same curve: this changes the rates
+    cooldown_share: float | None = setting(
+        None,
+        "Share of max_train_minutes, at its end, over which the learning rate falls linearly to 0, by the clock: such "
+        "a run does not resume bit for bit. With lr_scheduler_type=constant_with_warmup.",
+        "fixed",
+        shown=True,
     )
     rewind_on_spike: float | None = setting(
         None,
@@ -267,10 +286,24 @@ def packer_name(args: MlmArguments) -> str:
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` where no model is named."""
+    """Raise `InputError` where no model is named, and for an `initialization` that cannot be read."""
     if not args.config_name and not args.model_name_or_path:
         raise InputError(
             "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
+        )
+    initialization.factors(args.initialization)
+
+
+def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """Raise `InputError` for a cool-down that is no share of a time limit, or that another schedule precedes."""
+    if (share := args.cooldown_share) is None:
+        return
+    schedule, constant = training_args.lr_scheduler_type, SchedulerType.CONSTANT_WITH_WARMUP
+    if not (0 < share < 1 and args.max_train_minutes and schedule is constant):
+        raise InputError(
+            f"cooldown_share={share} with max_train_minutes={args.max_train_minutes} and lr_scheduler_type="
+            f"{schedule.value}: it must be above 0 and below 1, with --max_train_minutes MINUTES and "
+            f"--lr_scheduler_type {constant.value}"
         )
 
 
@@ -398,6 +431,7 @@ def build_model(
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
         class_of=class_of or functools.partial(objectives.model_class, args.objective),
     )
+    initialization.initialize(model, args.initialization)
     families.check_checkpointing(model.config, training_args)
     training_args.attn_implementation = attention.choose(model.config, training_args, unpads=True)
     if args.input_format in SHARED_ROWS:

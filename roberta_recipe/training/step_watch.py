@@ -37,8 +37,15 @@ class StepWatch(TrainerCallback):
     (`spikes.is_spike`), to train again from the last. A second Ctrl-C ends the process at once.
     """
 
-    def __init__(self, minutes: float | None = None, deviations: float | None = None, start_s: float | None = None):
-        self.minutes, self.deviations = minutes, deviations
+    def __init__(
+        self,
+        minutes: float | None = None,
+        deviations: float | None = None,
+        start_s: float | None = None,
+        cooldown_share: float | None = None,
+    ):
+        self.minutes, self.deviations, self.cooldown_share = minutes, deviations, cooldown_share
+        self.elapsed_share = 0.0  # of `minutes`, at the end of the last step; the same in all processes
         self.start_s = start_s  # time.monotonic() from which `minutes` count; None: from the begin of training
         self.stopped_by: str | None = None  # "SIGTERM", "Ctrl-C", `TIME_LIMIT`
         self.spike: float | None = None  # the loss that ended training
@@ -52,6 +59,9 @@ class StepWatch(TrainerCallback):
     def begin(self, recent_losses: Iterable[float]) -> None:
         """Take over the signals; `recent_losses` are those of the steps before."""
         self.start_s = self.start_s or time.monotonic()
+        # above 0 where a run has returned to a checkpoint
+        elapsed = torch.tensor(self._elapsed_share(), device=self.trainer.args.device)
+        self.elapsed_share = self.trainer.sum_over_processes(elapsed).item()
         self.recent_losses.extend(recent_losses)
         # a job that a script's shell has put into the background ignores Ctrl-C, which is for others
         numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -74,13 +84,23 @@ class StepWatch(TrainerCallback):
         elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
+    def _elapsed_share(self) -> float:
+        """Of `minutes`, by the first process's clock, or some processes would train on alone; 0 in the others."""
+        if not self.minutes or self.trainer.args.process_index:
+            return 0.0
+        return (time.monotonic() - self.start_s) / (60 * self.minutes)
+
+    def cooled(self, schedule: Callable[[int], float], step: int) -> float:
+        """The share of the learning rate that `schedule` has at `step`, falling linearly to 0 over the last
+        `cooldown_share` of the time limit."""
+        return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
+
     def on_step_end(self, args, state, control, **kwargs):
         told = [float(self.told) == number for number in _SIGNALS]
-        # the first process's clock decides, or some processes would train on alone
-        over = self.minutes and args.process_index == 0 and time.monotonic() - self.start_s > 60 * self.minutes
-        flags = torch.tensor([*told, bool(over)], dtype=torch.float32, device=args.device)
+        flags = torch.tensor([*told, self._elapsed_share()], dtype=torch.float32, device=args.device)
         step = torch.cat([flags, self.trainer.not_finite, self.trainer.step_loss])
-        terminated, interrupted, over, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
+        terminated, interrupted, elapsed, not_finite, loss = self.trainer.sum_over_processes(step).tolist()
+        self.elapsed_share = elapsed
         self.trainer.not_finite.zero_()
         self.trainer.step_loss.zero_()
         if terminated or interrupted:
@@ -91,7 +111,7 @@ class StepWatch(TrainerCallback):
             control.should_save = control.should_evaluate = False
             return
         self.trainer.check_step(bool(not_finite))
-        if self.stopped_by or (over and state.global_step < state.max_steps):
+        if self.stopped_by or (elapsed >= 1 and state.global_step < state.max_steps):
             self.stopped_by = self.stopped_by or TIME_LIMIT
             control.should_save = control.should_training_stop = True
             why = f"{TIME_LIMIT}={self.minutes:g}" if self.stopped_by == TIME_LIMIT else self.stopped_by

@@ -69,6 +69,11 @@ _PRETRAINING = (
     Internal(
         "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"), "as it is documented"
     ),
+    Internal(
+        "create_scheduler",
+        ("self", "num_training_steps", "optimizer"),
+        "makes a schedule once; where it is a LambdaLR, its `lr_lambdas` map a step to a share of the rate",
+    ),
     Internal("_load_optimizer_and_scheduler", ("self", "checkpoint"), "called with None where nothing is resumed"),
     Internal("evaluate", _EVALUATE, "calls `evaluation_loop` and `log`"),
     Internal(

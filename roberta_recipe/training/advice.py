@@ -1,0 +1,41 @@
+"""Advice at the start of a pretraining run on what will be its bottleneck: tokenization, or micro-batches too small for
+a GPU. Each is a function of numbers, which returns a log line, or None where there is nothing to say."""
+
+import math
+
+_TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
+_TRAINED_SHARE = 0.4  # of the matrix rate that training reaches: base at 512 on one H100 has 33% to 45%
+_TOKENS_ENOUGH = 16_384  # of a micro-batch: 32 x 512
+
+
+def on_tokenization(
+    cores: float, processes: int, matrix_rate: float, flops_per_token: float, preset: str
+) -> str | None:
+    """Where several processes read text, each of them all of it with `cores` cores, slower than they train together;
+    `matrix_rate` is FLOP/s of one process's device, `preset` the path of one for this run."""
+    tokenized, trained = _TOKENIZED_PER_CORE * cores, processes * _TRAINED_SHARE * matrix_rate / flops_per_token
+    if processes == 1 or tokenized >= trained:
+        return None
+    return (
+        f"Tokenization is the bottleneck: each of {processes} processes tokenizes the whole text, some "
+        f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores a process, and they can train some {trained / 1e6:.2f} M "
+        "tokens/s. Pack the text once, then start with --token_cache DIR: "
+        f"python -m roberta_recipe.tools.pack --config {preset} --token_cache DIR"
+    )
+
+
+def on_micro_batch(micro_batch: int, seq_length: int, global_batch: int, processes: int) -> str | None:
+    """Where a GPU's micro-batch (sequences) has too few tokens to keep it busy: the flags of a larger one, under the
+    same global batch where that has enough sequences for each process."""
+    if micro_batch * seq_length >= _TOKENS_ENOUGH:
+        return None
+    enough, share = math.ceil(_TOKENS_ENOUGH / seq_length), global_batch // processes
+    if share >= enough:
+        size = next(size for size in range(enough, share + 1) if share % size == 0)
+        flags = f"--per_device_train_batch_size {size} (the global batch stays {global_batch})"
+    else:
+        flags = f"--per_device_train_batch_size {enough} --global_batch_size {enough * processes} (another run)"
+    return (
+        f"A micro-batch of {micro_batch} x {seq_length} tokens may leave the GPU idle for most of a step; where memory "
+        f"allows: {flags}"
+    )

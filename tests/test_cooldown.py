@@ -1,0 +1,85 @@
+"""A cool-down by the clock: constant, then falling to the time limit, alike in all processes."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import end_well, forked_ranks
+
+import train_mlm
+from roberta_recipe.errors import InputError
+from roberta_recipe.training import step_watch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+
+CONSTANT = ["--lr_scheduler_type", "constant_with_warmup", "--max_steps", "100000"]
+SHARE = "--cooldown_share"
+ONE_MINUTE = [*CONSTANT, "--max_train_minutes", "1", "--warmup_steps", "2", SHARE, "0.5"]
+
+
+def rates(folder):
+    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [entry["learning_rate"] for entry in entries if "loss" in entry]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of `step_watch`, which goes 6 s in a step."""
+    now_s, step = [0.0], MlmTrainer.begin_step
+
+    def ticking(self):
+        now_s[0] += 6.0
+        step(self)
+
+    monkeypatch.setattr(MlmTrainer, "begin_step", ticking)
+    monkeypatch.setattr(step_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
+def test_the_rate_is_constant_then_falls_with_the_clock(preset, tmp_path, clock):
+    """A step takes a tenth of the limit; the next rate is set before the clock is read, so it follows a step late."""
+    record = train_mlm.main(["--config", preset, *ONE_MINUTE])
+    assert record["steps"] == 10 and record["stopped_by"] == "max_train_minutes"
+    shares = [0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]
+    assert rates(tmp_path / "run") == pytest.approx([1e-3 * share for share in shares], rel=1e-5)
+    # started again, with another rate too: the clock begins anew
+    more = ["--learning_rate", "2e-3", "--resume_despite_changes", "true"]
+    assert train_mlm.main(["--config", preset, *ONE_MINUTE, *more])["steps"] == 20
+    shares = [1, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]
+    assert rates(tmp_path / "run")[10:] == pytest.approx([2e-3 * share for share in shares], rel=1e-5)
+
+
+def test_a_start_that_returns_to_a_checkpoint_keeps_the_clock(preset, tmp_path, clock):
+    """45 s have passed before its first step (the second rate is a half by the warm-up)."""
+    assert train_mlm.main(["--config", preset, *ONE_MINUTE], trained_since_s=-45.0)["steps"] == 3
+    assert rates(tmp_path / "run") == pytest.approx([0, 1e-3 * 0.5 * 0.5, 1e-3 * 0.3], rel=1e-5)
+
+
+def test_all_processes_have_the_first_ones_clock(preset, tmp_path, clock):
+    def call(rank):
+        step_watch.time.monotonic = lambda: clock[0] * (1 + rank)
+        found, log = [], MlmTrainer.log
+        MlmTrainer.log = lambda self, logs, *rest: found.append(logs.get("learning_rate")) or log(self, logs, *rest)
+        train_mlm.main(["--config", preset, *ONE_MINUTE, "--per_device_train_batch_size", "4"])
+        (tmp_path / f"rates-{rank}").write_text(json.dumps(found))
+
+    end_well(forked_ranks(call, tmp_path))
+    first, second = (json.loads((tmp_path / f"rates-{rank}").read_text()) for rank in (0, 1))
+    assert first == second and first[7:10] == pytest.approx([8e-4, 6e-4, 4e-4], rel=1e-5)
+
+
+def test_by_the_real_clock_it_falls_to_the_end(preset, tmp_path):
+    timed = [*CONSTANT, "--max_train_minutes", "0.03", SHARE, "0.9"]
+    assert train_mlm.main(["--config", preset, *timed])["stopped_by"] == "max_train_minutes"
+    found = rates(tmp_path / "run")
+    assert found == sorted(found, reverse=True) and 1e-3 == found[0] > found[-1] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["--max_train_minutes", "1"], CONSTANT, [*ONE_MINUTE, SHARE, "1"], [*ONE_MINUTE, SHARE, "0"]],
+    ids=["linear", "no limit", "whole", "nothing"],
+)
+def test_what_it_goes_with(preset, changes):
+    said = "cooldown_share=.* above 0 and below 1, with --max_train_minutes MINUTES and --lr_scheduler_type constant"
+    with pytest.raises(InputError, match=said):
+        train_mlm.main(["--config", preset, SHARE, "0.5", *changes])
