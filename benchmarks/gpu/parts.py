@@ -45,7 +45,8 @@ TUNED = {  # by the name of its results: the task, and its flags
     ),
 }
 TUNING = "--max_seq_length 128 --learning_rate 1e-4 --warmup_steps 0.06 --keep none --disable_tqdm true"
-TINY_TUNING = "--use_cpu true --other_rows true --seeds 1 2 --num_train_epochs 1 --max_train_samples 16"
+TINY_TUNING = """--use_cpu true --other_rows true --seeds 1 2 --num_train_epochs 1 --max_train_samples 16
+--global_batch_size 8 --per_device_train_batch_size 8"""
 
 
 def measure_machine(work: Work) -> Outcome:
@@ -165,9 +166,11 @@ def evaluate(work: Work) -> Outcome:
 
 
 def export(model: Path, output: Path) -> None:
-    """The weights in bf16, in files of `PART_SIZE` with their index."""
+    """The weights in bf16, in files of `PART_SIZE`; their index goes beside the model's config."""
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
     save_torch_state_dict(weights, output, max_shard_size=PART_SIZE)
+    for index in output.glob("*.index.json"):
+        shutil.move(index, model / index.name)
 
 
 def fine_tune(work: Work) -> Outcome:

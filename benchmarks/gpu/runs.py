@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -130,13 +131,14 @@ class Work:
 
     def save(self) -> None:
         """Write results and archive into the output folder."""
-        durable.write_json(self.output / f"results{self.suffix}.json", self.results)
+        path = self.output / f"results{self.suffix}.json"
+        durable.write_text(path, json.dumps(self.results, indent=1, default=str))  # a loss may be NaN
         aside = self.folder / "records.tar.xz"
         with tarfile.open(aside, "w:xz") as archive:
             for folder, folders, files in os.walk(self.folder):
                 folders[:] = [name for name in folders if not name.startswith(LEFT_OUT)]
                 for path in (Path(folder, name) for name in files):
-                    with contextlib.suppress(FileNotFoundError):  # a run beside this has replaced it
+                    with contextlib.suppress(OSError):  # a run beside this has replaced it
                         if path.suffix in KEPT:
                             archive.add(path, path.relative_to(self.folder))
         shutil.copyfile(aside, self.output / f"records{self.suffix}.tar.xz")
