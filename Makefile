@@ -105,8 +105,9 @@ faults: setup     ## 1,000 random faults, and what came of each, in two hours: m
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(BIN)/python -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
-gpu: setup        ## what only a GPU can show, in 25 minutes of one GPU: make gpu OUT=runs/gpu ARGS="--data_dir glue"
-	$(BIN)/python -m benchmarks.gpu --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
+# no setup, which needs a network; ARGS=--finetune MINUTES=2.5 after it, ARGS=--dry_run for what is to be carried
+gpu:              ## on one GPU without a network: base's profile, a small RoBERTa, fp16: make gpu MINUTES=8 OUT=runs/gpu
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes $(or $(MINUTES),8) --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
 
 # masking, formats, batch, data (RoBERTa); spans, sbo (SpanBERT); embedding, sharing, sop (ALBERT). SCALE: demo, mini, paper
 table: setup      ## a comparison of the papers, run and set: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"

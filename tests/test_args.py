@@ -204,7 +204,7 @@ def test_every_preset_of_the_repository_is_valid(root):
         if path.stem.startswith("roberta"):
             assert (training_args.adam_beta1, training_args.adam_beta2, training_args.adam_epsilon) == (0.9, 0.98, 1e-6)
             assert training_args.max_grad_norm == 0.0
-    sizes = [f"roberta_{size}" for size in ("base", "large", "mini", "small", "tiny")]
+    sizes = [f"roberta_{size}" for size in ("base", "h100", "large", "mini", "small", "tiny")]
     assert [path.stem for path in presets] == ["albert_base", "bert_base", *sizes, "spanbert_base"]
 
 

@@ -470,8 +470,8 @@ def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, m
     assert [source.name for source in corpus.sources] == list(counts) and sum(taken) == 224_000
     shares = [own / source["blocks"] for own, source in zip(taken, counts.values(), strict=True)]
     assert args["token_cache"] and shares == pytest.approx([*record["passes"].values()], abs=5e-5)
-    assert [source.files for source in corpus.sources] == [f"/nowhere/{name}/train-*.parquet" for name in counts]
-    with pytest.raises(InputError, match=r"source 'books': '/nowhere/books/train-\*.parquet' does not exist"):
+    assert [source.files for source in corpus.sources] == [f"/nowhere/{name}/train-*" for name in counts]
+    with pytest.raises(InputError, match=r"source 'books': '/nowhere/books/train-\*' does not exist"):
         corpus.files(corpus.sources[0], "train")
 
 

@@ -28,7 +28,7 @@ def long_text_is_completed(folder):
 
 
 def test_there_are_presets():
-    assert len(PRESETS) == 8
+    assert len(PRESETS) == 9
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

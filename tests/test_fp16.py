@@ -320,7 +320,7 @@ def test_precision_is_never_silently_another(preset, monkeypatch):
 
 def test_presets_say_which_precision_they_are_for(root):
     presets = sorted(path for name in ("mlm", "glue", "squad", "race") for path in (root / "presets" / name).glob("*"))
-    assert len(presets) == 21
+    assert len(presets) == 22
     for path in presets:
         text = path.read_text()
         wanted = (

@@ -1,49 +1,66 @@
-"""`make gpu` at tiny sizes on the CPU, through the same steps; and what it says where a machine lacks something."""
+"""`make gpu` at tiny sizes on the CPU, from data to results; what it says where nothing can be run."""
 
+import bz2
 import json
 import os
 import signal
 import sys
+import tarfile
 import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Forked
-from test_deepspeed import needs_compiler
+from conftest import make_documents, write_parquet
+from official_files import write_blimp, write_glue
 
 import finetune_glue
 import train_mlm
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import half, machine, results, runs, steps
-from benchmarks.gpu.runs import TINY, Runs, Sizes
-from benchmarks.gpu.steps import STEPS, Step
+from benchmarks.gpu import carry, half, parts, profile, runs
+from benchmarks.gpu.runs import Work
 from results import report
-from roberta_recipe import hardware
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.training import optimization
+from roberta_recipe.presets import load_yaml
+from roberta_recipe.training import optimization, pretraining
+from roberta_recipe.training.modeling import RobertaForMaskedLM
+from roberta_recipe.training.weights import read_config
 
-SCRIPTS = {"train_mlm.py": train_mlm, "finetune_glue.py": finetune_glue}
-FIRST = ["prepare", "base", "curve", "fp16", "tune"]
+DOMAINS = [source["name"] for source in load_yaml(carry.CORPUS)["sources"]]
 
 
-class ForkedProcess(Forked):
-    """A command of the recipe in a fork of this process, which has everything imported, as `subprocess.Popen`."""
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder as `carry` reads it; the domains differ in size."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, name in enumerate(DOMAINS):
+        (folder / "pretrain" / name).mkdir(parents=True)
+        for split, count in (("train-0", 40 + 40 * number), ("train-1", 60), ("valid-0", 20)):
+            documents = make_documents(count, seed=hash((name, split)) % 1000)
+            write_parquet(folder / "pretrain" / name / f"{split}.parquet", documents)
+    write_glue(folder / "glue", rows={"train": 24, "dev": 9, "test": 7})
+    write_blimp(folder / "blimp", pairs=runs.PAIRS + 1)
+    return folder
 
-    def __init__(self, command, log):
-        def call():
-            os.chdir(ROOT)
-            sys.argv = list(command)
-            SCRIPTS[command[0]].main(list(command[1:]))
 
-        super().__init__(call, log)
+@pytest.fixture(scope="module")
+def carried(data):
+    """The folder to carry, with half of the text."""
+    half_mb = sum(len(text) for text in texts_of(data / "pretrain", "train-*")) / 2e6
+    folder = data.parent / "carried"
+    carry.main([f"--data={data}", f"--output={folder}", f"--text_mb={half_mb}", "--vocab_size=400"])
+    return folder
 
-    def wait(self, timeout=100):
-        if not hasattr(self, "code"):
-            self.code = self.end(timeout)
-        return self.code
+
+def texts_of(folder, pattern):
+    """All documents of the files below a folder, Parquet or compressed JSON lines."""
+    for path in sorted(folder.glob(f"*/{pattern}")):
+        if path.suffix == ".bz2":
+            with bz2.open(path, "rt", encoding="utf-8") as lines:
+                yield from (json.loads(line)["text"] for line in lines)
+        else:
+            yield from carry._texts(path)
 
 
 def run(*argv):
@@ -53,110 +70,77 @@ def run(*argv):
     return int(ended.value.code)
 
 
-def read(folder):
-    return json.loads((folder / "results.json").read_text())
+def work_in(folder, carried=Path("carried"), seconds=60.0):
+    """The script's folders below `folder`."""
+    for name in ("work", "out"):
+        (folder / name).mkdir()
+    return Work(carried, folder / "work", folder / "out", True, time.monotonic() + seconds)
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory, tokenizer_dir):
-    """The folder of the most valuable steps, run once."""
-    folder = tmp_path_factory.mktemp("gpu") / "out"
-    started = ["--tiny", "--output_dir", folder, "--tokenizer_name", tokenizer_dir, "--steps", *FIRST]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "spawn", ForkedProcess)
-        assert run(*started) == 0, json.dumps(read(folder)["steps"], indent=1)
-    return folder
+def test_the_carried_folder_has_the_same_share_of_each_domain(data, carried):
+    for name in DOMAINS:
+        for pattern, share in (("train-*", 0.5), ("valid-*", 1.0)):
+            whole = list(texts_of(data / "pretrain", f"../{name}/{pattern}"))
+            kept = list(texts_of(carried / "text", f"../{name}/{pattern}"))
+            assert sum(map(len, kept)) == pytest.approx(share * sum(map(len, whole)), rel=0.05)
+            assert set(kept) <= set(whole)
+    assert len(list((carried / "text").glob("*/train-*.jsonl.bz2"))) == 2 * len(DOMAINS)
+    with tarfile.open(carried / runs.TASKS) as archive:
+        names = archive.getnames()
+        pairs = archive.extractfile("blimp/passive_1.jsonl").read().splitlines()
+    assert len(names) == 67 + 2 * len(carry.GLUE) and "glue/SST-2/dev.tsv" in names and len(pairs) == runs.PAIRS
+    with pytest.raises(InputError, match="holds text already"):
+        carry.main([f"--data={data}", f"--output={carried}"])
+    with pytest.raises(InputError, match=r"must hold train-\*.parquet"):
+        carry.write_text(data / "glue", data / "nowhere", 1e6)
 
 
-@pytest.mark.slow
-def test_the_steps_give_throughput_memory_a_curve_and_five_seeds(done):
-    found = read(done)
-    assert found["tiny"] and list(found["steps"]) == FIRST and found["hardware"]["gpus"] == []
-    given = {name: step["result"] for name, step in found["steps"].items()}
-    assert given == {**dict.fromkeys(FIRST, "passed"), "fp16": "not run"}
-    assert found["steps"]["fp16"]["why"] == "fp16 needs a GPU"
-    base = found["steps"]["base"]["figures"]
-    assert (base["steps"], base["micro_batch"], base["target"]) == (3, 8, 0.6)
-    assert base["utilisation"] > 0 and base["tokens_per_second"] > 0 and base["peak_gib"] > base["estimate_gib"] > 0
-    record = json.loads((done / "gpu_base" / "run_record.json").read_text())
-    assert record["resolved_args"]["global_batch_size"] == 32 and record["resolved_args"]["bf16"]
-    assert record["tokens_per_second"] == base["tokens_per_second"] and record["matrix_rate"] > 0
-    curve = found["steps"]["curve"]["figures"]
-    assert [step for step, _ in curve["validation_losses"]] == [2, 4, 6, 8]
-    tuned = found["steps"]["tune"]["figures"]
-    assert set(tuned["seeds"]) == set("12345") and len(tuned["peak_gib"]) == 5 and tuned["data"].startswith("made up")
+def test_without_a_gpu_one_line_is_printed_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    flags = ["--work_dir", tmp_path / "work", "--output_dir", tmp_path / "out", "--carried", tmp_path / "carried"]
+    assert run(*flags) == 2 and capsys.readouterr().err == "not run: no CUDA device\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run(*flags) == 2 and "carried holds no text" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_the_ledger_takes_the_runs(done, tmp_path):
-    assert report.add(tmp_path, done / "gpu_base", None) == tmp_path / "gpu_base"
-    note = "made up in RTE's layout"
-    assert report.add(tmp_path, done / "gpu_made_up_task", "gpu_curve", note).parent == tmp_path / "gpu_curve"
-    said = results.for_the_ledger(done, read(done)["steps"])
-    assert f"--add {done / 'gpu_base'}" in said and f"--add {done / 'gpu_curve'}" in said and "made_up" not in said
+def test_the_dry_run_lists_parts_and_what_is_carried(capsys):
+    script.main(["--dry_run", "--carried", "some/folder"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["install", *parts.PRETRAINING]
+    assert "at most 30 s" in lines[4] and "--dest some/folder/wheels" in "\n".join(lines)
+    pinned = (ROOT / "requirements.txt").read_text()
+    assert [wheel for wheel in script.WHEELS.split() if wheel.partition("=")[0] in pinned and wheel not in pinned] == []
+    script.main(["--dry_run", "--finetune"])
+    assert "fine_tune  what is left" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_another_start_runs_what_has_not_passed(done, capsys, monkeypatch):
-    before = (done / "gpu_base" / "run_record.json").stat().st_mtime_ns
-    flags = ["--tiny", "--output_dir", done]
-    assert run(*flags, "--steps", "base", "fp16") == 0
-    said = capsys.readouterr().out
-    assert "base         passed before" in said and "fp16         not run" in said
-    assert (done / "gpu_base" / "run_record.json").stat().st_mtime_ns == before
-    monkeypatch.setattr(results, "git_commit", lambda: "another")
-    assert run(*flags) == 2
-    assert "is of another commit; name another folder" in capsys.readouterr().err
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_zero_is_started_by_accelerate_and_has_the_curves_losses(done, tokenizer_dir):
-    zero = Runs(done, TINY, tokenizer=tokenizer_dir)
-    zero.begin(280, time.monotonic() + 280)  # on a CPU, DeepSpeed may have to build its extension first
-    passed, figures = steps.step_zero(zero, 3)
-    assert passed and figures["largest_relative"] < 2e-3 and figures["steps"] == TINY.zero_steps, zero.last_lines()
-    assert figures["estimate_gib"] > 0
-
-
-def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, capsys):
-    def command(code):
-        return lambda begun: (True, {"folder": begun.run("it", ["-c", code]).name})
-
-    some = {
-        "bad": Step(command("print('what went wrong'); raise SystemExit(3)"), 60),
-        "slow": Step(command("import time; print('begun', flush=True); time.sleep(60)"), 2),
-        "odd": Step(lambda begun: {}["nothing"], 60),
-        "wrong": Step(lambda begun: (False, {"seen": 1}), 60),
-        "good": Step(command("print(1)"), 60),
-    }
-    monkeypatch.setattr(results, "STEPS", some)
-    monkeypatch.setattr(runs, "SHORTEST_S", 1.0)
-    start_s = time.monotonic()
-    assert run("--tiny", "--output_dir", tmp_path / "out") == 1 and time.monotonic() - start_s < 20
-    found = read(tmp_path / "out")["steps"]
-    assert [step["result"] for step in found.values()] == ["FAILED"] * 4 + ["passed"]
+def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, capsys):
+    work = work_in(tmp_path)
+    bad, slow = "print('what went wrong'); raise SystemExit(3)", "import time; print('begun'); time.sleep(60)"
+    work.part("bad", lambda work: work.run("bad", ["-c", bad], work.end_s))
+    work.part("slow", lambda work: work.run("slow", ["-c", slow], time.monotonic() + 2))
+    work.part("odd", lambda work: {}["nothing"])
+    work.part("wrong", lambda work: (False, {"seen": 1}))
+    (work.folder / "tokens").mkdir()
+    (work.folder / "tokens" / "manifest.json").touch()
+    work.part("good", lambda work: (True, {"seen": 2}))
+    found = json.loads((work.output / "results.json").read_text())["parts"]
+    assert [part["result"] for part in found.values()] == ["FAILED"] * 4 + ["passed"]
     assert found["bad"]["last_lines"] == ["what went wrong"] and "exit code 3" in found["bad"]["why"]
     assert found["slow"]["last_lines"] == ["begun"] and "its time is over" in found["slow"]["why"]
     assert "KeyError" in found["odd"]["why"] and found["wrong"]["figures"] == {"seen": 1}
-    assert "good         passed" in capsys.readouterr().out
-
-    assert run("--tiny", "--output_dir", tmp_path / "out", "--minutes", "0.001", "--steps", "bad") == 1
-    assert read(tmp_path / "out")["steps"]["bad"]["why"] == "RunError: the time is over"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    assert run("--tiny", "--output_dir", tmp_path / "other") == 2
+    with tarfile.open(work.output / "records.tar.xz") as archive:
+        assert archive.getnames() == ["bad.log", "slow.log"]
+    assert "good       passed" in capsys.readouterr().out
 
 
-def test_a_run_that_is_over_leaves_no_process(tmp_path):
-    begun = Runs(tmp_path)
-    begun.begin(60, time.monotonic() + 60)
+def test_a_command_that_is_over_leaves_no_process(tmp_path):
+    work = work_in(tmp_path)
     children = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
-    children += "start_new_session=True); "
-    begun.deadline_s = time.monotonic() + 3
+    children += "start_new_session=True); print(p.pid, flush=True); p.wait()"
     with pytest.raises(RunError, match="its time is over"):
-        begun.run("it", ["-c", children + "print(p.pid, flush=True); p.wait()"])
-    pid = int(begun.log("it").read_text())
+        work.run("it", ["-c", children], time.monotonic() + 3)
+    pid = int(work.log("it").read_text())
     for _ in range(100):  # its parent is gone, so that another process reaps it
         try:
             if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
@@ -165,95 +149,91 @@ def test_a_run_that_is_over_leaves_no_process(tmp_path):
             return
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
-    raise AssertionError("the child of a run outlives it")
+    raise AssertionError("the child of a command outlives it")
 
 
-def test_the_list_of_steps_and_a_machine_without_a_gpu(tmp_path, monkeypatch, capsys):
-    flags = ["--output_dir", tmp_path / "gpu"]
-    script.main([*map(str, flags), "--dry_run"])
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " at most " in line]
-    assert listed == list(STEPS)
-    valuable = ["prepare", "base", "curve", "fp16", "overflow", "large", "precision", "tune"]
-    zero = [f"zero{stage}{precision}" for precision in ("", "_fp16") for stage in (1, 2, 3)]
-    assert listed == [*valuable, *zero, "resume", "ddp", "contiguous", "compiled"]
-    assert run(*flags) == 2 and "not run: no CUDA device" in capsys.readouterr().err
-    assert run(*flags, "--tiny", "--steps", "bse") == 2 and "'bse' is none of" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert results.cannot_run(tiny=False) is None
-    other = results.INTERNALS[0]._replace(parameters=("self",))
-    monkeypatch.setattr(results, "INTERNALS", [*results.INTERNALS, other])
-    said = results.cannot_run(tiny=False)
-    assert f"another Trainer.{other.name} than" in said and "pip install --no-index --no-deps" in said
-    assert not (tmp_path / "gpu").exists()
+def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, monkeypatch, carried):
+    """Up to the device: flags and warm-up."""
+    work, commands = work_in(tmp_path, carried, seconds=480), {}
+    work.tiny = False
+    work.results["parts"] = {"profile": {"figures": {"same_losses": {"relative_differences": [0.0]}}}}
+    monkeypatch.setenv("FIVE_DOMAINS", str(carried / "text"))
 
-
-def test_what_is_missing_is_named_with_the_commands_that_carry_it(monkeypatch, capsys):
-    found = machine.packages()
-    assert {"torch", "transformers", "datasets", "deepspeed"} <= {package.name for package in found}
-    assert "pytest" not in {package.name for package in found} and all(package.installed for package in found)
-    versions = {"transformers": "5.17.0", "torch": "2.13.0+cu130", "datasets": None}
-    seen = [package._replace(installed=versions.get(package.name, package.pinned)) for package in found]
-    (datasets,) = [package.pinned for package in found if package.name == "datasets"]
-    (transformers,) = [package.pinned for package in found if package.name == "transformers"]
-    assert machine.differences(seen) == [
-        f"missing of requirements.txt: datasets=={datasets}",
-        f"other versions than requirements.txt has: transformers 5.17.0 (pinned: {transformers})",
-    ]
-    monkeypatch.setitem(sys.modules, "train_mlm", None)  # its import fails
-    monkeypatch.setattr(machine, "packages", lambda: seen)
-    assert run("--dry_run") == 2
-    said = capsys.readouterr()
-    assert f"datasets=={datasets}" in said.out and "train_mlm.py cannot start" in said.err
-    assert "PYTHONPATH=carried" in said.err and "--target carried" in said.err
-    monkeypatch.setattr(half.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="deepspeed is not installed"):
-        half.with_zero(1, "file")
-
-
-def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, monkeypatch):
-    """Up to the device: arguments, warm-up, launcher."""
-    commands = {}
-
-    def note(self, name, command, again=False):
-        commands[name] = list(command)
+    def note(self, name, command, **_):
+        commands[name] = command
         raise RunError("not started")
 
-    monkeypatch.setattr(Runs, "run", note)
-    whole = Runs(tmp_path, tokenizer="tokenizer", model="runs/mine")
-    for step in STEPS.values():
-        whole.begin(step.limit_s, time.monotonic() + 1000)
-        if step.run is not STEPS["prepare"].run:
-            with pytest.raises(RunError, match="not started"):
-                step.run(whole)
-        else:
-            step.run(whole)
-    launched = 0
+    monkeypatch.setattr(Work, "start", note)
+    for function in (parts.train, parts.fine_tune):
+        with pytest.raises(RunError, match="not started"):
+            function(work)
+    for function in (half.overflow, half.resume):
+        with pytest.raises(RunError, match="not started"):
+            function(work, work.end_s)
+    assert list(commands) == ["roberta_h100", "tuned_cola", "overflow", "whole"]
     for command in commands.values():
-        script_name = next(word for word in command if word in SCRIPTS or word.endswith("inside.py"))
-        launched += command.index(script_name) > 0
-        argv = command[command.index(script_name) + 1 :]
-        if script_name.endswith("inside.py"):
-            argv = argv[1:]
-        module = SCRIPTS.get(script_name, train_mlm)
-        (_, training_args), _ = module.read_arguments([*argv, "--use_cpu", "true"])
-        optimization.check_length(training_args, training_args.max_steps)
-    assert len(commands) == 17 and launched == 7, commands.keys()
+        module = finetune_glue if command[0] == "finetune_glue.py" else train_mlm
+        words = command[2:] if command[0].endswith("inside.py") else command[1:]
+        (args, training_args), _ = module.read_arguments([*words, "--use_cpu", "true"])
+        if module is train_mlm:
+            optimization.check_length(training_args, training_args.max_steps)
+        if command[0] == "train_mlm.py":
+            pretraining.check_cooldown(args, training_args)
+            assert training_args.torch_compile and 6 < args.max_train_minutes < 7
+            assert (args.cooldown_share, args.initialization) == (0.2, "mimetic")
 
 
-def test_the_micro_batch_leaves_room_and_the_peak_is_the_runs_own(tmp_path, monkeypatch):
-    whole = Runs(tmp_path, tokenizer="tokenizer")
-    steps.step_prepare(whole)
-    base, large = (steps.config_of(whole, shape) for shape in ("base", "large"))
-    assert (base.vocab_size, base.num_hidden_layers, large.hidden_size) == (50304, 12, 1024)
-    for gigabytes, expected in ((80, (128, 64)), (24, (32, 8))):
-        monkeypatch.setattr(steps, "device_bytes", lambda size=gigabytes: size * 1e9)
-        assert tuple(steps.micro_batch(config, Sizes(), 8192) for config in (base, large)) == expected
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)  # a run on the CPU of a machine with a GPU
-    assert hardware.peak_memory_bytes() > 1e8
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
-    assert hardware.peak_memory_bytes() == 5
-    called = types.SimpleNamespace(count=0)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(called, "count", called.count + 1))
-    hardware.forget_peak_memory()
-    assert called.count == 1
+def test_the_weights_come_back_in_files_of_less_than_16_mib(tmp_path):
+    model = RobertaForMaskedLM(read_config("presets/model/h100.json"))
+    assert 27e6 < model.num_parameters() < 28e6
+    model.save_pretrained(tmp_path / "model")
+    parts.export(tmp_path / "model", tmp_path)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert len(files) == 4 and max(path.stat().st_size for path in files) < 16 * 2**20
+    assert (tmp_path / "model" / "model.safetensors.index.json").is_file()
+    assert sum(path.stat().st_size for path in files) == pytest.approx(2 * model.num_parameters(), rel=0.01)
+
+
+def test_another_trainer_than_the_checked_one_is_refused(monkeypatch):
+    parts.check_trainer()
+    other = parts.INTERNALS[0]._replace(parameters=("self",))
+    monkeypatch.setattr(parts, "INTERNALS", [*parts.INTERNALS, other])
+    with pytest.raises(RunError, match=rf"has another Trainer.{other.name} than .* --dry_run lists"):
+        parts.check_trainer()
+
+
+def test_losses_that_the_compiled_encoder_changes_are_an_error():
+    found = {"without_dropout": {"losses": [2.0, 1.0]}, "compiled": {"losses": [2.0, 1.005]}}
+    (figures,) = profile.same_losses(found)
+    assert figures["relative_differences"] == pytest.approx([0.0, 0.005])
+    found["compiled"]["losses"][1] = float("nan")
+    with pytest.raises(ValueError, match="differ"):
+        list(profile.same_losses(found))
+
+
+@pytest.mark.slow
+def test_both_commands_at_tiny_sizes_give_what_the_ledger_takes(tmp_path, carried):
+    folders = ["--carried", carried, "--work_dir", tmp_path / "work"]
+    assert run("--tiny", *folders, "--output_dir", tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(found["parts"]) == ["install", *parts.PRETRAINING]
+    measured = found["parts"]["profile"]["figures"]
+    assert [*measured] == ["eager", "without_dropout", "padded", "compiled", "same_losses", "error"]
+    assert all(measured[name]["utilisation"] > 0 for name in ("eager", "padded", "compiled"))
+    assert measured["padded"]["tokens_per_second"] < 0.8 * measured["padded"]["positions_per_second"]
+    assert len(measured["eager"]["kernels"]) > 10 and "kernels" not in measured["padded"]
+    trained = found["parts"]["train"]["figures"]
+    assert trained["compiled"] and [step for step, _ in trained["losses"]] == [3, 6]
+    assert set(trained["loss_by_source"]) == set(DOMAINS) and found["half"]["overflow"]["result"] == "not run"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir())[-2:] == ["records.tar.xz", "results.json"]
+
+    assert run("--tiny", "--finetune", *folders, "--output_dir", tmp_path / "tuned") == 0
+    found = json.loads((tmp_path / "tuned" / "results_finetune.json").read_text())["parts"]["fine_tune"]["figures"]
+    assert len(found) == 10 and all(len(of["seeds"]) == 2 and of["median"] is not None for of in found.values())
+    for name, archive in (("out", "records"), ("tuned", "records_finetune")):
+        with tarfile.open(tmp_path / name / f"{archive}.tar.xz") as records:
+            records.extractall(tmp_path / "records", filter="data")
+    assert report.add(tmp_path / "ledger", tmp_path / "records" / runs.MODEL, None).name == runs.MODEL
+    for twin in ("rte", "sst2_1000_random"):
+        added = report.add(tmp_path / "ledger", tmp_path / "records" / "tuned" / twin, runs.MODEL)
+        assert added.parent.name == runs.MODEL and sys.getsizeof(added.read_text()) > 1000

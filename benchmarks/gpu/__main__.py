@@ -1,52 +1,81 @@
-"""What only a GPU can show: one command for a machine with one GPU, no network, and 25 minutes.
+"""A small RoBERTa, base's profile and fp16 on one GPU in eight minutes, without a network; then fine-tuning.
 
-    make gpu OUT=runs/gpu                               # the same as the next
-    python -m benchmarks.gpu --output_dir runs/gpu [--minutes 25] [--steps base curve] [--data_dir glue]
-    python -m benchmarks.gpu --dry_run                  # the steps, and what this machine lacks; needs no GPU
+    python -m benchmarks.gpu --minutes 8                # or: make gpu; needs a folder that benchmarks.gpu.carry made
+    python -m benchmarks.gpu --finetune --minutes 2.5   # on the same machine, after it
+    python -m benchmarks.gpu --dry_run                  # the parts, and what is to be carried; needs no GPU
 
-Throughput, utilisation and memory of base and large in bf16, a loss curve, fp16 with overflow, bf16 beside fp32, five
-seeds of a task, ZeRO 1 to 3, resuming, DDP: each step in processes of its own, with a limit in time, the most valuable
-first. `<output_dir>/results.json` is written after every step, and the same command again runs what has not passed
-yet. The folders of the runs are what `results/report.py --add` takes. A step that fails leaves the end of its log in
-results.json and stops no other; without DeepSpeed, or without a GPU under --tiny, its steps are not run. The exit code
-is 1 where a step failed or the time was over, 2 where nothing could be run. It has not been run on a GPU so far.
+Each part has an end of its own. `--output_dir` gets at most eight files below 16 MiB: results.json, written after each
+part, records.tar.xz (logs, run records, curve, tokenizer, as results/report.py --add takes them once unpacked), and the
+weights in bf16. A part that fails leaves the end of its log there and stops no other. The exit code is 1 where a part
+failed, 2 where nothing could be run. It has not been run on a GPU so far.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT)]
+import torch
 
-from benchmarks.gpu import machine
+from benchmarks.gpu.runs import Work, install
+
+WHEELS = "transformers==5.23.0 datasets==5.2.0 evaluate==0.4.6 sentencex==1.0.32 dill==0.4.1 multiprocess==0.70.19"
+CARRY = f"""
+To carry beside the repository, for a machine with Python 3.12, torch 2.11, transformers 5.17 and what it needs:
+    python -m benchmarks.gpu.carry --data DIR --output {{carried}}
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest {{carried}}/wheels \\
+        {WHEELS}"""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"), help="folder of results, runs and logs")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all steps together")
-    parser.add_argument("--steps", nargs="+", help="these steps alone, in the order of the list")
-    parser.add_argument("--tokenizer_name", help="a tokenizer's folder; without it, one is trained on docstrings")
-    parser.add_argument("--data_dir", help="folder of GLUE's official files, for the step tune")
-    parser.add_argument("--model_name_or_path", help="checkpoint that the step tune takes; without it, the curve's")
-    parser.add_argument("--tiny", action="store_true", help="for its test: the same steps on a CPU, with a tiny model")
-    parser.add_argument("--dry_run", action="store_true", help="list the steps and what is missing, run nothing")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
+    parser.add_argument("--finetune", action="store_true", help="fine-tune what the first command trained")
+    parser.add_argument("--carried", type=Path, default=Path("runs/gpu_carried"), help="folder that was carried")
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/gpu_work"), help="runs, logs, packed text")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"), help="results: a few small files")
+    parser.add_argument("--tiny", action="store_true", help="for its test: all of it on a CPU, with tiny models")
+    parser.add_argument("--dry_run", action="store_true", help="print parts and what is to be carried, run nothing")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args, lacking = parse(argv), machine.differences(machine.packages())
-    print(*lacking, sep="\n", end="\n" if lacking else "", flush=True)
-    if why := machine.cannot_import("train_mlm"):
-        print(f"error: not run: {why}\n{machine.how_to_carry()}", file=sys.stderr)
-        raise SystemExit(2)
-    from benchmarks.gpu import results  # which needs what was just found to be there
-    from roberta_recipe.errors import exit_on_error
+def describe(args: argparse.Namespace) -> None:
+    """Print the parts with their seconds, and what is to be carried with the commands that fetch it."""
+    from benchmarks.gpu import parts
 
-    exit_on_error(lambda: results.main(args, lacking))
+    chosen = parts.FINE_TUNING if args.finetune else parts.PRETRAINING
+    for name, function in {"install": install, **chosen}.items():
+        limit = f"at most {parts.SECONDS[name]:.0f} s" if name in parts.SECONDS else "what is left"
+        print(f"{name:<10} {limit:<14} {function.__doc__}")
+    print(CARRY.format(carried=args.carried))
+
+
+def main(argv: list[str] | None = None) -> None:
+    end_s, args = time.monotonic(), parse(argv)
+    end_s += 60 * args.minutes
+    if args.dry_run:
+        describe(args)
+        return
+    if not (args.tiny or torch.cuda.is_available()):
+        print("not run: no CUDA device", file=sys.stderr)
+        raise SystemExit(2)
+    if not (args.carried / "text").is_dir():
+        print(f"not run: {args.carried} holds no text; --dry_run prints the commands that make it", file=sys.stderr)
+        raise SystemExit(2)
+    folders = [folder.resolve() for folder in (args.carried, args.work_dir, args.output_dir)]
+    work = Work(*folders, args.tiny, end_s, suffix="_finetune" * args.finetune)
+    work.results |= {"minutes": args.minutes, "tiny": args.tiny}
+    for folder in folders[1:]:
+        folder.mkdir(parents=True, exist_ok=True)
+    work.part("install", install)
+    from benchmarks.gpu import parts  # which needs what was just installed
+
+    for name, function in (parts.FINE_TUNING if args.finetune else parts.PRETRAINING).items():
+        work.part(name, function)
+    raise SystemExit(any(part["result"] == "FAILED" for part in work.results["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -1,172 +1,165 @@
-"""The recipe's commands in processes of their own, each with an end in time, and what the steps train."""
+"""The recipe's commands in processes of their own, each with an end in time; results and archive after each part."""
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tokenizers import Tokenizer
 
-from benchmarks.gpu.machine import ROOT
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.record import LOG_NAME, RECORD_NAME
+from roberta_recipe.input_files import ROOT
 
-Outcome = tuple[bool, dict[str, Any]]  # whether a step passed, and its figures
-LAST_LINES = 15  # of a log, in the results of a step that failed
-SHORTEST_S = 5.0  # a step with less time than this is not begun
+PAIRS = 100  # of each paradigm of BLiMP
+TASKS = "tasks.tar.xz"  # of the carried folder
+MODEL = "roberta_h100"  # name of the run that is trained
+LAST_LINES = 15  # of a log, in the results of a part that failed
+KEPT = {".json", ".jsonl", ".log", ".png", ".yaml", ".txt"}  # files of the work folder that the archive has
+LEFT_OUT = ("site", "tasks", "tokens", "checkpoint-")  # folders of the work folder that it has not, by their beginning
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the steps train. Lengths in tokens, batches in sequences."""
-
-    text: tuple[str, ...] = ("--corpus", "presets/corpus/docstrings.yaml")
-    entries: int = 32_000  # of the tokenizer: 15 MB of docstrings have no 50,265 pairs that occur twice
-    vocab_size: int = 50_304  # rows of the embedding, those of base and large; what is above `entries` is padding
-    shape: dict[str, int] = field(default_factory=dict)  # what differs from presets/model/base.json and large.json
-    max_seq_length: int = 512
-    batch: int = 8192
-    most_per_device: int = 128
-    steps: dict[str, int] = field(default_factory=lambda: {"base": 8, "large": 4})  # optimizer steps, for throughput
-    curve: tuple[int, int, int] = (400, 256, 40)  # steps, batch, steps of warm-up
-    compared: tuple[int, int] = (100, 32)  # steps and batch of bf16 beside fp32
-    zero_steps: int = 60
-    validation: int = 256  # blocks
-    rows: tuple[int, int] = (1000, 277)  # of the made-up task: training, validation
-    tuning: tuple[str, ...] = ("--max_steps", "300", "--warmup_steps", "18")  # of the made-up task
-    device: tuple[str, ...] = ()
-    reserved_s: float = 60.0  # of a run's time, for its start, its evaluation and its checkpoint
+Outcome = tuple[bool, dict[str, Any]]  # whether a part passed, and its figures
 
 
-# The same steps on a CPU, for their test
-TINY = Sizes(
-    text=("--train_file", "train.txt", "--validation_file", "validation.txt"),  # below the output folder
-    entries=400,
-    vocab_size=448,
-    shape={
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-        "max_position_embeddings": 66,
-    },
-    max_seq_length=64,
-    batch=32,
-    most_per_device=8,
-    steps={"base": 3, "large": 2},
-    curve=(8, 8, 2),
-    compared=(4, 8),
-    zero_steps=3,
-    validation=32,
-    rows=(16, 8),
-    tuning=("--max_steps", "2", "--warmup_steps", "1", "--global_batch_size", "8", "--max_seq_length", "64"),
-    device=("--use_cpu", "true"),
-    reserved_s=0.0,
-)
+@dataclass
+class Work:
+    """The folders of the script, the end of its time, and what it has found. `output` is flat and small."""
 
-
-class Runs:
-    """Starts commands below `folder`; those of a step end before `deadline_s` (of `time.monotonic`).
-
-    `tokenizer`, `data_dir` (of GLUE's files) and `model` (to fine-tune) are the user's; None where the steps make them.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        sizes: Sizes = Sizes(),
-        *,
-        tokenizer: str | None = None,
-        data_dir: str | None = None,
-        model: str | None = None,
-    ):
-        self.folder, self.sizes, self.data_dir, self.model = folder, sizes, data_dir, model
-        self.tokenizer, self.makes_tokenizer = tokenizer or str(folder / "tokenizer"), tokenizer is None
-        self.deadline_s = 0.0
-        self.started: list[str] = []  # names of the step's runs
-
-    def begin(self, limit_s: float, end_s: float) -> None:
-        """A step begins: it has `limit_s`, and no more than there is until `end_s`. Raises `RunError` for no time."""
-        now_s = time.monotonic()
-        self.deadline_s, self.started = min(now_s + limit_s, end_s), []
-        if self.deadline_s - now_s < SHORTEST_S:
-            raise RunError("the time is over")
+    carried: Path
+    folder: Path  # runs, logs and what is unpacked
+    output: Path
+    tiny: bool
+    end_s: float  # of time.monotonic
+    results: dict[str, Any] = field(default_factory=dict)
+    suffix: str = ""  # of the files in `output`
 
     @property
     def left_s(self) -> float:
-        return self.deadline_s - time.monotonic()
+        return self.end_s - time.monotonic()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the recipe's commands: the carried packages come before the installed ones."""
+        path = os.pathsep.join([str(self.folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        text = {"FIVE_DOMAINS": str(self.carried / "text")}
+        return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **text}
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.carried / "tokenizer"
+
+    @property
+    def vocab_size(self) -> int:
+        return Tokenizer.from_file(str(self.tokenizer / "tokenizer.json")).get_vocab_size()
+
+    @property
+    def text(self) -> list[str]:
+        """The flags of the carried text, packed into blocks of 128 tokens."""
+        flags = ["--corpus", "presets/corpus/five_domains.yaml", "--tokenizer_name", str(self.tokenizer)]
+        return [*flags, "--token_cache", str(self.folder / "tokens"), *("--max_seq_length", "128")]
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def last_lines(self) -> list[str]:
-        """The end of the log of the step's last run."""
-        if not self.started or not self.log(self.started[-1]).exists():
-            return []
-        return self.log(self.started[-1]).read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+    def last_lines(self, name: str) -> list[str]:
+        """The end of a command's log."""
+        lines = self.log(name).read_text(errors="replace").splitlines() if self.log(name).exists() else []
+        return lines[-LAST_LINES:]
 
-    def start(self, name: str, command: Sequence[str], again: bool = False) -> subprocess.Popen:
-        """Start a command, with its log in `<folder>/<name>.log`. What an earlier attempt left in `<folder>/<name>` is
-        removed, unless it is started `again` to be resumed."""
-        self.started.append(name)
-        if not again:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-            self.log(name).unlink(missing_ok=True)
-        return spawn(command, self.log(name))
+    def start(self, name: str, command: Sequence[str], **environment: str) -> subprocess.Popen:
+        """Start a Python command in a process group of its own, which ends with this process; its log is added to
+        `<folder>/<name>.log`."""
+        with open(self.log(name), "ab") as stream:
+            return subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                env={**self.environment, **environment},
+                preexec_fn=functools.partial(end_with_parent, os.getpid(), signal.SIGKILL),
+            )
 
-    def run(self, name: str, command: Sequence[str], again: bool = False) -> Path:
-        """Run a command to its end; returns `<folder>/<name>`. Raises `RunError` with the last line of its log."""
-        process = self.start(name, command, again)
+    def wait(self, name: str, process: subprocess.Popen, end_s: float) -> Path:
+        """Wait for a command; returns `<folder>/<name>`. Raises `RunError` with the end of its log where it fails,
+        or is not done at `end_s`; then it is killed."""
         try:
-            code = process.wait(timeout=max(0.1, self.left_s))
+            code = process.wait(timeout=max(0.1, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise RunError(f"{name}: its time is over") from None
+            raise RunError(f"{name}: its time is over", *self.last_lines(name)) from None
         finally:
             kill(process)
         if code:
-            lines = self.last_lines()
-            raise RunError(f"{name}: exit code {code}: {lines[-1] if lines else 'nothing was logged'}")
+            raise RunError(f"{name}: exit code {code}", *self.last_lines(name))
         return self.folder / name
 
-    def pretrain(self, name: str, flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
-        """`train_mlm.py`; the first run packs the text into the token cache that the others read."""
-        fixed = ["--tokenizer_name", self.tokenizer, "--token_cache", str(self.folder / "tokens"), *self.text]
-        fixed += ["--max_seq_length", str(self.sizes.max_seq_length), *self.sizes.device]
-        fixed += ["--pad_vocab_to_multiple_of", str(self.sizes.vocab_size), "--output_dir", str(self.folder / name)]
-        fixed += ["--max_eval_samples", str(self.sizes.validation), "--report_to", "none", "--disable_tqdm", "true"]
-        fixed += ["--save_strategy", "no", "--logging_steps", "1"]
-        return self.run(name, [*launcher, "train_mlm.py", *fixed, *flags])
+    def run(self, name: str, command: Sequence[str], end_s: float) -> Path:
+        """`start` and `wait`."""
+        return self.wait(name, self.start(name, command), end_s)
 
-    @property
-    def text(self) -> list[str]:
-        """The flags that name the text."""
-        return [str(self.folder / word) if word.endswith(".txt") else word for word in self.sizes.text]
+    def part(self, name: str, function: Callable[["Work"], Outcome]) -> None:
+        """Run a part and save what there is. A part that fails stops no other."""
+        start_s, found = time.monotonic(), {"figures": {}}
+        self.results.setdefault("parts", {})[name] = found
+        try:
+            passed, found["figures"] = function(self)
+            found["result"] = "passed" if passed else "FAILED"
+        except Exception as error:  # whatever it is, the other parts have their figures
+            lines = [str(line) for line in error.args] or [""]
+            found |= {"result": "FAILED", "why": f"{type(error).__name__}: {lines[0]}", "last_lines": lines[1:]}
+        found["seconds"] = round(time.monotonic() - start_s, 1)
+        self.save()
+        shown = found.get("why") or ", ".join(f"{key} {value}" for key, value in found["figures"].items())
+        print(f"{name:<10} {found['result']:<7} {found['seconds']:>6} s  {shown[:600]}", flush=True)
+
+    def save(self) -> None:
+        """Write results and archive into the output folder."""
+        path = self.output / f"results{self.suffix}.json"
+        durable.write_text(path, json.dumps(self.results, indent=1, default=str))  # a loss may be NaN
+        aside = self.folder / "records.tar.xz"
+        with tarfile.open(aside, "w:xz") as archive:
+            for folder, folders, files in os.walk(self.folder):
+                folders[:] = [name for name in folders if not name.startswith(LEFT_OUT)]
+                for path in (Path(folder, name) for name in files):
+                    with contextlib.suppress(OSError):  # a run beside this has replaced it
+                        if path.suffix in KEPT:
+                            archive.add(path, path.relative_to(self.folder))
+        shutil.copyfile(aside, self.output / f"records{self.suffix}.tar.xz")
 
 
-def spawn(command: Sequence[str], log: Path) -> subprocess.Popen:
-    """A Python command in its own process group, which ends when this process does."""
-    with open(log, "ab") as stream:
-        return subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
-            preexec_fn=functools.partial(end_with_parent, os.getpid(), signal.SIGKILL),
-        )
+def install(work: Work) -> Outcome:
+    """The carried packages and files, unpacked; this process imports those packages too."""
+    site, wheels = work.folder / "site", sorted((work.carried / "wheels").glob("*.whl"))
+    if wheels and not site.exists():
+        command = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+        work.run("pip", [*command, *map(str, wheels)], work.end_s)
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    if not (work.folder / "tasks").exists():
+        with tarfile.open(work.carried / TASKS) as archive:
+            archive.extractall(work.folder / "tasks", filter="data")
+    return True, {"wheels": [wheel.name for wheel in wheels]}
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a command and to all that it has started: a launcher gives its processes groups of their own."""
+    """SIGKILL to a command and to all that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -174,14 +167,3 @@ def kill(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def record_of(run: Path) -> dict[str, Any]:
-    """The run record of a finished run."""
-    return durable.read_json(run / RECORD_NAME)
-
-
-def log_of(run: Path) -> list[dict[str, Any]]:
-    """The log entries of a run that have a loss."""
-    entries = map(json.loads, (run / LOG_NAME).read_text(encoding="utf-8").splitlines())
-    return [entry for entry in entries if "loss" in entry]

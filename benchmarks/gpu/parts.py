@@ -1,0 +1,206 @@
+"""The parts of `make gpu` after `install`: machine, profile, training with fp16 beside it, evaluation; fine-tuning."""
+
+import contextlib
+import inspect
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+
+from benchmarks.gpu import half
+from benchmarks.gpu.runs import PAIRS, Outcome, Work, kill
+from roberta_recipe import durable, hardware
+from roberta_recipe.errors import RunError
+from roberta_recipe.record import git_commit, versions
+from roberta_recipe.training.trainer_internals import CHECKED_WITH, INTERNALS
+
+PRESET = "presets/mlm/roberta_h100.yaml"
+# seconds at most; training has the rest
+SECONDS = {"profile": 90.0, "evaluate": 30.0}
+START_S, END_S = 20.0, 12.0  # of training: before its first step, after its last
+SAVED_S = 30.0  # between two copies of the log while training
+COPY_BYTES = 2**31
+PART_SIZE = "15MB"  # of the weights: a file that comes back has at most 16 MiB
+TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+TINY_TRAINING = """--max_steps 6 --warmup_steps 2 --global_batch_size 8 --per_device_train_batch_size 8
+--logging_steps 1 --per_device_eval_batch_size 4 --max_eval_samples 16 --eval_steps 3 --save_steps 3
+--dataloader_num_workers 1 --use_cpu true"""
+TUNED = {  # by the name of its results: the task, and its flags
+    "cola": ("cola", "--num_train_epochs 3 --global_batch_size 32 --per_device_train_batch_size 32"),
+    "mrpc": ("mrpc", "--num_train_epochs 5 --global_batch_size 32 --per_device_train_batch_size 32"),
+    "rte": ("rte", "--num_train_epochs 5 --global_batch_size 32 --per_device_train_batch_size 32"),
+    "sst2": ("sst2", "--num_train_epochs 1 --global_batch_size 128 --per_device_train_batch_size 128"),
+    "sst2_1000": (
+        "sst2",
+        "--num_train_epochs 10 --global_batch_size 32 --per_device_train_batch_size 32 --max_train_samples 1000",
+    ),
+}
+TUNING = "--max_seq_length 128 --learning_rate 1e-4 --warmup_steps 0.06 --keep none --disable_tqdm true"
+TINY_TUNING = """--use_cpu true --other_rows true --seeds 1 2 --num_train_epochs 1 --max_train_samples 16
+--global_batch_size 8 --per_device_train_batch_size 8"""
+
+
+def measure_machine(work: Work) -> Outcome:
+    """Versions, card, open files, shared memory; rates of copies and of matrix products."""
+    check_trainer()
+    work.results |= {"versions": versions(), "commit": git_commit(), "machine": hardware.describe_machine()}
+    figures: dict[str, Any] = {
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "shared_memory_gb": round(shutil.disk_usage("/dev/shm").total / 1e9, 2),
+        "matrix_rate": hardware.matrix_rate(torch.device("cpu" if work.tiny else "cuda"), torch.bfloat16),
+    }
+    if not work.tiny:
+        free, total = torch.cuda.mem_get_info()
+        figures |= {"copy_bytes_per_second": copy_rate(), "memory_bytes": total, "free_memory_bytes": free}
+        torch.cuda.empty_cache()
+    return True, figures
+
+
+def check_trainer() -> None:
+    """Raise `RunError` where the imported transformers has another `Trainer` than ours builds on."""
+    source = inspect.getsource(transformers.Trainer)
+    for internal in INTERNALS:
+        found = getattr(transformers.Trainer, internal.name, None)
+        same = found is not None and tuple(inspect.signature(found).parameters) == internal.parameters
+        if not (same if internal.parameters else f"self.{internal.name}" in source):
+            wanted = f"transformers {transformers.__version__} has another Trainer.{internal.name} than {CHECKED_WITH}"
+            raise RunError(f"{wanted}: carry the wheels that --dry_run lists")
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second, of a copy on the GPU."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target, seconds = torch.empty_like(source), []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start_s)
+    return 2 * COPY_BYTES / min(seconds)
+
+
+def profiled(work: Work) -> Outcome:
+    """Base at 512 tokens, by variant (`benchmarks.gpu.profile`); the text is packed meanwhile."""
+    start_s, output = time.monotonic(), work.folder / "profile.json"
+    cores = max(1, hardware.cpu_cores() - 4)  # some are left to what is measured
+    tool = ["-m", "roberta_recipe.tools.pack", "--config", PRESET]
+    packing = work.start("pack", [*tool, *work.text, "--num_proc", str(cores)])
+    flags = ["--tokenizer", str(work.tokenizer), "--output", str(output), *["--tiny"] * work.tiny]
+    flags += ["--matrix_rate", str(work.results["parts"]["machine"]["figures"]["matrix_rate"])]
+    error = ""
+    try:
+        work.run(
+            "profile", ["-m", "benchmarks.gpu.profile", *flags], start_s + (3 if work.tiny else 1) * SECONDS["profile"]
+        )
+    except RunError as failed:  # what was measured before is there
+        error = failed.args[0]
+    work.wait("pack", packing, work.end_s)
+    found = durable.read_json(output) if output.exists() else {}
+    return not error and not any("error" in of for of in found.values()), {**found, "error": error}
+
+
+def train(work: Work) -> Outcome:
+    """`roberta_h100` until what evaluation needs is left; beside it fp16: overflow, a kill, resuming."""
+    end_s = work.end_s - SECONDS["evaluate"]
+    profile = work.results["parts"]["profile"]["figures"]
+    compiled = "error" not in profile.get("same_losses", {"error": "not measured"})
+    minutes = (end_s - time.monotonic() - START_S - END_S) / 60
+    flags = ["--config", PRESET, *work.text, "--output_dir", str(work.model), "--torch_compile", str(compiled).lower()]
+    flags += ["--max_train_minutes", f"{minutes:.3f}", "--disable_tqdm", "true", "--report_to", "none"]
+    if work.tiny:
+        flags += ["--config_overrides", f"{TINY},vocab_size={work.vocab_size}", *TINY_TRAINING.split()]
+    process = work.start(work.model.name, ["train_mlm.py", *flags])
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(half_precision, work, end_s)
+        try:
+            while process.poll() is None and work.left_s > SAVED_S:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SAVED_S)
+                work.save()
+            work.wait(work.model.name, process, work.end_s - 10)
+        finally:
+            kill(process)
+            work.results["half"] = done.result()
+    record = durable.read_json(work.model / "run_record.json")
+    names = ("steps", "tokens_seen", "tokens_per_second", "train_seconds", "stopped_by", "parameters", "passes")
+    figures = {name: record[name] for name in (*names, "peak_memory_bytes", "unigram_entropy", "metrics")}
+    figures |= {"compiled": compiled, "losses": record["loss_at_steps"]["validation"]}
+    figures["loss_by_source"] = {name: of["loss"] for name, of in record["metrics_by_source"].items()}
+    return work.tiny or record["metrics"]["eval_loss"] < record["unigram_entropy"], figures
+
+
+def half_precision(work: Work, end_s: float) -> dict[str, Any]:
+    """The results of fp16; of a CPU none."""
+    found = {}
+    for name, function in {"overflow": half.overflow, "resume": half.resume}.items():
+        try:
+            passed, figures = function(work, end_s) if not work.tiny else (None, {"why": "fp16 needs a GPU"})
+            found[name] = {"result": {True: "passed", False: "FAILED", None: "not run"}[passed], "figures": figures}
+        except Exception as error:  # it stops neither the other nor training
+            found[name] = {"result": "FAILED", "why": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def evaluate(work: Work) -> Outcome:
+    """BLiMP beside random weights; the weights in bf16, in parts, in the output folder."""
+    flags = ["--model_name_or_path", str(work.model), "--data_dir", str(work.folder / "tasks" / "blimp")]
+    process = work.start(
+        "blimp", ["-m", "roberta_recipe.tools.blimp", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"]
+    )
+    export(work.model, work.output)
+    work.wait("blimp", process, work.end_s)
+    record = durable.read_json(work.model / "blimp.json")
+    figures = {name: of["mean_of_paradigms"] for name, of in record["scores"].items()}
+    random = {f"random_{name}": of["mean_of_paradigms"] for name, of in record["random_weights"][0].items()}
+    return True, {**figures, **random, "pairs": record["pairs"], "seconds": record["wall_clock_s"]}
+
+
+def export(model: Path, output: Path) -> None:
+    """The weights in bf16, in files of `PART_SIZE`; their index goes beside the model's config."""
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_torch_state_dict(weights, output, max_shard_size=PART_SIZE)
+    for index in output.glob("*.index.json"):
+        shutil.move(index, model / index.name)
+
+
+def fine_tune(work: Work) -> Outcome:
+    """Every task of `TUNED` from the trained model and from random weights, side by side, until the time is over."""
+    processes = {}
+    for name, (task, own) in TUNED.items():
+        for twin, random in ((name, "false"), (f"{name}_random", "true")):
+            flags = ["--config", f"presets/glue/{task}.yaml", "--model_name_or_path", str(work.model), *own.split()]
+            flags += [*TUNING.split(), "--random_weights", random, "--data_dir", str(work.folder / "tasks" / "glue")]
+            flags += ["--output_dir", str(work.folder / "tuned" / twin), *(TINY_TUNING.split() if work.tiny else [])]
+            processes[twin] = work.start(f"tuned_{twin}", ["finetune_glue.py", *flags], OMP_NUM_THREADS="1")
+    ended, figures = True, {}
+    for twin, process in processes.items():
+        try:
+            work.wait(f"tuned_{twin}", process, work.end_s - 5)
+        except RunError as error:  # the seeds that have ended count
+            ended = False
+            work.results.setdefault("not_ended", {})[twin] = [str(line) for line in error.args]
+        figures[twin] = seeds_of(work, twin)
+    return ended, figures
+
+
+def seeds_of(work: Work, name: str) -> dict[str, Any]:
+    """Median and scores of the seeds that have ended, of the task's own metric."""
+    scores = {}
+    for path in sorted((work.folder / "tuned" / name).glob("*/run_record.json")):
+        record = durable.read_json(path)
+        scores[path.parent.name.rpartition("seed")[2]] = record["metrics"][record["metric"]]
+    return {"median": statistics.median(scores.values()) if scores else None, "seeds": scores}
+
+
+PRETRAINING = {"machine": measure_machine, "profile": profiled, "train": train, "evaluate": evaluate}
+FINE_TUNING = {"fine_tune": fine_tune}
