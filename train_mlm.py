@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
-    lower_to_memory(args, training_args, model, validation[0], collator)
+    fit_to_memory(args, training_args, model, validation[0], collator)
     blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
@@ -208,9 +208,10 @@ def build_blocks(
     )
 
 
-def lower_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: dict, collator) -> None:
-    """With `auto_find_batch_size`: lower the micro-batch until full blocks, made of `block`, fit into memory; the
-    global batch stays."""
+def fit_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: dict, collator) -> None:
+    """Check the shared memory of the data workers. With `auto_find_batch_size`: lower the micro-batch until full
+    blocks, made of `block`, fit into memory; the global batch stays."""
+    pretraining.check_shared_memory(args, training_args, block, collator)
     if not training_args.auto_find_batch_size:
         return
     blocks = functools.partial(full_batch, args, block, collator)

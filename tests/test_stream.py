@@ -15,8 +15,9 @@ from tokenizers import normalizers
 
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.order import batches_of, source_of
-from roberta_recipe.data.stream import MicroBatches, TextReader, TrainBlocks
+from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader, TrainBlocks, packed, unpacked
 from roberta_recipe.data.tokenization import split_sentences
 from roberta_recipe.errors import InputError
 
@@ -261,7 +262,7 @@ def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, s
     blocks = [{"input_ids": np.zeros(length), "block_id": number} for number, length in enumerate(lengths)]
     blocks[-1]["states"] = ["where the text stands"]
     in_order = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    made = MicroBatches(lambda blocks: {"blocks": blocks}, size, like_length)(blocks)
+    _, made = MicroBatches(lambda blocks: {"blocks": blocks}, size, like_length)(blocks)
     found = [[block["block_id"] for block in micro_batch["blocks"]] for micro_batch in made]
     assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
     assert [len(micro_batch) for micro_batch in found] == [len(part) for part in in_order]
@@ -271,3 +272,47 @@ def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, s
         assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
     else:
         assert [*itertools.chain.from_iterable(found)] == list(range(len(lengths)))
+
+
+def assert_same(batches, others):
+    assert [list(batch) for batch in batches] == [list(other) for other in others]
+    for batch, other in zip(batches, others, strict=True):
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == torch.int64 and torch.equal(value, other[name]), name
+            else:
+                assert value == other[name], name
+
+
+def test_a_step_travels_as_one_narrow_tensor_per_column():
+    """Widths differ, a column is missing in a micro-batch, another is 1-D and of any length."""
+    sent = [
+        {"ids": [[7, 65535], [1, 2]], "labels": [[-100, 65535], [4, 5]], "pair": [0, 1], "predicted": [], "tokens": 4},
+        {"ids": [[3], [0]], "labels": [[-100], [3]], "mask": [[1], [0]], "pair": [1, 1], "predicted": [9, 70000, 1]},
+    ]
+    sent = [{k: torch.tensor(v, dtype=torch.int64) if k != "tokens" else v for k, v in one.items()} for one in sent]
+    columns, shapes = packed(sent)
+    assert {name: column.dtype for name, column in columns.items()} == {
+        **{"ids": torch.uint16, "labels": torch.int32, "pair": torch.uint8, "predicted": torch.int32},
+        "mask": torch.uint8,
+    }
+    assert all(column.dim() == 1 for column in columns.values())
+    assert_same(unpacked(columns, shapes, "cpu"), sent)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, workers):
+    collator = MlmCollator(tokenizer, mlm_probability=0.15, pad_to_multiple_of=8, seed=3)
+    loader = MicroBatchLoader(
+        TrainBlocks(reader_of(one_source, tokenizer), batch_size=8),
+        **{"batch_size": 8, "collate_fn": MicroBatches(collator, 2), "num_workers": workers},
+        **{"device": "cpu", "on_timeout": pytest.fail, "timeout": 60.0 * (workers > 0)},
+    )
+    blocks, direct = blocks_of(one_source, tokenizer), []
+    for _ in range(5):
+        step = sorted(itertools.islice(blocks, 8), key=lambda block: -len(block["input_ids"]))
+        direct += [collator(step[start : start + 2]) for start in range(0, 8, 2)]
+    found = list(itertools.islice(loader, len(direct)))
+    assert ["states" in batch for batch in found] == [False, False, False, True] * 5
+    assert_same([{name: batch[name] for name in batch if name != "states"} for batch in found], direct)
+    assert 0 < sum("attention_mask" in batch for batch in found) < len(found)

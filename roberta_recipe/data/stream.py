@@ -7,7 +7,9 @@ same order from disk.
 """
 
 import itertools
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -57,6 +59,7 @@ COUNTS = (
 _PACKED = ("documents", "sentences", "split_sentences", "tokens", "blocks")  # of these, what a packer counts
 _TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough to occupy the cores, little to wait for
 _POSITIONS_PER_CALL = 4096
+_NARROW = (np.uint8, np.uint16, np.int32, np.int64)  # of a column that a data worker sends
 
 # {"input_ids": (<= max_seq_length,) uint16 or int32, "epoch": int, "block_id": int}, and the packer's other columns
 Block = dict[str, Any]
@@ -340,7 +343,7 @@ class TrainBlocks(torch.utils.data.IterableDataset):
 @dataclass
 class MicroBatches:
     """A collate function: a process's blocks of an optimizer step to its micro-batches of `size` blocks, each made by
-    `collate`. The last has the blocks' `states`, where they have some.
+    `collate`; as `packed` sends them. The last has the blocks' `states`, where they have some.
 
     With `like_length`, blocks of like length come together, the longest first, so that fewer positions are padded: a
     step's gradient does not depend on how its blocks are divided.
@@ -350,21 +353,67 @@ class MicroBatches:
     size: int
     like_length: bool = True
 
-    def __call__(self, blocks: list[Block]) -> list[dict[str, Any]]:
+    def __call__(self, blocks: list[Block]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         states = {"states": blocks[-1].pop("states")} if "states" in blocks[-1] else {}
         if self.like_length:
             blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
         made = [self.collate(blocks[start : start + self.size]) for start in range(0, len(blocks), self.size)]
         made[-1] |= states
-        return made
+        return packed(made)
+
+
+def packed(micro_batches: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """(columns, micro-batches): one 1-D tensor per column, in the narrowest integer type that holds it, and the
+    micro-batches with shapes in place of tensors. A data worker sends each tensor through /dev/shm, as a file
+    descriptor."""
+    columns: dict[str, list[np.ndarray]] = {}
+    for name, value in itertools.chain.from_iterable(micro_batch.items() for micro_batch in micro_batches):
+        if isinstance(value, torch.Tensor):
+            columns.setdefault(name, []).append(value.numpy().ravel())
+    shapes = [{name: v.shape if name in columns else v for name, v in batch.items()} for batch in micro_batches]
+    return {name: _narrowed(np.concatenate(parts)) for name, parts in columns.items()}, shapes
+
+
+def _narrowed(values: np.ndarray) -> torch.Tensor:
+    low, high = values.min(initial=0), values.max(initial=0)
+    fitting = (dtype for dtype in _NARROW if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
+    return torch.from_numpy(values.astype(next(fitting)))
+
+
+def unpacked(columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], device: Any) -> list[dict[str, Any]]:
+    """The micro-batches that were `packed`: int64 tensors on `device`, views of one tensor per column."""
+    parts = {}
+    for name, column in columns.items():
+        sizes = [math.prod(batch[name]) for batch in shapes if name in batch]
+        parts[name] = iter(column.to(device, non_blocking=True).long().split(sizes))
+    return [
+        {name: next(parts[name]).view(value) if name in parts else value for name, value in batch.items()}
+        for batch in shapes
+    ]
 
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
-    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another; `collate_fn` is a `MicroBatches`."""
+    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another, on `device`; `collate_fn` is a
+    `MicroBatches`. After each `timeout` of a step's data, it calls `on_timeout(seconds waited)` and waits again."""
+
+    def __init__(self, *args, device: torch.device, on_timeout: Callable[[float], None], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.device, self.on_timeout = device, on_timeout
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for micro_batches in super().__iter__():
+        steps, asked_s = super().__iter__(), time.monotonic()
+        while True:
+            try:
+                micro_batches = unpacked(*next(steps), self.device)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                self.on_timeout(time.monotonic() - asked_s)  # next() may be called again: nothing was taken
+                continue
             yield from micro_batches
+            asked_s = time.monotonic()
 
 
 def _sources_from(shares: list[float], start: int) -> Iterator[int]:

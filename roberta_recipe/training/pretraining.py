@@ -3,6 +3,7 @@ read its presets."""
 
 import functools
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, phrases, token_cache, tokenization
 from roberta_recipe.data.formats import PAIRS
 from roberta_recipe.data.mask_units import LENGTHS, Unit
-from roberta_recipe.data.stream import COUNTS, TextReader
+from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger
@@ -503,13 +504,34 @@ def full_batch(
     args: MlmArguments, block: dict[str, Any], collator: masking.MlmCollator, count: int
 ) -> dict[str, torch.Tensor]:
     """What the model gets of `count` blocks like `block`, each repeated up to `max_seq_length` tokens, the last up to
-    one less: a batch of whole sentences has an attention mask, and on a GPU attention takes more memory with one."""
+    one less: a batch of whole sentences has an attention mask, and on a GPU attention takes more memory with one. Each
+    has a mask of its own."""
+    copies = []
+    for number in range(count):
+        size = args.max_seq_length - (number == count - 1)
+        copy = {name: np.resize(v, size) if isinstance(v, np.ndarray) else v for name, v in block.items()}
+        copies.append({**copy, "block_id": block["block_id"] + number})  # which the mask is drawn from
+    return {name: value for name, value in collator(copies).items() if isinstance(value, torch.Tensor)}
 
-    def repeated(size: int) -> dict[str, Any]:
-        return {name: np.resize(v, size) if isinstance(v, np.ndarray) else v for name, v in block.items()}
 
-    batch = collator([repeated(args.max_seq_length)] * (count - 1) + [repeated(args.max_seq_length - 1)])
-    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+def check_shared_memory(
+    args: MlmArguments, training_args: MlmTrainingArguments, block: dict[str, Any], collator: masking.MlmCollator
+) -> None:
+    """Raise `InputError` where /dev/shm (64 MB in a Docker container) has no room for the steps, of full blocks like
+    `block`, that data workers prefetch."""
+    workers, prefetch = training_args.dataloader_num_workers, training_args.dataloader_prefetch_factor or 2  # torch's
+    if not workers or not os.path.isdir(folder := "/dev/shm"):
+        return
+    columns, _ = packed([full_batch(args, block, collator, 16)])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    blocks = args.global_batch_size // training_args.world_size * processes * workers * prefetch
+    needed = sum(column.nbytes for column in columns.values()) * blocks // 16
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise InputError(
+            f"data workers prefetch {needed / 1e6:,.0f} MB of batches into {folder}, where only {free / 1e6:,.0f} MB "
+            f"are free: enlarge it (docker run --shm-size={needed // 10**9 + 1}g), or lower "
+            f"dataloader_num_workers={workers} or dataloader_prefetch_factor={prefetch}"
+        )
 
 
 def mask_validation(

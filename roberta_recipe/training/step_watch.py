@@ -4,10 +4,10 @@ All processes decide alike, at the end of an optimizer step, by the sum of what 
 """
 
 import atexit
+import multiprocessing
 import os
 import signal
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from roberta_recipe.log import is_first_process, logger
+from roberta_recipe.data.stream import TextReader
+from roberta_recipe.errors import RunError, Stopped
+from roberta_recipe.log import duration, is_first_process, logger
 from roberta_recipe.record import TIME_LIMIT
-from roberta_recipe.started import launcher_is_gone
+from roberta_recipe.started import continue_with, launcher_is_gone
 from roberta_recipe.training import spikes
 
 if TYPE_CHECKING:
@@ -28,7 +30,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_INTERRUPT_S = 2.0
 # a process notes a signal when a call of torch returns, as of a backward pass on a CPU
 _MOST_OF_A_CALL_S = 30.0
-_ENDS = -1  # in `StepWatch.told`: this process ends, and so do its data workers
+DATA_TIMEOUT_S = 5.0  # of the training loader; then it calls `StepWatch.on_data_timeout`
+ANNOUNCE_S = 60.0  # a longer wait for data is a log line
+GRACE_S = 20.0  # for the data of a step, after a signal
+STUCK_S = 600.0  # without progress, a data worker is stuck
 
 
 class StepWatch(TrainerCallback):
@@ -50,11 +55,13 @@ class StepWatch(TrainerCallback):
         self.stopped_by: str | None = None  # "SIGTERM", "Ctrl-C", `TIME_LIMIT`
         self.spike: float | None = None  # the loss that ended training
         self.told = torch.zeros(1).share_memory_()  # to stop: a signal's number; data workers look at it too
-        atexit.register(_end_workers, weakref.ref(self))  # before multiprocessing's own end, which waits for them
+        atexit.register(kill_workers)  # before multiprocessing's own end, which waits for them
         self.recent_losses: deque[float] = deque(maxlen=spikes.WINDOW)
         self.trainer: DurableTrainer | None = None
         self._handlers: dict[int, Any] = {}
         self._interrupted_s: float | None = None
+        self._read, self._read_s = None, 0.0  # `TextReader.counts`, and when they last grew
+        self._announced = 0  # the last step whose wait for data is in the log
 
     def begin(self, recent_losses: Iterable[float]) -> None:
         """Take over the signals; `recent_losses` are those of the steps before."""
@@ -118,6 +125,33 @@ class StepWatch(TrainerCallback):
             why = "The launcher has ended" if terminated and launcher_is_gone() else why
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
+    def on_data_timeout(self, waited_s: float) -> None:
+        """Timeout of the training loader: the next step has waited `waited_s` for its data. Raises `RunError` after
+        `STUCK_S` without progress, and `Stopped` after a signal and `GRACE_S` without progress, or `GRACE_S` at all
+        where this start has no step to lose. Progress is text that a worker reads, in a resume perhaps for hours; a
+        token cache has no counter of it."""
+        trainer, now_s, step = self.trainer, time.monotonic(), self.trainer.state.global_step + 1
+        reader = trainer.train_dataset.reader
+        read = reader.counts.tolist() if isinstance(reader, TextReader) else None
+        if read != self._read:
+            self._read, self._read_s = read, now_s
+        idle_s = min(waited_s, now_s - self._read_s)
+        has_trained = step > trainer._first_step + 1
+        kept = f"had no data after {duration(waited_s)}. {trainer._last_good()} {continue_with()}"
+        if self.told > 0 and (idle_s if has_trained else waited_s) >= GRACE_S:
+            kill_workers()
+            by = "SIGTERM" if self.told == signal.SIGTERM else "Ctrl-C"
+            raise Stopped(f"stopped by {by}: step {step:,} {kept}", by)
+        if idle_s >= STUCK_S:
+            kill_workers()
+            raise RunError(
+                "a data worker is stuck, often for too few open files (ulimit -n) or file storage that does not "
+                f"answer; a traceback of it above says more. Step {step:,} {kept}"
+            )
+        if waited_s >= ANNOUNCE_S and self._announced != step:
+            self._announced = step
+            logger.info(f"Step {step:,} has waited {duration(waited_s)} for data, and waits on")
+
     def told_since(self) -> str | None:
         """By which signal a process was told to end after the last step; called in all processes."""
         told = torch.tensor([float(self.told) == number for number in _SIGNALS], device=self.trainer.args.device)
@@ -134,11 +168,13 @@ class StepWatch(TrainerCallback):
         return False
 
 
-def _end_workers(watch: weakref.ref) -> None:
-    """As the interpreter ends: tell the data workers that are left, as of an error's traceback, that nobody wants
-    them."""
-    if watch():
-        watch().told[0] = _ENDS
+def kill_workers() -> None:
+    """Kill the data workers of a run that ends with an error; a stuck worker ignores SIGTERM."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each killed worker
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def outlive_a_stop(told: torch.Tensor, before: Callable[[int], None] | None, worker: int) -> None:
@@ -153,8 +189,6 @@ def outlive_a_stop(told: torch.Tensor, before: Callable[[int], None] | None, wor
         while time.monotonic() < end_s and os.getppid() == trainer:
             if told > 0:
                 return
-            if told == _ENDS:
-                break
             time.sleep(0.05)
         os._exit(0)
 
