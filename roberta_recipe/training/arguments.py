@@ -103,8 +103,8 @@ class RecipeTrainingArguments(TrainingArguments):
 
     attn_implementation: str | None = setting(
         None,
-        "How attention is computed: sdpa, eager, blockwise (for CPUs); without it, what is fastest for device, "
-        "precision and dropout (benchmarks/attention.py).",
+        "How attention is computed: sdpa, eager, blockwise (for CPUs), varlen (unpadded rows, for pretraining on CUDA); "
+        "without it, what is fastest for device, precision and dropout (benchmarks/attention.py).",
         "fixed",
     )
     bf16: bool | None = setting(
