@@ -55,6 +55,11 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def local_processes() -> int:
+    """Processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def peak_memory_bytes() -> int:
     """Most memory taken so far: of the GPU since `forget_peak_memory`, where this process has used one, else resident
     memory of this process."""

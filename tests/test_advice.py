@@ -6,7 +6,7 @@ import pytest
 
 import train_mlm
 from roberta_recipe.tools import pack
-from roberta_recipe.training import advice, mlm_trainer
+from roberta_recipe.training import advice
 from roberta_recipe.training.batch import accumulation_steps
 
 H100, BASE = 798e12, 0.602e9  # FLOP/s, FLOPs a token
@@ -15,16 +15,14 @@ H100, BASE = 798e12, 0.602e9  # FLOP/s, FLOPs a token
 def test_tokenization_is_compared_with_training():
     assert advice.on_tokenization(16, 8, H100, BASE, "p") is None  # 7.68 M tokens/s for 4.24 M
     line = advice.on_tokenization(2.5, 8, H100, BASE, "runs/a/preset.yaml")
-    assert "each of 8 processes tokenizes the whole text, some 1.20 M tokens/s" in line
-    assert "on 2.5 cores a process, and they can train some 4.24 M tokens/s" in line
+    assert "each process and data worker tokenizes the whole text, some 1.20 M tokens/s" in line
+    assert "on 2.5 cores each, and 8 processes can train some 4.24 M tokens/s" in line
     assert line.endswith("python -m roberta_recipe.tools.pack --config runs/a/preset.yaml --token_cache DIR")
-    assert advice.on_tokenization(0.1, 1, H100, BASE, "p") is None  # one process
+    assert advice.on_tokenization(2, 1, H100, BASE, "p") is None
 
 
 def test_a_run_from_text_is_advised_and_its_command_packs(preset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(advice, "_TOKENIZED_PER_CORE", 1e-3)
-    call = advice.on_tokenization
-    monkeypatch.setattr(mlm_trainer.advice, "on_tokenization", lambda cores, _, *rest: call(cores, 2, *rest))
     train_mlm.main(["--config", preset])
     (command,) = re.findall(r"roberta_recipe\.tools\.pack (.*)", capsys.readouterr().err)
     cache = str(tmp_path / "cache")

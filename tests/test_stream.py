@@ -253,25 +253,18 @@ def test_a_limit_above_the_corpus_is_the_corpus(one_source, tokenizer):
     assert len({name for _, name, _ in blocks}) == size
 
 
-@given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
-    size=st.integers(1, 8),
-    like_length=st.booleans(),
-)
-def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, size, like_length):
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), size=st.integers(1, 8))
+def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, size):
     blocks = [{"input_ids": np.zeros(length), "block_id": number} for number, length in enumerate(lengths)]
     blocks[-1]["states"] = ["where the text stands"]
     in_order = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    _, made = MicroBatches(lambda blocks: {"blocks": blocks}, size, like_length)(blocks)
+    _, made = MicroBatches(lambda blocks: {"blocks": blocks}, size)(blocks)
     found = [[block["block_id"] for block in micro_batch["blocks"]] for micro_batch in made]
     assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
     assert [len(micro_batch) for micro_batch in found] == [len(part) for part in in_order]
     assert ["states" in micro_batch for micro_batch in made] == [False] * (len(made) - 1) + [True]
-    if like_length:
-        by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]
-        assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
-    else:
-        assert [*itertools.chain.from_iterable(found)] == list(range(len(lengths)))
+    by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]
+    assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
 
 
 def assert_same(batches, others):

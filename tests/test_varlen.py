@@ -83,19 +83,24 @@ def test_logits_without_labels_are_those_of_padded_rows():
 
 def test_what_cannot_be_unpadded_is_refused(preset, tmp_path, monkeypatch):
     flags = ["--config", str(preset), "--attn_implementation", "varlen", "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(InputError, match="attn_implementation=varlen: FlashAttention is for CUDA in bf16 or fp16, not"):
+    with pytest.raises(InputError, match="varlen: FlashAttention needs CUDA and bf16 or fp16; this run is"):
         train_mlm.main(flags)
     args = MlmTrainingArguments(str(tmp_path), max_steps=1, attn_implementation="varlen", bf16=True, use_cpu=True)
     monkeypatch.setattr(MlmTrainingArguments, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert attention.choose(config_of("roberta"), args, unpads=True) == "varlen"
-    with pytest.raises(InputError, match="pretraining alone"):
+    with pytest.raises(InputError, match="for pretraining only"):
         attention.choose(config_of("roberta"), args)
-    with pytest.raises(InputError, match="'modernbert' models have no position ids"):
+    with pytest.raises(InputError, match="a 'modernbert' model has no position ids"):
         attention.choose(config_of("modernbert"), args, unpads=True)
     dropout = config_of("roberta")
     dropout.attention_probs_dropout_prob = 0.1
     with pytest.raises(InputError, match="--config_overrides attention_probs_dropout_prob=0"):
         attention.choose(dropout, args, unpads=True)
     args.torch_compile = True
-    with pytest.raises(InputError, match="rows of another length"):
+    with pytest.raises(InputError, match="differ in shape"):
+        attention.choose(config_of("roberta"), args, unpads=True)
+    args.torch_compile = False
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(InputError, match="from Ampere on"):
         attention.choose(config_of("roberta"), args, unpads=True)

@@ -345,18 +345,16 @@ class MicroBatches:
     """A collate function: a process's blocks of an optimizer step to its micro-batches of `size` blocks, each made by
     `collate`; as `packed` sends them. The last has the blocks' `states`, where they have some.
 
-    With `like_length`, blocks of like length come together, the longest first, so that fewer positions are padded: a
-    step's gradient does not depend on how its blocks are divided.
+    Blocks of like length come together, the longest first, so that fewer positions are padded: a step's gradient does
+    not depend on how its blocks are divided.
     """
 
     collate: Callable[[list[Block]], dict[str, Any]]
     size: int
-    like_length: bool = True
 
     def __call__(self, blocks: list[Block]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         states = {"states": blocks[-1].pop("states")} if "states" in blocks[-1] else {}
-        if self.like_length:
-            blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
+        blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
         made = [self.collate(blocks[start : start + self.size]) for start in range(0, len(blocks), self.size)]
         made[-1] |= states
         return packed(made)

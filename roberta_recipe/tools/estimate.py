@@ -238,7 +238,7 @@ def memory_per_gpu(
     # micro-batches peak at the end, where all is gone but two terms of the embedding's gradient, the decoder's and the
     # lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
     predicted, element = math.ceil(tokens * mlm_probability), _KEPT[kind][0]
-    rows = min(predicted, cross_entropy.ROWS) * (4 if kind == "fp32" else 8)
+    rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
     loss = predicted * (2 * element * config.vocab_size + head * config.hidden_size) + rows * config.vocab_size
     if "sbo" in objective:  # both logits, a head of twice the layers, and the hidden states that both read
         loss += predicted * (element * config.vocab_size + 2 * head * config.hidden_size)

@@ -1,25 +1,25 @@
-"""Advice at the start of a pretraining run on what will be its bottleneck: tokenization, or micro-batches too small for
-a GPU. Each is a function of numbers, which returns a log line, or None where there is nothing to say."""
+"""Advice at start-up on the likely bottleneck: tokenization, or a micro-batch too small for a GPU. Each function
+returns a log line or None."""
 
 import math
 
 _TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
-_TRAINED_SHARE = 0.4  # of the matrix rate that training reaches: base at 512 on one H100 has 33% to 45%
-_TOKENS_ENOUGH = 16_384  # of a micro-batch: 32 x 512
+_TRAINED_SHARE = 0.4  # of the matrix rate that training reaches on a GPU: assumed
+_TOKENS_ENOUGH = 16_384  # of a micro-batch, 32 x 512: assumed
 
 
 def on_tokenization(
     cores: float, processes: int, matrix_rate: float, flops_per_token: float, preset: str
 ) -> str | None:
-    """Where several processes read text, each of them all of it with `cores` cores, slower than they train together;
-    `matrix_rate` is FLOP/s of one process's device, `preset` the path of one for this run."""
+    """A warning where tokenization is slower than training. Every process, and every data worker of it, tokenizes the
+    whole text with `cores` cores; `matrix_rate` in FLOP/s of a device; `preset`: path of this run's preset."""
     tokenized, trained = _TOKENIZED_PER_CORE * cores, processes * _TRAINED_SHARE * matrix_rate / flops_per_token
-    if processes == 1 or tokenized >= trained:
+    if tokenized >= trained:
         return None
     return (
-        f"Tokenization is the bottleneck: each of {processes} processes tokenizes the whole text, some "
-        f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores a process, and they can train some {trained / 1e6:.2f} M "
-        "tokens/s. Pack the text once, then start with --token_cache DIR: "
+        f"Tokenization is the bottleneck: each process and data worker tokenizes the whole text, some "
+        f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores each, and {processes} processes can train some "
+        f"{trained / 1e6:.2f} M tokens/s. Pack the text once, then start with --token_cache DIR: "
         f"python -m roberta_recipe.tools.pack --config {preset} --token_cache DIR"
     )
 

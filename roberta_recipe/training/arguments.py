@@ -103,7 +103,7 @@ class RecipeTrainingArguments(TrainingArguments):
 
     attn_implementation: str | None = setting(
         None,
-        "How attention is computed: sdpa, eager, blockwise (for CPUs), varlen (unpadded rows, for pretraining on CUDA); "
+        "How attention is computed: sdpa, eager, blockwise (for CPUs), varlen (unpadded, for pretraining on CUDA); "
         "without it, what is fastest for device, precision and dropout (benchmarks/attention.py).",
         "fixed",
     )

@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     name: str
 
 
-CUDNN_FAULT = "cuDNN's kernel, which can give NaN on this card (pytorch #196678)"
+CUDNN_DISABLED = "cuDNN attention disabled (NaN gradients on Hopper, pytorch #196678)"
 MASKED_BY_PAIRS = ("sdpa", "eager", BLOCKWISE)  # those that take a mask of every two tokens
 
 # The fastest of `benchmarks/attention.py`, at 64 to 512 tokens (benchmarks/README.md has the figures). Where two are
@@ -46,7 +46,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = Fal
     elif named == BLOCKWISE and args.device.type != "cpu":
         where = "it is for CPUs"
     elif named == VARLEN:
-        where = _unfit_for_varlen(config, args) if unpads else "rows are unpadded in pretraining alone"
+        where = _unfit_for_varlen(config, args) if unpads else "it is for pretraining only"
     if where:
         raise InputError(f"attn_implementation={named}: {where}; take sdpa or eager, or leave it out")
     dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
@@ -69,11 +69,13 @@ def _unfit_for_varlen(config: PreTrainedConfig, args: TrainingArguments) -> str:
     """Why unpadded rows are not for this device, precision or model; empty where they are."""
     family = families.TABLE.get(config.model_type)
     if args.device.type != "cuda" or not (args.bf16 or args.fp16):
-        return f"FlashAttention is for CUDA in bf16 or fp16, not {args.device.type} in {precision(args)}"
+        return f"FlashAttention needs CUDA and bf16 or fp16; this run is {precision(args)} on {args.device.type}"
+    if torch.cuda.get_device_capability(args.device) < (8, 0):
+        return "FlashAttention needs a GPU from Ampere on"
     if args.torch_compile:
-        return "rows of another length each would be compiled each by itself (torch_compile)"
+        return "unpadded batches differ in shape, and each would be compiled again; leave out torch_compile"
     if not (family and family.first_position):
-        return f"{config.model_type!r} models have no position ids that begin in the middle of a row"
+        return f"a {config.model_type!r} model has no position ids for several sequences in one row"
     return ""
 
 
@@ -106,11 +108,11 @@ def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
         )
     if args.device.type == "cpu" and not args.torch_compile:
         cpu_kernels.use_fast_dropout(model)
-    without = ""
+    disabled = ""
     if leaves_cudnn_out(args.device):
         torch.backends.cuda.enable_cudnn_sdp(False)
-        without = f", without {CUDNN_FAULT}"
-    logger.info(f"Attention   {args.attn_implementation}, in {precision(args)}{without}")
+        disabled = f"; {CUDNN_DISABLED}"
+    logger.info(f"Attention   {args.attn_implementation}, in {precision(args)}{disabled}")
 
 
 def precision(args: TrainingArguments) -> str:

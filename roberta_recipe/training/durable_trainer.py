@@ -316,7 +316,7 @@ class DurableTrainer(Trainer):
     def diverged(self, what: str) -> RunError:
         """The error of a run that is lost."""
         if attention.leaves_cudnn_out(self.args.device):
-            what += f", without {attention.CUDNN_FAULT}"
+            what += f" ({attention.CUDNN_DISABLED}, so that is not the cause)"
         return RunError(
             f"{what}; nothing of it was saved. Lower {self._rate()} or warm up longer "
             f"(warmup_steps={self.args.warmup_steps:g}), {self.change_advice}. {self._last_good()}"

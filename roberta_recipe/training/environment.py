@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory
+from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory, local_processes
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import logger
 from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
@@ -44,7 +44,7 @@ def set_up_process() -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         remove_stale_locks(Path(get_default_build_root()))
     if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
-        torch.set_num_threads(max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 
 def remove_stale_locks(root: Path) -> None:

@@ -1,9 +1,9 @@
 """Mimetic initialization of fresh weights (Trockman and Kolter 2023, arXiv 2305.09828), on top of the normal draw.
 
-Trained attention has a form in closed terms: neighbouring positions have similar embeddings, a query is like its key,
-and value times output is near a multiple of the identity (negative for the paper's vision models, positive here). A
-model with this form attends to neighbours from the first step; from the normal draw alone, the search for them is most
-of the unigram plateau. The default factors are ours, by trials at 2 x 128 and 4 x 256.
+Trained attention weights have a simple structure: neighbouring positions have similar embeddings, queries resemble
+keys, and value times output is close to a multiple of the identity (negative for the paper's vision models, positive
+here). A model with this structure attends to neighbours from the first step; from the normal draw alone, the search for
+them is most of the unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
 """
 
 import math
@@ -32,8 +32,8 @@ def factors(text: str | None) -> dict[str, float] | None:
     except ValueError:
         defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
         raise InputError(
-            f"initialization={text}: write normal, or mimetic, with numbers from 0 on where other factors than these "
-            f"are wanted: mimetic,{defaults}"
+            f"initialization={text}: must be normal or mimetic, optionally with non-negative factors: "
+            f"mimetic,{defaults}"
         ) from None
     return {**_DEFAULTS, **given}
 
@@ -59,8 +59,8 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
     config = model.config
     if config.model_type not in FAMILIES:
         raise InputError(
-            f"initialization={text}: a {config.model_type!r} model has other modules; take a model of "
-            f"{', '.join(FAMILIES)}, or --initialization normal"
+            f"initialization={text} supports {', '.join(FAMILIES)}, not {config.model_type!r}: use --initialization "
+            "normal"
         )
     size, heads = config.hidden_size, config.num_attention_heads
     first = families.TABLE[config.model_type].first_position(config)

@@ -21,7 +21,7 @@ from roberta_recipe.data import masking, order
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
 from roberta_recipe.training import advice, modeling, optimization, step_watch
@@ -67,7 +67,7 @@ class MlmTrainer(DurableTrainer):
         self._first_position, self._states = resumed.get("position", 0), None
         self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
         self.throughput = Throughput(self.args)
-        if self.args.torch_compile:  # the encoder, not by accelerate the whole model, whose losses wait for the device
+        if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
             modeling.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
         # for data: when the batches of a step were asked for, and how long this process waited since the last log line
@@ -78,8 +78,7 @@ class MlmTrainer(DurableTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
-        # a compiled model would be compiled anew for each length
-        micro_batches = MicroBatches(self.data_collator, size, like_length=not self.args.torch_compile)
+        micro_batches = MicroBatches(self.data_collator, size)
         loader = MicroBatchLoader(
             self.train_dataset,
             batch_size=size * self.args.gradient_accumulation_steps,
@@ -124,10 +123,10 @@ class MlmTrainer(DurableTrainer):
         data = self.train_dataset
         if self.args.process_index or not isinstance(getattr(data, "reader", None), TextReader) or data.limit:
             return
-        cores = cpu_cores() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        readers = local_processes() * max(1, self.args.dataloader_num_workers)
         preset = os.path.join(self.args.output_dir, PRESET_NAME)
         machine = self.args.world_size, self.throughput.matrix_rate
-        if line := advice.on_tokenization(cores, *machine, self.flops_per_token, preset):
+        if line := advice.on_tokenization(cpu_cores() / readers, *machine, self.flops_per_token, preset):
             logger.warning(line)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

@@ -15,7 +15,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.training import families, sharing, weights
 from roberta_recipe.training.attention import MASKED_BY_PAIRS
 from roberta_recipe.training.cross_entropy import cross_entropy
-from roberta_recipe.training.varlen import VARLEN, unpad
+from roberta_recipe.training.varlen import VARLEN, positions_within, unpad
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -50,16 +50,16 @@ class PredictedPositions:
         predicted: torch.Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
-        """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted, there are
-        no logits, which accelerate would copy to fp32, but the losses:
+        """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted, the output
+        has losses and no logits, which accelerate would copy to fp32:
 
         `losses` are the cross-entropies in nats (predicted positions,) in the order of `labels != -100`,
         `loss_sums["mlm"]` is their sum, and `loss` their mean over this batch (0 where nothing is predicted). The stock
         class has the mean alone, which is not what accumulated micro-batches of unequal counts need.
 
-        `predicted` (positions,) has the flat positions of the labels, padded with -1, for which a loss is 0: without
-        it, the device waits for their number. With `sequence` (batch, seq_len), the number of each token's sequence in
-        its row, the result is that of a batch in which every sequence is a row of its own.
+        `predicted` (positions,) has the flat positions of the labels, padded with -1, for which a loss is 0; without
+        it, `nonzero` synchronises with the device. With `sequence` (batch, seq_len), the number of each token's
+        sequence in its row, the result is that of a batch in which every sequence is a row of its own.
         """
         if getattr(self.config, "type_vocab_size", 0) < 2:  # as RoBERTa: separators alone tell segments apart
             kwargs.pop("token_type_ids", None)
@@ -72,13 +72,14 @@ class PredictedPositions:
             unpadded = unpad(input_ids, attention_mask, sequence, first_position)
             input_ids, labels = unpadded.row(input_ids), unpadded.row(labels)
             other_targets = {name: unpadded.row(column) for name, column in other_targets.items()}
-            attention_mask = predicted = None
+            attention_mask = None
+            predicted = None if predicted is None else torch.searchsorted(unpadded.flat, predicted)
             kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
             kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
         elif sequence is not None:
             attention_mask, kwargs["position_ids"] = apart(sequence, attention_mask, first_position, added)
         elif attention_mask is not None and attention in MASKED_BY_PAIRS and first_position is not None:
-            # a mask of four dimensions is taken as it is: transformers looks whether all of one of two is set
+            # transformers takes a 4-D mask as it is; on a 2-D mask it calls `.all()`, which synchronises
             attention_mask = _as_added(attention_mask[:, None, None, :].bool(), added)
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
@@ -129,11 +130,9 @@ def apart(
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
-    columns = torch.arange(sequence.shape[1], device=sequence.device).expand_as(sequence)
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    positions = columns - torch.where(begins, columns, 0).cummax(dim=1).values + first_position
-    return _as_added(same, added), positions
+    return _as_added(same, added), positions_within(begins, first_position)
 
 
 def _as_added(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -142,8 +141,8 @@ def _as_added(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def compile_encoder(model: PredictedPositions, backend: str | None = None, mode: str | None = None) -> None:
-    """Compile the encoder in place, for one shape of batch; embeddings of targets, head and losses stay eager. The
-    weights keep their names. Without `backend`: inductor."""
+    """Compile `base_model` in place for a fixed batch shape; head and losses stay eager, parameter names unchanged.
+    `backend` defaults to inductor."""
     model.base_model.compile(backend=backend or "inductor", mode=mode, dynamic=False)
 
 

@@ -22,7 +22,7 @@ from roberta_recipe.data.formats import PAIRS
 from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
@@ -378,7 +378,7 @@ def build_readers(
     token_cache.ensure(
         args.token_cache,
         text_reader(args, corpus, tokenizer, seeds[0]),
-        num_proc=max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        num_proc=max(1, cpu_cores() // local_processes()),
         process=training_args.process_index,
         processes=training_args.world_size,
     )
@@ -523,8 +523,8 @@ def check_shared_memory(
     if not workers or not os.path.isdir(folder := "/dev/shm"):
         return
     columns, _ = packed([full_batch(args, block, collator, 16)])
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    blocks = args.global_batch_size // training_args.world_size * processes * workers * prefetch
+    steps = workers * prefetch + 1  # and the one that the trainer unpacks
+    blocks = args.global_batch_size // training_args.world_size * local_processes() * steps
     needed = sum(column.nbytes for column in columns.values()) * blocks // 16
     if needed > (free := shutil.disk_usage(folder).free):
         raise InputError(

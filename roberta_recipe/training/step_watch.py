@@ -126,10 +126,9 @@ class StepWatch(TrainerCallback):
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
     def on_data_timeout(self, waited_s: float) -> None:
-        """Timeout of the training loader: the next step has waited `waited_s` for its data. Raises `RunError` after
-        `STUCK_S` without progress, and `Stopped` after a signal and `GRACE_S` without progress, or `GRACE_S` at all
-        where this start has no step to lose. Progress is text that a worker reads, in a resume perhaps for hours; a
-        token cache has no counter of it."""
+        """Called after each timeout of the training loader. Raises `RunError` after `STUCK_S` without progress; after a
+        signal, `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress is text
+        that a worker reads, for a resume perhaps for hours; a token cache has no such counter."""
         trainer, now_s, step = self.trainer, time.monotonic(), self.trainer.state.global_step + 1
         reader = trainer.train_dataset.reader
         read = reader.counts.tolist() if isinstance(reader, TextReader) else None
@@ -145,12 +144,12 @@ class StepWatch(TrainerCallback):
         if idle_s >= STUCK_S:
             kill_workers()
             raise RunError(
-                "a data worker is stuck, often for too few open files (ulimit -n) or file storage that does not "
-                f"answer; a traceback of it above says more. Step {step:,} {kept}"
+                f"no data from the data workers for {duration(idle_s)}. Common causes: the open-file limit (ulimit "
+                f"-n), storage that does not answer; a worker's traceback may stand above. Step {step:,} {kept}"
             )
         if waited_s >= ANNOUNCE_S and self._announced != step:
             self._announced = step
-            logger.info(f"Step {step:,} has waited {duration(waited_s)} for data, and waits on")
+            logger.info(f"Step {step:,}: waiting for data for {duration(waited_s)}")
 
     def told_since(self) -> str | None:
         """By which signal a process was told to end after the last step; called in all processes."""
@@ -172,8 +171,9 @@ def kill_workers() -> None:
     """Kill the data workers of a run that ends with an error; a stuck worker ignores SIGTERM."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each killed worker
     for worker in multiprocessing.active_children():
-        worker.kill()
-        worker.join()
+        if worker.daemon:  # as data workers are, and no process of a program that imports this
+            worker.kill()
+            worker.join()
     signal.signal(signal.SIGCHLD, handler)
 
 

@@ -1,4 +1,4 @@
-"""Unpadded rows: the sequences of a batch side by side in one row, with FlashAttention over each by itself.
+"""Unpadded batches: all sequences concatenated in one row, with FlashAttention within each of them (cu_seqlens).
 
 `attn_implementation="varlen"` (`torch.nn.attention.varlen`, CUDA, bf16 or fp16, no dropout of attention weights): no
 layer computes padding, and sequences that share a block need no mask of every two tokens.
@@ -17,9 +17,9 @@ VARLEN = "varlen"  # as `attn_implementation`
 
 
 class Unpadded(NamedTuple):
-    """Where the tokens of a padded batch (batch, seq_len) are, as its sequences follow each other."""
+    """Indices of the tokens of a padded batch (batch, seq_len) that are no padding, in order."""
 
-    flat: torch.Tensor  # (tokens,): positions in the flattened batch
+    flat: torch.Tensor  # (tokens,): in the flattened batch
     position_ids: torch.Tensor  # (1, tokens): each sequence's begin at `first_position`
     arguments: dict[str, torch.Tensor | int]  # of the attention, by transformers' names
 
@@ -38,15 +38,20 @@ def unpad(
     if sequence is not None:
         begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     if attention_mask is None:
-        attention_mask = torch.ones_like(begins)
-    flat = attention_mask.flatten().nonzero()[:, 0]
-    columns = torch.arange(len(flat), device=flat.device)
+        flat = torch.arange(input_ids.numel(), device=input_ids.device)
+    else:
+        flat = attention_mask.flatten().nonzero()[:, 0]
     begins = begins.flatten()[flat]
     starts = nn.functional.pad(begins.nonzero()[:, 0], (0, 1), value=len(flat)).to(torch.int32)
-    position_ids = columns - torch.where(begins, columns, 0).cummax(dim=0).values + first_position
     widest = input_ids.shape[1]  # an upper bound, which costs no synchronisation
     arguments = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": widest, "max_length_k": widest}
-    return Unpadded(flat, position_ids[None], arguments)
+    return Unpadded(flat, positions_within(begins, first_position)[None], arguments)
+
+
+def positions_within(begins: torch.Tensor, first_position: int) -> torch.Tensor:
+    """Position ids (..., tokens) that start again at `first_position` where `begins` (..., tokens) is True."""
+    columns = torch.arange(begins.shape[-1], device=begins.device)
+    return columns - torch.where(begins, columns, 0).cummax(dim=-1).values + first_position
 
 
 def varlen_attention(
