@@ -15,9 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+try:
+    import torch
 
-from benchmarks.gpu.runs import Work, install
+    from benchmarks.gpu.runs import Work, install
+except ImportError as error:
+    sys.exit(f"not run: {error} in {sys.executable}: make setup, or name another Python (make gpu PYTHON=python3)")
 
 WHEELS = "transformers==5.23.0 datasets==5.2.0 evaluate==0.4.6 sentencex==1.0.32 dill==0.4.1 multiprocess==0.70.19"
 CARRY = f"""
