@@ -281,7 +281,7 @@ def stuck(preset, tmp_path, monkeypatch):
 
         numbers, collate = [], stream.MicroBatches.__call__
         monkeypatch.setattr(stream.MicroBatches, "__call__", stopping)
-        monkeypatch.setattr(step_watch, "DATA_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
         run = Forked(lambda: train(preset, *SAVING, *WORKER), tmp_path / "log")
         wait_for_line(run, "step 3/12  loss", 1)
         while not (tmp_path / "stops").exists():
@@ -314,6 +314,20 @@ def test_a_signal_ends_the_wait_for_a_data_worker_that_is_stuck(stuck, monkeypat
     assert re.search(rf"stopped by {by}: step 4 had no data .*checkpoint-3\. Continue with: ", run.log.splitlines()[-1])
 
 
+def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
+    """Its batches are in the queue, but their file descriptors are not, for which `DataLoader` waits without end."""
+    monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
+    monkeypatch.setattr(step_watch, "GRACE_S", 0.5)
+    run = Forked(lambda: train(preset, *SAVING, *WORKER, "--max_steps", 5000), tmp_path / "log")
+    wait_for_line(run, "step 3/", 1)
+    (worker,) = psutil.Process(run.pid).children()
+    worker.suspend()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end() == 75, run.log
+    assert re.search(r"stopped by SIGTERM: step \d+ had no data .*Continue with: ", run.log.splitlines()[-1])
+    assert not worker.is_running()
+
+
 @pytest.mark.parametrize(
     ("signaled", "step", "reads", "waited_s", "ending"),
     [
@@ -336,7 +350,6 @@ def test_how_long_a_step_waits_for_data(monkeypatch, signaled, step, reads, wait
     state, data = SimpleNamespace(global_step=step), SimpleNamespace(reader=reader)
     watch.trainer = SimpleNamespace(state=state, train_dataset=data, _first_step=6, _last_good=lambda: "Kept.")
     watch.told[0] = signaled
-    monkeypatch.setattr(step_watch, "kill_workers", lambda: None)
     monkeypatch.setattr(step_watch.time, "monotonic", lambda: clock[0])
     raised = None
     for waited in range(5, waited_s + 1, 5):
@@ -344,7 +357,7 @@ def test_how_long_a_step_waits_for_data(monkeypatch, signaled, step, reads, wait
         if reader:
             reader.counts = torch.tensor([[waited * reads]])
         try:
-            watch.on_data_timeout(waited)
+            watch.check_wait(waited)
         except RunError as error:
             raised = type(error)
             break

@@ -9,9 +9,9 @@ same order from disk.
 import itertools
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -392,26 +392,20 @@ def unpacked(columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], dev
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
     """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another, on `device`; `collate_fn` is a
-    `MicroBatches`. After each `timeout` of a step's data, it calls `on_timeout(seconds waited)` and waits again."""
+    `MicroBatches`. It waits for the data of a step within `waiting()`."""
 
-    def __init__(self, *args, device: torch.device, on_timeout: Callable[[float], None], **kwargs):
+    def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
         super().__init__(*args, **kwargs)
-        self.device, self.on_timeout = device, on_timeout
+        self.device, self.waiting = device, waiting
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        steps, asked_s = super().__iter__(), time.monotonic()
+        steps = super().__iter__()
         while True:
-            try:
-                micro_batches = unpacked(*next(steps), self.device)
-            except StopIteration:
+            with self.waiting():
+                step = next(steps, None)
+            if step is None:
                 return
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    raise
-                self.on_timeout(time.monotonic() - asked_s)  # next() may be called again: nothing was taken
-                continue
-            yield from micro_batches
-            asked_s = time.monotonic()
+            yield from unpacked(*step, self.device)
 
 
 def _sources_from(shares: list[float], start: int) -> Iterator[int]:

@@ -42,7 +42,7 @@ def sinusoids(positions: int, size: int) -> torch.Tensor:
     """(positions, size): sines of position x 10000^(-2i/size) in the first half of the columns, cosines in the second
     (Vaswani et al. 2017, section 3.5)."""
     angles = torch.arange(positions)[:, None] * 10000 ** (-torch.arange(0, size, 2) / size)
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :size]
 
 
 def orthonormal(rows: int, columns: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
-from roberta_recipe.training import advice, modeling, optimization, step_watch
+from roberta_recipe.training import advice, modeling, optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import Throughput
 
@@ -85,9 +85,8 @@ class MlmTrainer(DurableTrainer):
             collate_fn=micro_batches,
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
-            timeout=step_watch.DATA_TIMEOUT_S if workers else 0,
             device=self.args.device,
-            on_timeout=self.watch.on_data_timeout,
+            waiting=self.watch.waiting_for_data if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )

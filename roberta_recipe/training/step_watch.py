@@ -4,12 +4,13 @@ All processes decide alike, at the end of an optimizer step, by the sum of what 
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_INTERRUPT_S = 2.0
 # a process notes a signal when a call of torch returns, as of a backward pass on a CPU
 _MOST_OF_A_CALL_S = 30.0
-DATA_TIMEOUT_S = 5.0  # of the training loader; then it calls `StepWatch.on_data_timeout`
+DATA_POLL_S = 5.0  # between two looks at a step that waits for its data
 ANNOUNCE_S = 60.0  # a longer wait for data is a log line
 GRACE_S = 20.0  # for the data of a step, after a signal
 STUCK_S = 600.0  # without progress, a data worker is stuck
@@ -125,10 +126,27 @@ class StepWatch(TrainerCallback):
             why = "The launcher has ended" if terminated and launcher_is_gone() else why
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
-    def on_data_timeout(self, waited_s: float) -> None:
-        """Called after each timeout of the training loader. Raises `RunError` after `STUCK_S` without progress; after a
-        signal, `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress is text
-        that a worker reads, for a resume perhaps for hours; a token cache has no such counter."""
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Within, `check_wait` is called every `DATA_POLL_S`, by a timer's signal: `DataLoader`'s own timeout does not
+        cover the wait for a file descriptor, which a frozen worker never sends."""
+        begun_s = time.monotonic()
+        before = signal.signal(signal.SIGALRM, lambda *_: self.check_wait(time.monotonic() - begun_s))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, DATA_POLL_S, DATA_POLL_S)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+        except (RunError, KeyboardInterrupt):
+            kill_workers()
+            raise
+
+    def check_wait(self, waited_s: float) -> None:
+        """A step has waited `waited_s` for data. Raises `RunError` after `STUCK_S` without progress; after a signal,
+        `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress is text that a
+        worker reads, for a resume perhaps for hours; a token cache has no such counter."""
         trainer, now_s, step = self.trainer, time.monotonic(), self.trainer.state.global_step + 1
         reader = trainer.train_dataset.reader
         read = reader.counts.tolist() if isinstance(reader, TextReader) else None
@@ -138,11 +156,9 @@ class StepWatch(TrainerCallback):
         has_trained = step > trainer._first_step + 1
         kept = f"had no data after {duration(waited_s)}. {trainer._last_good()} {continue_with()}"
         if self.told > 0 and (idle_s if has_trained else waited_s) >= GRACE_S:
-            kill_workers()
             by = "SIGTERM" if self.told == signal.SIGTERM else "Ctrl-C"
             raise Stopped(f"stopped by {by}: step {step:,} {kept}", by)
         if idle_s >= STUCK_S:
-            kill_workers()
             raise RunError(
                 f"no data from the data workers for {duration(idle_s)}. Common causes: the open-file limit (ulimit "
                 f"-n), storage that does not answer; a worker's traceback may stand above. Step {step:,} {kept}"
