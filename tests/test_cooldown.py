@@ -41,7 +41,7 @@ def test_the_rate_is_constant_then_falls_with_the_clock(preset, tmp_path, clock)
     assert record["steps"] == 10 and record["stopped_by"] == "max_train_minutes"
     shares = [0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]
     assert rates(tmp_path / "run") == pytest.approx([1e-3 * share for share in shares], rel=1e-5)
-    # started again, with another rate too: the clock begins anew
+    # started again, with another rate too: the clock starts at 0
     more = ["--learning_rate", "2e-3", "--resume_despite_changes", "true"]
     assert train_mlm.main(["--config", preset, *ONE_MINUTE, *more])["steps"] == 20
     shares = [1, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]

@@ -1,0 +1,181 @@
+"""Data workers that are killed, stuck or frozen, and what they may take of open files and shared memory."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from conftest import Forked
+from test_resume import SAVING, WORKER, train, wait_for_line
+
+from roberta_recipe.data import stream
+from roberta_recipe.data.stream import TextReader
+from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.training import step_watch
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+
+
+def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
+    def call():
+        def killing(self, *args, **kwargs):
+            if self.state.global_step == 5:
+                os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
+                time.sleep(1)  # until the worker's end is seen
+            return step(self, *args, **kwargs)
+
+        step = MlmTrainer.training_step
+        monkeypatch.setattr(MlmTrainer, "training_step", killing)
+        train(preset, *SAVING, "--dataloader_num_workers", 1)
+
+    run = Forked(call, tmp_path / "log")
+    assert run.end() == 1, run.log
+    (last,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert "a data worker is gone (DataLoader worker (pid" in last and "checkpoint-3" in last, run.log
+    assert "Traceback" not in run.log
+
+
+def test_a_step_of_many_micro_batches_passes_the_usual_limit_of_open_files(preset, tmp_path):
+    """512 micro-batches of three tensors; a descriptor for each of them hung the run."""
+
+    def call():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        train(preset, "--global_batch_size", 512, "--per_device_train_batch_size", 1, "--max_steps", 1, *WORKER)
+
+    run = Forked(call, tmp_path / "log")
+    assert run.end() == 0, run.log
+
+
+def test_too_little_shared_memory_is_said_before_training(preset, tmp_path, monkeypatch):
+    """A bus error of a data worker otherwise. The bytes are those of a step's tensors."""
+    sent, pack = [], stream.packed
+    monkeypatch.setattr(stream, "packed", lambda batches: sent.append(pack(batches)) or sent[-1])
+    train(preset, "--max_steps", 1, "--output_dir", tmp_path / "measured")
+    step_bytes = sum(column.nbytes for column in sent[0][0].values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3.5 * step_bytes))
+    train(preset, "--max_steps", 1, *WORKER)
+    said = "prefetch 0 MB of batches into /dev/shm, where only 0 MB are free: .*--shm-size=1g.*prefetch_factor=3"
+    with pytest.raises(InputError, match=said):
+        train(preset, *WORKER, "--dataloader_prefetch_factor", 3, "--output_dir", tmp_path / "refused")
+
+
+@pytest.fixture
+def stuck(preset, tmp_path, monkeypatch):
+    """A function that starts a run whose data worker stops at the fourth step, and waits until it does."""
+
+    def start(how):
+        def stopping(self, blocks):
+            numbers.append(0)
+            if len(numbers) == 4 and how == "silent":
+                # as in a library's call that does not return
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+                (tmp_path / "stops").touch()
+                time.sleep(1000)
+            columns, shapes = collate(self, blocks)
+            if len(numbers) == 4:
+                (tmp_path / "stops").touch()
+                shapes[0]["lost"] = lambda: None  # cannot be pickled, which the queue's thread alone sees
+            return columns, shapes
+
+        numbers, collate = [], stream.MicroBatches.__call__
+        monkeypatch.setattr(stream.MicroBatches, "__call__", stopping)
+        monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
+        run = Forked(lambda: train(preset, *SAVING, *WORKER), tmp_path / "log")
+        wait_for_line(run, "step 3/12  loss", 1)
+        while not (tmp_path / "stops").exists():
+            time.sleep(0.01)
+        return run
+
+    return start
+
+
+@pytest.mark.parametrize("how", ["silent", "lost"])
+def test_a_data_worker_that_is_stuck_is_a_line(stuck, monkeypatch, how):
+    monkeypatch.setattr(step_watch, "STUCK_S", 1.0)
+    monkeypatch.setattr(step_watch, "ANNOUNCE_S", 0.3)
+    run = stuck(how)
+    workers = psutil.Process(run.pid).children()
+    assert run.end() == 1, run.log
+    (line,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert "no data from the data workers for 1 s. " in line and "Step 4 had no data after 1 s. " in line
+    assert re.search(r"The last complete checkpoint is .*checkpoint-3\. Continue with: ", line)
+    assert run.log.count("Step 4: waiting for data for 0 s") == 1
+    assert ("Traceback" in run.log) == (how == "lost") and len(workers) == 1 and not workers[0].is_running()
+
+
+@pytest.mark.parametrize(("number", "by", "code"), [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_ends_the_wait_for_a_data_worker_that_is_stuck(stuck, monkeypatch, number, by, code):
+    monkeypatch.setattr(step_watch, "GRACE_S", 0.5)
+    run = stuck("silent")
+    os.kill(run.pid, number)
+    assert run.end() == code, run.log
+    assert re.search(rf"stopped by {by}: step 4 had no data .*checkpoint-3\. Continue with: ", run.log.splitlines()[-1])
+
+
+def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
+    """Its batches are in the queue, but their file descriptors are not, for which `DataLoader` waits without end."""
+    monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
+    monkeypatch.setattr(step_watch, "GRACE_S", 0.5)
+    run = Forked(lambda: train(preset, *SAVING, *WORKER, "--max_steps", 5000), tmp_path / "log")
+    wait_for_line(run, "step 3/", 1)
+    (worker,) = psutil.Process(run.pid).children()
+    worker.suspend()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end() == 75, run.log
+    assert re.search(r"stopped by SIGTERM: step \d+ had no data .*Continue with: ", run.log.splitlines()[-1])
+    assert not worker.is_running()
+
+
+@pytest.mark.parametrize(
+    ("signaled", "step", "reads", "waited_s", "ending"),
+    [
+        (0, 9, True, 3600, None),  # a resume reads text for an hour
+        (0, 9, False, 590, None),
+        (0, 9, False, 610, RunError),
+        (signal.SIGTERM, 9, False, 10, None),
+        (signal.SIGTERM, 9, False, 30, Stopped),
+        (signal.SIGTERM, 9, True, 3600, None),  # steps since the checkpoint would be lost
+        (signal.SIGTERM, 6, True, 30, Stopped),
+        (0, 9, None, 590, None),  # a token cache
+        (0, 9, None, 610, RunError),
+        (signal.SIGTERM, 9, None, 30, Stopped),
+    ],
+)
+def test_how_long_a_step_waits_for_data(monkeypatch, signaled, step, reads, waited_s, ending):
+    """A run that was resumed at step 6, in step `step` + 1."""
+    watch, clock = step_watch.StepWatch(), [1000.0]
+    reader = None if reads is None else TextReader.__new__(TextReader)
+    state, data = SimpleNamespace(global_step=step), SimpleNamespace(reader=reader)
+    watch.trainer = SimpleNamespace(state=state, train_dataset=data, _first_step=6, _last_good=lambda: "Kept.")
+    watch.told[0] = signaled
+    monkeypatch.setattr(step_watch.time, "monotonic", lambda: clock[0])
+    raised = None
+    for waited in range(5, waited_s + 1, 5):
+        clock[0] += 5
+        if reader:
+            reader.counts = torch.tensor([[waited * reads]])
+        try:
+            watch.check_wait(waited)
+        except RunError as error:
+            raised = type(error)
+            break
+    assert raised is ending
+
+
+def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path):
+    """`DataLoader` raises while it is deleted, where nothing can catch it; another error keeps its traceback."""
+
+    def delete(self):
+        raise RuntimeError("said as it was deleted")
+
+    for name, in_a_line in (("_MultiProcessingDataLoaderIter", True), ("Another", False)):
+        delete.__qualname__ = f"{name}.__del__"
+        run = Forked(type(name, (), {"__del__": delete}), tmp_path / name)
+        assert run.end() == 0 and "said as it was deleted" in run.log
+        assert ("Traceback" not in run.log) is in_a_line
+        assert ("warning: a data worker is gone" in run.log) is in_a_line
