@@ -43,10 +43,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
     spans (predicted positions side by side) that have a token at both sides.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
-    with -1 to a multiple of `predicted_multiple`, `attention_mask` only where something is padded (and always where
-    `predicted_multiple` asks for batches of one shape),
-    `num_tokens`, the number of positions that are not padding, and `blocks_digest` and `digest`, sums over blocks of a
-    checksum of each as it was read and as the model sees it. A block's other columns become int64 tensors: (batch,)
+    with -1 to a multiple of `predicted_multiple`, `attention_mask` where something is padded or `predicted_multiple`
+    asks for batches of one shape, `num_tokens`, the number of positions that are not padding, and `blocks_digest` and
+    `digest`, sums over blocks of a checksum of each as it was read and as the model sees it. A block's other columns become int64 tensors: (batch,)
     where a block has a whole number, else (batch, longest block), padded with -100 where the name ends in "labels",
     with 0 elsewhere. Blocks that carry `labels` are masked already.
     """

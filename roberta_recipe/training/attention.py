@@ -53,8 +53,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = Fal
     if named in ("flex_attention", VARLEN) and dropout:
         raise InputError(
             f"attn_implementation={named} has no dropout of attention, and the model has "
-            f"attention_probs_dropout_prob={dropout}; set it to 0 (--config_overrides attention_probs_dropout_prob=0), "
-            "take sdpa or eager, or leave it out"
+            f"attention_probs_dropout_prob={dropout}; set it to 0 in the config, take sdpa or eager, or leave it out"
         )
     if named or not takes_any:
         return named or "eager"
