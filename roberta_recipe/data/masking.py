@@ -45,9 +45,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
     Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
     with -1 to a multiple of `predicted_multiple`, `attention_mask` where something is padded or `predicted_multiple`
     asks for batches of one shape, `num_tokens`, the number of positions that are not padding, and `blocks_digest` and
-    `digest`, sums over blocks of a checksum of each as it was read and as the model sees it. A block's other columns become int64 tensors: (batch,)
-    where a block has a whole number, else (batch, longest block), padded with -100 where the name ends in "labels",
-    with 0 elsewhere. Blocks that carry `labels` are masked already.
+    `digest`, sums over blocks of a checksum of each as it was read and as the model sees it. A block's other columns
+    become int64 tensors: (batch,) where a block has a whole number, else (batch, longest block), padded with -100
+    where the name ends in "labels", with 0 elsewhere. Blocks that carry `labels` are masked already.
     """
 
     seed: int = 0
