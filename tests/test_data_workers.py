@@ -15,7 +15,6 @@ from conftest import Forked
 from test_resume import SAVING, WORKER, train, wait_for_line
 
 from roberta_recipe.data import stream
-from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.training import step_watch
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -149,18 +148,15 @@ def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
 def test_how_long_a_step_waits_for_data(monkeypatch, signaled, step, reads, waited_s, ending):
     """A run that was resumed at step 6, in step `step` + 1."""
     watch, clock = step_watch.StepWatch(), [1000.0]
-    reader = None if reads is None else TextReader.__new__(TextReader)
-    state, data = SimpleNamespace(global_step=step), SimpleNamespace(reader=reader)
-    watch.trainer = SimpleNamespace(state=state, train_dataset=data, _first_step=6, _last_good=lambda: "Kept.")
+    state = SimpleNamespace(global_step=step)
+    watch.trainer = SimpleNamespace(state=state, _first_step=6, _last_good=lambda: "Kept.")
     watch.told[0] = signaled
     monkeypatch.setattr(step_watch.time, "monotonic", lambda: clock[0])
     raised = None
     for waited in range(5, waited_s + 1, 5):
         clock[0] += 5
-        if reader:
-            reader.counts = torch.tensor([[waited * reads]])
         try:
-            watch.check_wait(waited)
+            watch.check_wait(waited, None if reads is None else torch.tensor([[waited * reads]]))
         except RunError as error:
             raised = type(error)
             break

@@ -78,19 +78,25 @@ class MlmTrainer(DurableTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
-        micro_batches = MicroBatches(self.data_collator, size)
+        counts = self.text_reader.counts if self.text_reader else None
         loader = MicroBatchLoader(
             self.train_dataset,
             batch_size=size * self.args.gradient_accumulation_steps,
-            collate_fn=micro_batches,
+            collate_fn=MicroBatches(self.data_collator, size),
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             device=self.args.device,
-            waiting=self.watch.waiting_for_data if workers else contextlib.nullcontext,
+            waiting=functools.partial(self.watch.waiting_for_data, counts) if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
         return self.spared(loader)
+
+    @property
+    def text_reader(self) -> TextReader | None:
+        """The reader of training text; None where blocks come from a token cache."""
+        reader = getattr(self.train_dataset, "reader", None)
+        return reader if isinstance(reader, TextReader) else None
 
     @property
     def position(self) -> int:
@@ -119,8 +125,7 @@ class MlmTrainer(DurableTrainer):
 
     def warn_of_tokenization(self) -> None:
         """Say on the first process where tokenization is slower than training (`advice.on_tokenization`)."""
-        data = self.train_dataset
-        if self.args.process_index or not isinstance(getattr(data, "reader", None), TextReader) or data.limit:
+        if self.args.process_index or not self.text_reader or self.train_dataset.limit:
             return
         readers = local_processes() * max(1, self.args.dataloader_num_workers)
         preset = os.path.join(self.args.output_dir, PRESET_NAME)
@@ -149,9 +154,8 @@ class MlmTrainer(DurableTrainer):
 
     def check_text(self) -> None:
         """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
-        reader = getattr(self.train_dataset, "reader", None)
-        if isinstance(reader, TextReader):  # each block of a token cache is checked when it is read
-            reader.check_unchanged()
+        if self.text_reader:  # each block of a token cache is checked when it is read
+            self.text_reader.check_unchanged()
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)

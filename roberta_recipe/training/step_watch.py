@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.log import duration, is_first_process, logger
 from roberta_recipe.record import TIME_LIMIT
@@ -61,7 +60,7 @@ class StepWatch(TrainerCallback):
         self.trainer: DurableTrainer | None = None
         self._handlers: dict[int, Any] = {}
         self._interrupted_s: float | None = None
-        self._read, self._read_s = None, 0.0  # `TextReader.counts`, and when they last grew
+        self._read, self._read_s = None, 0.0  # what data workers have read, and when it last grew
         self._announced = 0  # the last step whose wait for data is in the log
 
     def begin(self, recent_losses: Iterable[float]) -> None:
@@ -127,11 +126,11 @@ class StepWatch(TrainerCallback):
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
     @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
+    def waiting_for_data(self, counts: torch.Tensor | None) -> Iterator[None]:
         """Within, `check_wait` is called every `DATA_POLL_S`, by a timer's signal: `DataLoader`'s own timeout does not
         cover the wait for a file descriptor, which a frozen worker never sends."""
         begun_s = time.monotonic()
-        before = signal.signal(signal.SIGALRM, lambda *_: self.check_wait(time.monotonic() - begun_s))
+        before = signal.signal(signal.SIGALRM, lambda *_: self.check_wait(time.monotonic() - begun_s, counts))
         try:
             signal.setitimer(signal.ITIMER_REAL, DATA_POLL_S, DATA_POLL_S)
             try:
@@ -143,13 +142,12 @@ class StepWatch(TrainerCallback):
             kill_workers()
             raise
 
-    def check_wait(self, waited_s: float) -> None:
+    def check_wait(self, waited_s: float, counts: torch.Tensor | None) -> None:
         """A step has waited `waited_s` for data. Raises `RunError` after `STUCK_S` without progress; after a signal,
-        `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress is text that a
-        worker reads, for a resume perhaps for hours; a token cache has no such counter."""
+        `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress: `counts` of the
+        text that a worker reads (`TextReader`), for a resume perhaps for hours; a token cache has none."""
         trainer, now_s, step = self.trainer, time.monotonic(), self.trainer.state.global_step + 1
-        reader = trainer.train_dataset.reader
-        read = reader.counts.tolist() if isinstance(reader, TextReader) else None
+        read = None if counts is None else counts.tolist()
         if read != self._read:
             self._read, self._read_s = read, now_s
         idle_s = min(waited_s, now_s - self._read_s)
