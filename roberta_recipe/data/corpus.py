@@ -2,9 +2,10 @@
 
 import functools
 import glob
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +15,15 @@ import fsspec
 
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.identity import Identity, identify, is_unchanged
+from roberta_recipe.data.readers import DECOMPRESSORS, RETRY_DELAYS_S, open_file, wait_for_retry
 from roberta_recipe.durable import fingerprint
 from roberta_recipe.errors import InputError, RunError, first_line
-from roberta_recipe.input_files import read_input_json, resolve_path
+from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
+from roberta_recipe.log import logger
 from roberta_recipe.presets import check_mapping, load_yaml
 
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
+FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
 _NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache has it
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
@@ -73,7 +76,7 @@ class Corpus:
     language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
     # held-out documents to leave out, as `tools/contamination.py --held_out --leave_out FILE` has written them
     leave_out: str | None = None
-    on_bad_shard: Literal["stop", "skip"] = "stop"  # a file that cannot be read, or breaks off
+    on_bad_shard: Literal["stop", "skip"] = "stop"  # rows that cannot be read, files that break off
     _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
     _identities: dict[str, Identity] = field(default_factory=dict, repr=False)
 
@@ -203,14 +206,21 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     """Format and sorted paths of files, folders (searched to the bottom) and globs, local or of any `fsspec` URL."""
     found: dict[str, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        paths, hidden = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        paths = _of_saved_datasets(name, paths)
         readable = {p: f for p in paths if (f := _format_of(p))}
+        passed_over = sum(_format_of(p) is not None for p in hidden)
         if not readable:
-            seen = sorted({Path(p).suffix or "no suffix" for p in paths})
+            seen = sorted({Path(p).suffix or "no suffix" for p in paths}) + ["hidden files"] * bool(passed_over)
             what = (
-                f"holds no file that can be read (found {', '.join(seen)})" if paths else "does not exist, or is empty"
+                f"holds no file that can be read (found {', '.join(seen)})" if seen else "does not exist, or is empty"
             )
-            raise InputError(f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, also compressed")
+            raise InputError(
+                f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, text and JSON also "
+                f"compressed ({', '.join(DECOMPRESSORS)})"
+            )
+        if passed_over:
+            logger.info(f"source {name!r}: {passed_over:,} hidden files of {pattern} passed over: their path has a /.")
         found.update(readable)
     if len(set(found.values())) > 1:
         kinds = ", ".join(sorted(set(found.values())))
@@ -218,18 +228,25 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     return next(iter(found.values())), sorted(found)
 
 
-def _local_paths(path: Path) -> list[str]:
-    """The files below a folder, those behind links too, a file itself, or the files that a glob finds."""
+def _local_paths(path: Path) -> tuple[list[str], list[str]]:
+    """The files below a folder, those behind links too, a file itself, or the files that a glob finds; and the hidden
+    files of a folder, which a glob does not find either."""
     if path.is_dir():
-        return [*_files_below(path)]
-    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+        return _without_hidden([*_files_below(path)], str(path))
+    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), []
+
+
+def _without_hidden(paths: list[str], root: str) -> tuple[list[str], list[str]]:
+    """Paths below a folder, and those of them in which a name begins with a dot."""
+    hidden = [path for path in paths if "/." in path[len(root.rstrip("/")) :]]
+    return sorted({*paths} - {*hidden}), hidden
 
 
 def _files_below(folder: Path) -> Iterator[str]:
     """The files below a folder; a folder that links lead to again is searched once."""
     searched = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
+        folders.sort(key=lambda name: (name.startswith("."), name))  # where two links lead, the one that is not hidden
         if (real := os.path.realpath(parent)) in searched:
             folders.clear()
             continue
@@ -237,20 +254,63 @@ def _files_below(folder: Path) -> Iterator[str]:
         yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
 
 
-def _remote_paths(name: str, pattern: str) -> list[str]:
-    """The paths below a URL (s3://, gs://, https://, ...). Raises `InputError`."""
-    try:
-        system, path = fsspec.core.url_to_fs(pattern)
-        paths = system.find(path) if system.isdir(path) else system.glob(path) if "*" in path else [path]
-        return [system.unstrip_protocol(p) for p in paths if system.exists(p)]
-    except Exception as error:  # each file system has its own exceptions
-        raise InputError(f"source {name!r}: cannot list {pattern!r}: {type(error).__name__}: {error}") from None
+def _remote_paths(name: str, pattern: str) -> tuple[list[str], list[str]]:
+    """The paths below a URL (s3://, gs://, https://, ...), and the hidden ones. Raises `InputError`."""
+    delays = iter(RETRY_DELAYS_S)
+    while True:
+        try:
+            return _list_remote(pattern)
+        except Exception as error:  # each file system has its own exceptions
+            if not wait_for_retry(error, delays, pattern, f"source {name!r}: listing {pattern}"):
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise InputError(f"source {name!r}: cannot list {pattern!r}: {reason}") from None
+
+
+def _list_remote(pattern: str) -> tuple[list[str], list[str]]:
+    system, path = fsspec.core.url_to_fs(pattern)
+    root = path
+    if "*" in path:
+        paths, root = system.glob(path), path[: path.index("*")].rpartition("/")[0]
+    elif system.info(path)["type"] == "directory" or not _format_of(path):  # http: a folder's URL is a file's too
+        paths = system.find(path)
+    else:
+        paths = [path]
+    if "/." not in path[len(root) :]:  # no pattern such as `.x*`, which asks for hidden files
+        paths, hidden = _without_hidden(paths, root)
+    else:
+        hidden = []
+    return [*map(system.unstrip_protocol, paths)], hidden
+
+
+def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
+    """`paths`, but of a folder of `Dataset.save_to_disk` the files alone that its state.json lists: the others are
+    metadata, and caches of `map`. Raises `InputError` for a folder of `DatasetDict`, which would mix the splits."""
+    by_folder: dict[str, set[str]] = {}
+    for path in paths:
+        folder, _, file = path.rpartition("/")
+        by_folder.setdefault(folder, set()).add(file)
+    for folder, files in by_folder.items():
+        if "dataset_dict.json" in files:
+            splits = _saved_json(f"{folder}/dataset_dict.json", lambda saved: [*saved["splits"]])
+            raise InputError(
+                f"source {name!r}: {folder} is a DatasetDict of the splits {', '.join(splits)}; name the folder of one "
+                f"split: {folder}/{splits[0]}"
+            )
+        if {"dataset_info.json", "state.json"} <= files:
+            kept = _saved_json(f"{folder}/state.json", lambda saved: {one["filename"] for one in saved["_data_files"]})
+            paths = [path for path in paths if path.rpartition("/")[0] != folder or path[len(folder) + 1 :] in kept]
+    return paths
+
+
+def _saved_json(path: str, of: Callable[[Any], Any]) -> Any:
+    with taken_apart(path, "a file of save_to_disk"), open_file(path) as stream:
+        return of(json.load(stream))
 
 
 def _format_of(path: str) -> str | None:
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
+    if suffixes and suffixes[-1] in DECOMPRESSORS:
+        return TEXT_FORMATS.get(suffixes[-2]) if suffixes[1:] else None
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
 

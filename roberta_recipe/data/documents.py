@@ -1,28 +1,35 @@
 """The documents of a corpus (paper, section 3.2), read file by file, with what is held out and what cannot be read."""
 
-import errno
-import glob
 import hashlib
 import itertools
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import fsspec
 import pyarrow.parquet as pq
 
-from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source, check_unchanged, check_validation_files
+from roberta_recipe.data import readers
+from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, check_validation_files
 from roberta_recipe.data.order import file_order, interleave
+from roberta_recipe.data.readers import (
+    DECOMPRESSORS,
+    READERS,
+    BadRow,
+    NoColumn,
+    Text,
+    json_columns,
+    open_file,
+    wait_for_retry,
+)
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 
-RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
-_CHECKED_BYTES = 4 << 20  # of each file
-_LINES_PER_BATCH = 1024  # of a text file
+_CHECKED_BYTES = 4 << 20  # of the text of each file
+_BYTES_OF_A_ROW = 100  # of other columns, at least
+_LINES_OF_A_SAMPLE = 1024  # of a JSON lines file
 _MOST_WITHOUT = 1000  # rows on end without a value in the text column
 
 
@@ -30,20 +37,16 @@ class BadShard(InputError):
     """A file that cannot be read to its end."""
 
 
-def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[str | None]:
-    """The text of each document of one file, from row `start` on, streamed by `datasets`.
+def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[Text]:
+    """The text of each document of one file, from row `start` on; `BadRow` for a row that cannot be read.
 
-    A read that fails for a reason that may pass (an I/O error; anything, of a remote file) is tried again, from the
+    A read that fails for a reason that may pass (an I/O error; most errors of a remote file) is tried again, from the
     row that it had come to, after each of `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and
     `InputError` for a file that is not as the preset says; both name it.
     """
     if source.filters is not None and format != "parquet":
         raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
-    if "://" not in path and "::" in path:
-        raise InputError(
-            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
-        )
-    row, delays = start, iter(RETRY_DELAYS_S)
+    row, delays = start, iter(readers.RETRY_DELAYS_S)
     with_value = -1 if start == 0 else start - 1  # the last row that has a value; those before `start` are not known
     while True:
         try:
@@ -51,84 +54,45 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
                 if text is not None:
                     with_value = row
                 elif row - with_value == _MOST_WITHOUT:
-                    raise _no_value(source, path, with_value + 1, row)
+                    raise _no_value(source, format, path, with_value + 1, row)
                 yield text
-                row, delays = row + 1, iter(RETRY_DELAYS_S)
+                row, delays = row + 1, iter(readers.RETRY_DELAYS_S)
             if row and with_value < 0:
-                raise _no_value(source, path, 0, row - 1)
+                raise _no_value(source, format, path, 0, row - 1)
             return
         except InputError:
             raise
-        except Exception as error:  # pyarrow, json, codecs, fsspec: each has its own exceptions
-            passing = "://" in path or (isinstance(error, OSError) and error.errno not in (None, errno.ENOENT))
-            delay_s = next(delays, None) if passing else None
-            if delay_s is None:
-                if format == "parquet" and (columns := _parquet_columns(path)) and source.text_column not in columns:
-                    raise _no_column(source, path, source.text_column, columns) from None
-                raise _bad_shard(source, path, row, _reason(format, path, error)) from error
-            logger.warning(
-                f"source {source.name!r}: reading {path} failed at row {row} ({error}); again in {delay_s} s"
-            )
-            time.sleep(delay_s)
+        except NoColumn as error:
+            raise _no_column(source, path, *error.args) from None
+        except Exception as error:  # pyarrow, json, zlib, fsspec: each has its own exceptions
+            if not wait_for_retry(error, delays, path, f"source {source.name!r}: reading {path} at row {row}"):
+                raise _bad_shard(source, path, row, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[str | None]:
+def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[Text]:
     """One attempt at `read_file`."""
-    options: dict[str, Any] = {}
-    if format == "text":
-        options = {"sample_by": "line", "keep_linebreaks": True}
-    elif format == "parquet":
-        # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
-        options = {"columns": [source.text_column], "batch_size": 256}
-    if source.filters is not None:
-        options["filters"] = [tuple(condition) for condition in source.filters]
-    local = "://" not in path
-    if local and os.path.getsize(path) == 0:
+    if format in READERS:
+        with open_file(path) as stream:
+            yield from _texts(source, path, READERS[format](stream, source.text_column, start, source.filters))
         return
-    pattern = glob.escape(path) if local else path  # or brackets in a name would be read as a pattern
-    rows = datasets.load_dataset(format, data_files=[pattern], split="train", streaming=True, **options)
-    if format == "text":
-        yield from itertools.islice(_paragraphs(rows), start, None)
-        return
-    # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
-    for row in (rows.skip(start) if start else rows).iter(batch_size=1):
-        if source.text_column not in row:
-            raise _no_column(source, path, source.text_column, sorted(row))
-        (text,) = row[source.text_column]
-        if not isinstance(text, str | None):
-            raise InputError(
-                f"source {source.name!r}: column {source.text_column!r} of {path} holds {type(text).__name__}, not text"
-            )
-        yield text
+    # a Hub dataset of another format; `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
+    rows = datasets.load_dataset(format, data_files=[path], split="train", streaming=True)
+    batches = (rows.skip(start) if start else rows).iter(batch_size=1)
+    yield from _texts(source, path, (_value_of(row, source.text_column) for row in batches))
 
 
-def _paragraphs(rows: datasets.IterableDataset) -> Iterator[str]:
-    """The documents of a text file, given its lines with their ends ("\\n" whatever the file has).
-
-    They are what `text.split("\\n\\n")` gives, without empty strings, once every line of blanks is an empty line.
-    Blanks are what `str.strip` removes, as in fairseq's readers: tabs and the white space of Unicode too.
-    """
-    document: list[str] = []
-    for line in _lines(rows):
-        if not line.isspace():
-            document.append(line)
-        elif not document:  # the second of two lines of blanks: its end is the beginning of the next document
-            document = ["\n"]
-        else:
-            if text := "".join(document)[:-1]:
-                yield text
-            document = []
-    if document:
-        yield "".join(document)
+def _value_of(row: dict[str, list[Any]], column: str) -> Any:
+    if column not in row:
+        raise NoColumn(sorted(row))
+    return row[column][0]
 
 
-def _lines(rows: datasets.IterableDataset) -> Iterator[str]:
-    """The lines of a text file, without its byte order mark (`datasets` uses `encoding` for plain local files only)."""
-    batches = rows.with_format("arrow").iter(batch_size=_LINES_PER_BATCH)  # `iter`: see `_read_rows`
-    lines = itertools.chain.from_iterable(batch["text"].to_pylist() for batch in batches)
-    if first := next(lines, "").removeprefix("\ufeff"):
-        yield first
-    yield from lines
+def _texts(source: Source, path: str, values: Iterator[Any]) -> Iterator[Text]:
+    for value in values:
+        if not isinstance(value, Text):
+            kind = type(value).__name__
+            raise InputError(f"source {source.name!r}: column {source.text_column!r} of {path} holds {kind}, not text")
+        yield value
 
 
 def text_file_rule(corpus: Corpus) -> dict[str, str]:
@@ -145,71 +109,30 @@ def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
     )
 
 
-def _no_column(source: Source, path: str, column: str, columns: list[str]) -> InputError:
+def _no_column(source: Source, path: str, columns: list[str]) -> InputError:
+    column = source.text_column
     return InputError(f"source {source.name!r}: {path} has no column {column!r}; it has {columns} (set text_column)")
 
 
-def _no_value(source: Source, path: str, first: int, last: int) -> InputError:
+def _no_value(source: Source, format: str, path: str, first: int, last: int) -> InputError:
+    if format == "json" and first == 0:
+        with open_file(path) as stream:
+            columns = json_columns(stream)
+        if columns and source.text_column not in columns:
+            return _no_column(source, path, columns)
     return InputError(
         f"source {source.name!r}: rows {first} to {last} of {path} have no value in column {source.text_column!r} "
         "(missing or null); set text_column, or remove the rows"
     )
 
 
-def _parquet_columns(path: str) -> list[str]:
-    """The columns of a Parquet file; none where not even its schema can be read."""
-    try:
-        with fsspec.open(path) as stream:
-            return pq.read_schema(stream).names
-    except Exception:
-        return []
-
-
 def _parquet_rows(path: str) -> int | None:
     """The number of rows of a Parquet file, as its footer has it; None where it cannot be read."""
     try:
-        with fsspec.open(path) as stream:
+        with open_file(path) as stream:
             return pq.read_metadata(stream).num_rows
     except Exception:
         return None
-
-
-def _reason(format: str, path: str, error: Exception) -> str:
-    """Why a file could not be read: for text and JSON lines, the first line that is no UTF-8 or no JSON."""
-    return _bad_line(format, path) or f"{type(error).__name__}: {first_line(error)}"
-
-
-def _bad_line(format: str, path: str, max_bytes: float = float("inf"), source: Source | None = None) -> str | None:
-    """The first line of a local text or JSON lines file that cannot be read, looked for in its first `max_bytes`.
-
-    With `source`, raises `InputError` for JSON lines without a value in its text column.
-    """
-    if format not in ("text", "json") or not Path(path).is_file() or Path(path).suffix.lower() in COMPRESSED:
-        return None
-    row, with_value = 0, -1
-    with open(path, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if format == "json" and decoded.strip():
-                    values = json.loads(decoded)
-                    if not isinstance(values, dict) or values.get(source.text_column if source else "") is not None:
-                        with_value = row
-                    elif source and row - with_value == _MOST_WITHOUT:
-                        raise _no_value(source, path, with_value + 1, row)
-                    row += 1
-            except UnicodeDecodeError as bad:
-                return f"line {number} is not UTF-8 (byte {line[bad.start]:#04x}); convert it, e.g. with iconv -t UTF-8"
-            except json.JSONDecodeError as bad:
-                return f"line {number} is not JSON ({bad.msg})"
-            max_bytes -= len(line)
-            if max_bytes < 0:
-                return None
-    if source and row and with_value < 0:
-        if source.text_column not in values:
-            raise _no_column(source, path, source.text_column, sorted(values))
-        raise _no_value(source, path, 0, row - 1)
-    return None
 
 
 def text_digest(text: str) -> str:
@@ -230,7 +153,7 @@ class Row(NamedTuple):
     empty: int = 0  # documents without text
     held_out: int = 0  # documents passed over: in training those of validation, in validation the corpus's `left_out`
     bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
-    lost_rows: int = 0  # rows after the break, as far as the file still tells
+    lost_rows: int = 0  # rows that could not be read; after a break, as far as the file still tells
 
 
 def file_rows(
@@ -242,10 +165,17 @@ def file_rows(
     """
     format, _ = corpus.files(source, split)
     share = None if source.validation_files else corpus.validation_share
-    number, empty, other_split = start, 0, 0
+    number, empty, other_split, lost, warned = start, 0, 0, 0, False
     try:
         for text in read_file(source, format, path, start):
-            if text is None or not text.strip():
+            if isinstance(text, BadRow):
+                bad = _bad_shard(source, path, number, text.reason)
+                if corpus.on_bad_shard != "skip":
+                    raise bad
+                if not warned:
+                    logger.warning(f"{bad}; row {number} is skipped, and so are later rows of this file like it")
+                lost, warned = lost + 1, True
+            elif text is None or not text.strip():
                 empty += 1
             elif share is not None and held_out(text, share) != (split == "validation"):
                 other_split += split == "train"
@@ -254,19 +184,19 @@ def file_rows(
             elif split == "validation" and corpus.left_out and text_digest(text) in corpus.left_out:
                 other_split += 1
             else:
-                yield Row(number, text, empty, other_split)
-                empty = other_split = 0
+                yield Row(number, text, empty, other_split, lost_rows=lost)
+                empty = other_split = lost = 0
             number += 1
     except BadShard as bad:
         check_unchanged(corpus, path)
         if corpus.on_bad_shard != "skip":
             raise
-        lost = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
-        logger.warning(f"{bad}; skipped, with what follows row {number} ({lost or 'an unknown number of'} rows)")
-        yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost)
+        rest = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
+        logger.warning(f"{bad}; skipped, with what follows row {number} ({rest or 'an unknown number of'} rows)")
+        yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost + rest)
         return
     check_unchanged(corpus, path)
-    yield Row(number, None, empty, other_split)
+    yield Row(number, None, empty, other_split, lost_rows=lost)
 
 
 def documents(corpus: Corpus, source: Source, split: str, *, seed: int, epoch: int = 0) -> Iterator[str]:
@@ -301,7 +231,7 @@ def text_bytes(corpus: Corpus) -> int | None:
 
 def _text_bytes(source: Source, format: str, path: str) -> int | None:
     """`text_bytes` of a file."""
-    if "://" in path or Path(path).suffix.lower() in COMPRESSED:
+    if "://" in path or Path(path).suffix.lower() in DECOMPRESSORS:
         return None
     size = os.path.getsize(path)
     try:
@@ -312,7 +242,7 @@ def _text_bytes(source: Source, format: str, path: str) -> int | None:
             return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == source.text_column)
         if format == "json":
             with open(path, "rb") as stream:
-                lines = list(itertools.islice(stream, _LINES_PER_BATCH))
+                lines = list(itertools.islice(stream, _LINES_OF_A_SAMPLE))
             texts = [json.loads(line).get(source.text_column) or "" for line in lines if line.strip()]
             size = int(size * len("".join(texts).encode()) / max(sum(map(len, lines)), 1))
     except Exception:  # reading it says why
@@ -322,21 +252,32 @@ def _text_bytes(source: Source, format: str, path: str) -> int | None:
 
 def check_sources(corpus: Corpus) -> None:
     """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
-    files the Parquet columns, or the first `_CHECKED_BYTES` of text and JSON lines; then hash the files, so that one
+    files the Parquet columns, or the first `_CHECKED_BYTES` of other formats; then hash the files, so that one
     process does it before the others. Files that cannot be read are left for `on_bad_shard: skip` to pass over."""
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
         for path in files:
-            if format == "text" or Path(path).suffix == ".jsonl":
-                bad = _bad_line(format, path, _CHECKED_BYTES, source)
-                if bad and corpus.on_bad_shard == "stop":
-                    raise _bad_shard(source, path, 0, bad)
-            if format == "parquet" and "://" not in path:
-                _check_parquet(source, path)
+            if "://" not in path:
+                _check_parquet(source, path) if format == "parquet" else _check_rows(corpus, source, format, path)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
     _check_held_out(corpus)
     check_validation_files(corpus)
+
+
+def _check_rows(corpus: Corpus, source: Source, format: str, path: str) -> None:
+    """Raise `InputError` for what cannot be read in the first `_CHECKED_BYTES` of a file."""
+    size = 0
+    try:
+        for row, text in enumerate(read_file(source, format, path)):
+            if isinstance(text, BadRow):
+                raise _bad_shard(source, path, row, text.reason)
+            size += len(text or "") + _BYTES_OF_A_ROW
+            if size > _CHECKED_BYTES:
+                return
+    except BadShard:
+        if corpus.on_bad_shard == "stop":
+            raise
 
 
 def _check_held_out(corpus: Corpus) -> None:
@@ -364,11 +305,11 @@ def _check_parquet(source: Source, path: str) -> None:
         return  # reading it says why
     columns = footer.schema.to_arrow_schema().names
     if source.text_column not in columns:
-        raise _no_column(source, path, source.text_column, columns)
+        raise _no_column(source, path, columns)
     column = footer.schema.names.index(source.text_column) if source.text_column in footer.schema.names else None
     if column is None or not footer.num_rows:
         return
     chunks = [footer.row_group(number).column(column) for number in range(footer.num_row_groups)]
     nulls = [c.statistics.null_count if c.statistics and c.statistics.has_null_count else 0 for c in chunks]
     if sum(nulls) == footer.num_rows:
-        raise _no_value(source, path, 0, footer.num_rows - 1)
+        raise _no_value(source, "parquet", path, 0, footer.num_rows - 1)

@@ -1,0 +1,263 @@
+"""Readers of single files, local or remote: rows of text, JSON lines, Parquet and Arrow; decompression; retries."""
+
+import bz2
+import contextlib
+import errno
+import io
+import itertools
+import json
+import lzma
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.log import logger
+
+RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
+_BYTES_PER_READ = 1 << 16  # of a compressed file
+_BYTES_PER_PIECE = 1 << 18  # decompressed at once
+_ROWS_PER_BATCH = 256  # of Parquet: a row group may hold gigabytes
+_PZSTD = b"P*M\x18\x04\0\0\0"  # pzstd's skippable frame, four bytes longer, announces the size of the next frame
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
+_DECODER = json.JSONDecoder(parse_int=len)  # numbers are not text, and int() refuses those of more than 4,300 digits
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be read; the reason names the line."""
+
+    reason: str
+
+
+class NoColumn(Exception):
+    """The text column is missing; the argument lists the columns of the file."""
+
+
+Text = str | BadRow | None  # of a row; None where it has no value in the text column
+
+
+def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action: str) -> bool:
+    """Whether a read is to be tried again, after the next of `delays`: False for an error that stays, or the last."""
+    transient = _is_transient(error) if "://" in path else getattr(error, "errno", None) not in (None, errno.ENOENT)
+    delay_s = next(delays, None) if transient else None
+    if delay_s is None:
+        return False
+    logger.warning(f"{action} failed ({error}); again in {delay_s} s")
+    time.sleep(delay_s)
+    return True
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether a remote file system may answer otherwise later: anything but "no such file" and an HTTP status 4xx.
+    fsspec raises `FileNotFoundError` from whatever else kept it from looking."""
+    cause = error.__cause__ or error
+    status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    return not isinstance(error, FileNotFoundError) or (cause is not error and isinstance(cause, OSError))
+
+
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """The bytes of a local or remote file, decompressed by its last suffix."""
+    with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as stream:
+        kind = DECOMPRESSORS.get(Path(path).suffix.lower())
+        yield io.BufferedReader(_Chunks(_decompressed(stream, *kind)), _BYTES_PER_PIECE) if kind else stream
+
+
+def _zstd_decompressor() -> Any:
+    try:
+        from backports import zstd  # compression.zstd of Python 3.14; its files alone import it
+    except ImportError as error:
+        raise InputError(f".zst files need backports.zstd ({error}); pip install -r requirements.txt") from None
+    return zstd.ZstdDecompressor()
+
+
+# by suffix: a decompressor of one member (zstd: frame, xz: stream), and the byte that may pad the file after a member
+DECOMPRESSORS: dict[str, tuple[Callable[[], Any], bytes]] = {
+    ".gz": (lambda: zlib.decompressobj(31), b"\0"),
+    ".bz2": (bz2.BZ2Decompressor, b""),
+    ".xz": (lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), b"\0"),
+    ".zst": (_zstd_decompressor, b""),
+}
+
+
+def _decompressed(stream: BinaryIO, new_member: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
+    """The content of all members of a file. Raises `EOFError` where the file ends inside a member, and the library's
+    error for damage and for anything but members and padding, which BZ2File, LZMAFile and ZstdFile ignore."""
+    data, announced = stream.read(_BYTES_PER_READ), False
+    while data:
+        member, announced = new_member(), data.startswith(_PZSTD)
+        while not member.eof:
+            # zlib has no `needs_input`: it returns the input that was too much as `unconsumed_tail`
+            ended = not data and getattr(member, "needs_input", True) and not (data := stream.read(_BYTES_PER_READ))
+            piece = member.decompress(data, _BYTES_PER_PIECE)
+            data = getattr(member, "unconsumed_tail", b"")
+            if piece:
+                yield piece
+            elif ended:
+                raise EOFError("it ends inside compressed data: it was cut, or is not yet complete")
+        data = member.unused_data or stream.read(_BYTES_PER_READ)
+        while data and not (data := data.lstrip(padding)):
+            data = stream.read(_BYTES_PER_READ)
+    if announced:
+        raise EOFError("it ends before a frame that it announces: it was cut, or is not yet complete")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream over chunks of bytes."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks, self.left = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        self.left = self.left or next(self.chunks, b"")
+        count = min(len(buffer), len(self.left))
+        buffer[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+
+def _lines(stream: BinaryIO) -> io.TextIOWrapper:
+    """The lines of a file, with "\n" for whatever ends them and without its byte order mark; bytes that are not UTF-8
+    as half surrogate pairs."""
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
+
+
+def text_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Text]:
+    """The documents of a text file.
+
+    They are what `text.split("\n\n")` gives, without empty strings, once every line of blanks is an empty line.
+    Blanks are what `str.strip` removes, as in fairseq's readers: tabs and the white space of Unicode too.
+    """
+    return itertools.islice(_paragraphs(_lines(stream)), start, None)
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[Text]:
+    document: list[str] = []
+    number = 0
+    for number, line in enumerate(lines, 1):
+        if not line.isspace():
+            document.append(line)
+        elif not document:  # the second of two lines of blanks: its end is the beginning of the next document
+            document = ["\n"]
+        else:
+            if text := "".join(document)[:-1]:
+                yield _checked(text, number - len(document))
+            document = []
+    if document:
+        yield _checked("".join(document), number - len(document) + 1)
+
+
+def _checked(text: str, line: int) -> str | BadRow:
+    """`text`, which begins with line number `line`, or a bad row where its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as bad:
+        line, byte = line + text.count("\n", 0, bad.start), ord(text[bad.start]) - 0xDC00
+        return BadRow(f"line {line} is not UTF-8 (byte {byte:#04x}); convert it, e.g. with iconv -t UTF-8")
+    return text
+
+
+def json_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Text]:
+    """The text column of JSON lines, or of one JSON list of objects or strings."""
+    for place, value in _json_values(_lines(stream), start):
+        yield value if isinstance(value, BadRow) else _text_of(value, column, place)
+
+
+def json_columns(stream: BinaryIO) -> list[str]:
+    """The keys of the first object of a JSON or JSON lines file."""
+    return next((sorted(value) for _, value in _json_values(_lines(stream)) if isinstance(value, dict)), [])
+
+
+def _json_values(lines: io.TextIOWrapper, start: int = 0) -> Iterator[tuple[str, Any]]:
+    """(place, value) of each row from row `start` on; lines of blanks are no rows."""
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if not line.isspace())
+    first = [*itertools.islice(numbered, 1)]
+    if first and first[0][1].lstrip().startswith("["):
+        values = enumerate(_DECODER.decode(first[0][1] + lines.read()), 1)
+        yield from ((f"element {number}", value) for number, value in itertools.islice(values, start, None))
+        return
+    for number, line in itertools.islice(itertools.chain(first, numbered), start, None):
+        place, value = f"line {number}", _checked(line, number)
+        if value is line:
+            try:
+                value = _DECODER.decode(line)
+            except (ValueError, RecursionError) as error:
+                value = BadRow(f"{place} is not JSON ({getattr(error, 'msg', error)})")
+        yield place, value
+
+
+def _text_of(value: Any, column: str, place: str) -> Text:
+    if isinstance(value, dict):
+        value, place = value.get(column), f"column {column!r} of {place}"
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        return BadRow(f"{place} is {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as bad:
+        half = ascii(value[bad.start])
+        return BadRow(f"{place} holds {half}, half of a surrogate pair, which UTF-8 cannot write")
+    return value
+
+
+def parquet_rows(
+    stream: BinaryIO, column: str, start: int = 0, filters: list[list[Any]] | None = None
+) -> Iterator[Any]:
+    """The values of a column of a Parquet file, in the rows that pass the filters. Raises `NoColumn`."""
+    if not stream.read(1):
+        return
+    file = pq.ParquetFile(stream, buffer_size=_BYTES_PER_PIECE)
+    if column not in file.schema_arrow.names:
+        raise NoColumn(file.schema_arrow.names)
+    condition = pq.filters_to_expression([tuple(triple) for triple in filters]) if filters else None
+    first, groups = 0, file.num_row_groups
+    while condition is None and first < groups and start >= (rows := file.metadata.row_group(first).num_rows):
+        first, start = first + 1, start - rows
+    batches = file.iter_batches(
+        _ROWS_PER_BATCH,
+        row_groups=[*range(first, groups)],
+        columns=[column, *(name for name, *_ in filters or ())],
+        use_threads=False,
+    )
+    if condition is not None:
+        batches = (batch.filter(condition) for batch in batches)
+    yield from itertools.islice((value.as_py() for batch in batches for value in batch[column]), start, None)
+
+
+def arrow_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Any]:
+    """The values of a column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `NoColumn`, and
+    `EOFError` for a stream without its end, as one cut between two batches is otherwise a shorter stream."""
+    magic = stream.read(6)
+    if not magic:
+        return
+    is_stream = magic != b"ARROW1"
+    stream.seek(0)
+    reader = pa.ipc.open_stream(stream) if is_stream else pa.ipc.open_file(stream)
+    if column not in reader.schema.names:
+        raise NoColumn(reader.schema.names)
+    batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    for batch in batches:
+        batch.validate(full=True)  # offsets that are damaged may point anywhere in memory
+        yield from (value.as_py() for value in batch[column][start:])
+        start = max(start - len(batch), 0)
+    if is_stream and stream.seek(-len(_ARROW_END), io.SEEK_END) and stream.read() != _ARROW_END:
+        raise EOFError("it ends without Arrow's end-of-stream marker: it was cut, or is not yet complete")
+
+
+READERS: dict[str, Callable[..., Iterator[Any]]] = {
+    "text": text_rows,
+    "json": json_rows,
+    "parquet": parquet_rows,
+    "arrow": arrow_rows,
+}
