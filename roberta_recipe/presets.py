@@ -1,6 +1,7 @@
 """Presets: YAML files whose keys are fields of dataclasses, each value checked against the field that it fills."""
 
 import dataclasses
+import datetime
 import difflib
 import re
 import types
@@ -151,5 +152,7 @@ def check_mapping(
         try:
             checked[key] = check_type(value, hints[key])
         except TypeError as error:
-            raise InputError(f"{where}: {key} is {value!r}, and must be {error}") from None
+            unquoted = "text" in str(error) and isinstance(value, bool | int | float | datetime.date)
+            quote = "; put it in quotes, or YAML takes it for something else" if unquoted else ""  # no, on, 20220301
+            raise InputError(f"{where}: {key} is {value!r}, and must be {error}{quote}") from None
     return checked

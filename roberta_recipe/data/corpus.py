@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import fsspec
 
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.identity import Identity, identify, is_unchanged
-from roberta_recipe.data.readers import DECOMPRESSORS, RETRY_DELAYS_S, open_file, wait_for_retry
+from roberta_recipe.data.readers import DECOMPRESSORS, open_file, with_retries
 from roberta_recipe.durable import fingerprint
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
@@ -206,7 +206,11 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     """Format and sorted paths of files, folders (searched to the bottom) and globs, local or of any `fsspec` URL."""
     found: dict[str, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        paths, hidden = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        if "://" in pattern:
+            attempt, action = functools.partial(_remote_paths, pattern), f"source {name!r}: listing {pattern!r}"
+            paths, hidden = with_retries(attempt, pattern, action)
+        else:
+            paths, hidden = _local_paths(resolve_path(pattern))
         paths = _of_saved_datasets(name, paths)
         readable = {p: f for p in paths if (f := _format_of(p))}
         passed_over = sum(_format_of(p) is not None for p in hidden)
@@ -220,7 +224,9 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
                 f"compressed ({', '.join(DECOMPRESSORS)})"
             )
         if passed_over:
-            logger.info(f"source {name!r}: {passed_over:,} hidden files of {pattern} passed over: their path has a /.")
+            logger.info(
+                f"source {name!r}: {passed_over:,} hidden files of {pattern} passed over (a name begins with a dot)"
+            )
         found.update(readable)
     if len(set(found.values())) > 1:
         kinds = ", ".join(sorted(set(found.values())))
@@ -229,57 +235,45 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
 
 
 def _local_paths(path: Path) -> tuple[list[str], list[str]]:
-    """The files below a folder, those behind links too, a file itself, or the files that a glob finds; and the hidden
-    files of a folder, which a glob does not find either."""
+    """The files below a folder, a file itself, or the files that a glob finds; and the hidden files of a folder, which
+    a glob does not find either."""
     if path.is_dir():
-        return _without_hidden([*_files_below(path)], str(path))
+        return _files_below(path)
     return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), []
 
 
-def _without_hidden(paths: list[str], root: str) -> tuple[list[str], list[str]]:
-    """Paths below a folder, and those of them in which a name begins with a dot."""
-    hidden = [path for path in paths if "/." in path[len(root.rstrip("/")) :]]
-    return sorted({*paths} - {*hidden}), hidden
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    """The files below a folder; a folder that links lead to again is searched once."""
-    searched = set()
+def _files_below(folder: Path) -> tuple[list[str], list[str]]:
+    """The files below a folder, those behind links too, and the hidden ones: a name below the folder begins with a dot.
+    A folder that links lead to again is searched once."""
+    found, hidden, searched = [], [], set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort(key=lambda name: (name.startswith("."), name))  # where two links lead, the one that is not hidden
         if (real := os.path.realpath(parent)) in searched:
             folders.clear()
             continue
         searched.add(real)
-        yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
+        for name in names:
+            if os.path.isfile(path := os.path.join(parent, name)):
+                (hidden if name.startswith(".") else found).append(path)
+        for name in [name for name in folders if name.startswith(".")]:
+            folders.remove(name)
+            hidden += [f"{below}/{file}" for below, _, files in os.walk(f"{parent}/{name}") for file in files]
+        folders.sort()
+    return found, hidden
 
 
-def _remote_paths(name: str, pattern: str) -> tuple[list[str], list[str]]:
-    """The paths below a URL (s3://, gs://, https://, ...), and the hidden ones. Raises `InputError`."""
-    delays = iter(RETRY_DELAYS_S)
-    while True:
-        try:
-            return _list_remote(pattern)
-        except Exception as error:  # each file system has its own exceptions
-            if not wait_for_retry(error, delays, pattern, f"source {name!r}: listing {pattern}"):
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise InputError(f"source {name!r}: cannot list {pattern!r}: {reason}") from None
-
-
-def _list_remote(pattern: str) -> tuple[list[str], list[str]]:
+def _remote_paths(pattern: str) -> tuple[list[str], list[str]]:
+    """The paths below a URL (s3://, gs://, https://, ...), and the hidden ones."""
     system, path = fsspec.core.url_to_fs(pattern)
-    root = path
+    root = path[: path.index("*")].rpartition("/")[0] if "*" in path else path.rstrip("/")
     if "*" in path:
-        paths, root = system.glob(path), path[: path.index("*")].rpartition("/")[0]
+        paths = system.glob(path)
     elif system.info(path)["type"] == "directory" or not _format_of(path):  # http: a folder's URL is a file's too
         paths = system.find(path)
     else:
         paths = [path]
-    if "/." not in path[len(root) :]:  # no pattern such as `.x*`, which asks for hidden files
-        paths, hidden = _without_hidden(paths, root)
-    else:
-        hidden = []
-    return [*map(system.unstrip_protocol, paths)], hidden
+    asked_for = "/." in path[len(root) :]  # by a pattern such as `.x*`
+    hidden = {p for p in paths if "/." in p[len(root) :] and not asked_for}
+    return [system.unstrip_protocol(p) for p in paths if p not in hidden], [*hidden]
 
 
 def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:

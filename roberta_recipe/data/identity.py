@@ -16,7 +16,8 @@ import fsspec
 from tqdm.auto import tqdm
 
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.data.readers import with_retries
+from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
 
 _MEMO = "file_hashes.json"
@@ -98,11 +99,8 @@ def _remote_identity(path: str) -> list[Any]:
     """A URL, and the size and version that its server tells."""
     if path.startswith("hf://"):
         return [path]
-    try:
-        system, inner = fsspec.core.url_to_fs(path)
-        info = system.info(inner)
-    except Exception as error:  # each file system has its own exceptions
-        raise InputError(f"cannot look up {path}: {type(error).__name__}: {first_line(error)}") from None
+    system, inner = fsspec.core.url_to_fs(path)
+    info = with_retries(lambda: system.info(inner), path, f"looking up {path}")
     version = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
     return [path, info.get("size"), version]
 

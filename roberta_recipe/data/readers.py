@@ -17,7 +17,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
@@ -51,6 +51,17 @@ def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action:
     logger.warning(f"{action} failed ({error}); again in {delay_s} s")
     time.sleep(delay_s)
     return True
+
+
+def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
+    """The result of `attempt`, tried again as reads are. Raises `InputError`."""
+    delays = iter(RETRY_DELAYS_S)
+    while True:
+        try:
+            return attempt()
+        except Exception as error:  # each file system has its own exceptions
+            if not wait_for_retry(error, delays, path, action):
+                raise InputError(f"{action} failed: {type(error).__name__}: {first_line(error)}") from None
 
 
 def _is_transient(error: Exception) -> bool:
