@@ -73,10 +73,8 @@ def documents_by_definition(text):
     return [document for document in "".join(lines).split("\n\n") if document]
 
 
-def test_random_text_files_have_the_documents_of_the_definition(tmp_path, monkeypatch):
-    """From every row, also where no batch of lines ends with a document; without lines of blanks, the documents are
-    those of `datasets`."""
-    monkeypatch.setattr(reading, "_LINES_PER_BATCH", 3)
+def test_random_text_files_have_the_documents_of_the_definition(tmp_path):
+    """From every row; without lines of blanks, the documents are those of `datasets`."""
     resumed = without_blanks = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -99,20 +97,6 @@ def test_random_text_files_have_the_documents_of_the_definition(tmp_path, monkey
             assert [row["text"] for row in rows] == wanted
             without_blanks += len(wanted) > 1
     assert resumed > 40 and without_blanks > 10
-
-
-def test_a_text_file_is_not_read_whole(tmp_path, monkeypatch):
-    """The first documents are there after the first batch of lines, whatever separates them."""
-    path = tmp_path / "a.txt"
-    path.write_text("A line.\n \n" * 1000)
-    batches = []
-    table = datasets.IterableDataset.iter
-    monkeypatch.setattr(
-        datasets.IterableDataset, "iter", lambda *a, **k: (batches.append(0) or batch for batch in table(*a, **k))
-    )
-    monkeypatch.setattr(reading, "_LINES_PER_BATCH", 10)
-    texts = reading.read_file(Source("s", files=str(path)), "text", str(path))
-    assert list(itertools.islice(texts, 7)) == ["A line."] * 7 and len(batches) == 2
 
 
 def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):

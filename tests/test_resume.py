@@ -411,7 +411,7 @@ def test_reads_that_fail_at_first_are_tried_again(tmp_path, monkeypatch, caplog)
     import fsspec
 
     fsspec.register_implementation("shaky", FailsAtFirst, clobber=True)
-    monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01,) * 5)
+    monkeypatch.setattr("roberta_recipe.data.readers.RETRY_DELAYS_S", (0.01,) * 5)
     texts = make_documents(30, seed=1)
     path = write_parquet(tmp_path / "a.parquet", texts)
     FailsAtFirst.failures = 3

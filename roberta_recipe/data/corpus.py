@@ -224,9 +224,7 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
                 f"compressed ({', '.join(DECOMPRESSORS)})"
             )
         if passed_over:
-            logger.info(
-                f"source {name!r}: {passed_over:,} hidden files of {pattern} passed over (a name begins with a dot)"
-            )
+            logger.info(f"source {name!r}: hidden files of {pattern} (.name), passed over: {passed_over:,}")
         found.update(readable)
     if len(set(found.values())) > 1:
         kinds = ", ".join(sorted(set(found.values())))

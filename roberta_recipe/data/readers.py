@@ -48,7 +48,7 @@ def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action:
     delay_s = next(delays, None) if transient else None
     if delay_s is None:
         return False
-    logger.warning(f"{action} failed ({error}); again in {delay_s} s")
+    logger.warning(f"{action} failed ({first_line(error.__cause__ or error)}); again in {delay_s} s")
     time.sleep(delay_s)
     return True
 
@@ -61,7 +61,8 @@ def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
             return attempt()
         except Exception as error:  # each file system has its own exceptions
             if not wait_for_retry(error, delays, path, action):
-                raise InputError(f"{action} failed: {type(error).__name__}: {first_line(error)}") from None
+                cause = error.__cause__ or error
+                raise InputError(f"{action} failed: {type(cause).__name__}: {first_line(cause)}") from None
 
 
 def _is_transient(error: Exception) -> bool:
