@@ -27,7 +27,7 @@ from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.tasks import answers, protocol, squad, squad_metric, summary_text
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
-from roberta_recipe.tasks.squad_metric import Squad, score_2
+from roberta_recipe.tasks.squad_metric import score_2
 from roberta_recipe.training import environment, modeling
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -321,13 +321,11 @@ def measure(args: SquadArguments, predicted: dict[str, squad.Spans], questions) 
 
 def official(args: SquadArguments, predicted, threshold: float | None, questions) -> dict[str, float]:
     """The official scores in per cent; the answer is empty where the probability of no answer is above `threshold`."""
-    predictions = [{"id": name, "prediction_text": spans.answer(threshold)} for name, spans in predicted.items()]
-    if args.version_2_with_negative:
-        for prediction, spans in zip(predictions, predicted.values(), strict=True):
-            prediction["no_answer_probability"] = spans.no_answer
-    return Squad(version(args), keep_in_memory=True).compute(
-        predictions=predictions, references=squad.references(questions)
-    )
+    texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
+    gold = {row["id"]: row["answers"] for row in squad.references(questions)}
+    if not args.version_2_with_negative:
+        return squad_metric.score_1(texts, gold)
+    return squad_metric.score_2(texts, gold, {name: spans.no_answer for name, spans in predicted.items()})
 
 
 def shares(scores: dict[str, float]) -> dict[str, float]:

@@ -207,6 +207,13 @@ def test_padding_is_on_the_right_whatever_the_tokenizer_says(flags, tmp_path, mo
     assert after["loss_at_steps"] == before["loss_at_steps"] and after["metrics"] == before["metrics"]
 
 
+def test_scores_need_no_cache_that_can_be_written(flags, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", str(tmp_path / "file" / "x"))
+    for version in ("1.1", "2.0"):
+        assert finetune_squad.main(flags(version, "--seeds", 1, "--output_dir", tmp_path / version))
+
+
 def test_spans_of_the_same_scores_are_found_once(flags, monkeypatch):
     """The epoch that is kept is measured at its end and again when it is loaded, judged, and written down."""
     found, best_spans = [], finetune_squad.squad.best_spans
