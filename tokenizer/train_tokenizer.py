@@ -33,7 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", help="corpus preset, as for train_mlm.py")
     parser.add_argument(
-        "--train_file", nargs="+", help="text, JSONL or Parquet instead of the corpus: files, folders or globs"
+        "--train_file", nargs="+", help="text, JSONL, Parquet or Arrow instead of the corpus: files, folders or globs"
     )
     parser.add_argument(
         "--validation_file", nargs="+", help="held-out text for train_file (default: 1%% of its documents)"

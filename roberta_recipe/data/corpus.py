@@ -199,6 +199,8 @@ def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
         raise InputError(
             f"source {source.name!r}: {source.dataset!r} has no split {source.split!r}; it has {sorted(splits)}"
         )
+    if archives := [path for path in splits[source.split] if path.endswith(".zip")]:
+        raise InputError(f"source {source.name!r}: unpack {archives[0]}, and name its files with `files:`")
     return builder.name, sorted(splits[source.split])
 
 

@@ -66,7 +66,7 @@ class TextArguments:
 
     corpus: str | None = setting(None, "Corpus preset (presets/corpus/*.yaml).", "content")
     train_file: list[str] | None = setting(
-        None, "Text, JSONL or Parquet to train on, in place of `corpus`: files, folders or globs.", "content"
+        None, "Text, JSONL, Parquet or Arrow to train on, in place of `corpus`: files, folders or globs.", "content"
     )
     validation_file: list[str] | None = setting(
         None, "Held-out text for `train_file`; without it, 1%% of its documents.", "content"
@@ -401,7 +401,7 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
         "split_sentences": "sentences split, as they are longer than a block",
         "empty_documents": "documents without text",
         "bad_files": "files that broke off",
-        "lost_rows": "rows lost with them",
+        "lost_rows": "rows that could not be read",
     }
     found = {words: total["train"][name] + total["validation"][name] for name, words in named.items()}
     told = "; ".join(f"{count:,} {words}" for words, count in found.items() if count)
