@@ -1,9 +1,11 @@
 """The documents of a corpus (paper, section 3.2), read file by file, with what is held out and what cannot be read."""
 
+import glob
 import hashlib
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +48,10 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
     """
     if source.filters is not None and format != "parquet":
         raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
+    if format not in READERS and "://" not in path and "::" in path:
+        raise InputError(
+            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
+        )
     row, delays = start, iter(readers.RETRY_DELAYS_S)
     with_value = -1 if start == 0 else start - 1  # the last row that has a value; those before `start` are not known
     while True:
@@ -70,15 +76,30 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
 
 
 def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[Text]:
-    """One attempt at `read_file`."""
+    """One attempt at `read_file`: Parquet, and what else a Hub dataset has, is streamed by `datasets`."""
     if format in READERS:
         with open_file(path) as stream:
-            yield from _texts(source, path, READERS[format](stream, source.text_column, start, source.filters))
+            yield from _texts(source, path, READERS[format](stream, source.text_column, start))
         return
-    # a Hub dataset of another format; `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
-    rows = datasets.load_dataset(format, data_files=[path], split="train", streaming=True)
-    batches = (rows.skip(start) if start else rows).iter(batch_size=1)
-    yield from _texts(source, path, (_value_of(row, source.text_column) for row in batches))
+    options: dict[str, Any] = {}
+    if format == "parquet":
+        with open_file(path) as stream:
+            if not stream.read(1):
+                return
+            columns = pq.read_schema(stream).names
+        if source.text_column not in columns:
+            raise NoColumn(columns)
+        # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
+        options = {"columns": [source.text_column], "batch_size": 256}
+    if source.filters is not None:
+        options["filters"] = [tuple(condition) for condition in source.filters]
+    pattern = path if "://" in path else glob.escape(path)  # or brackets in a name would be read as a pattern
+    with tempfile.TemporaryDirectory() as cache:  # stays empty; the cache below HF_HOME may not be writable
+        options |= {"data_files": [pattern], "split": "train", "cache_dir": cache}
+        rows = datasets.load_dataset(format, streaming=True, **options)
+        # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
+        batches = (rows.skip(start) if start else rows).iter(batch_size=1)
+        yield from _texts(source, path, (_value_of(row, source.text_column) for row in batches))
 
 
 def _value_of(row: dict[str, list[Any]], column: str) -> Any:

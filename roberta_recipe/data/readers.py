@@ -1,4 +1,4 @@
-"""Readers of single files, local or remote: rows of text, JSON lines, Parquet and Arrow; decompression; retries."""
+"""Readers of single files, local or remote: rows of text, JSON lines and Arrow; decompression; retries."""
 
 import bz2
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
@@ -23,7 +22,6 @@ from roberta_recipe.log import logger
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _BYTES_PER_READ = 1 << 16  # of a compressed file
 _BYTES_PER_PIECE = 1 << 18  # decompressed at once
-_ROWS_PER_BATCH = 256  # of Parquet: a row group may hold gigabytes
 _PZSTD = b"P*M\x18\x04\0\0\0"  # pzstd's skippable frame, four bytes longer, announces the size of the next frame
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
 _DECODER = json.JSONDecoder(parse_int=len)  # numbers are not text, and int() refuses those of more than 4,300 digits
@@ -144,7 +142,7 @@ def _lines(stream: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
 
 
-def text_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Text]:
+def text_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
     """The documents of a text file.
 
     They are what `text.split("\n\n")` gives, without empty strings, once every line of blanks is an empty line.
@@ -179,7 +177,7 @@ def _checked(text: str, line: int) -> str | BadRow:
     return text
 
 
-def json_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Text]:
+def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
     """The text column of JSON lines, or of one JSON list of objects or strings."""
     for place, value in _json_values(_lines(stream), start):
         yield value if isinstance(value, BadRow) else _text_of(value, column, place)
@@ -223,31 +221,7 @@ def _text_of(value: Any, column: str, place: str) -> Text:
     return value
 
 
-def parquet_rows(
-    stream: BinaryIO, column: str, start: int = 0, filters: list[list[Any]] | None = None
-) -> Iterator[Any]:
-    """The values of a column of a Parquet file, in the rows that pass the filters. Raises `NoColumn`."""
-    if not stream.read(1):
-        return
-    file = pq.ParquetFile(stream, buffer_size=_BYTES_PER_PIECE)
-    if column not in file.schema_arrow.names:
-        raise NoColumn(file.schema_arrow.names)
-    condition = pq.filters_to_expression([tuple(triple) for triple in filters]) if filters else None
-    first, groups = 0, file.num_row_groups
-    while condition is None and first < groups and start >= (rows := file.metadata.row_group(first).num_rows):
-        first, start = first + 1, start - rows
-    batches = file.iter_batches(
-        _ROWS_PER_BATCH,
-        row_groups=[*range(first, groups)],
-        columns=[column, *(name for name, *_ in filters or ())],
-        use_threads=False,
-    )
-    if condition is not None:
-        batches = (batch.filter(condition) for batch in batches)
-    yield from itertools.islice((value.as_py() for batch in batches for value in batch[column]), start, None)
-
-
-def arrow_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = None) -> Iterator[Any]:
+def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Any]:
     """The values of a column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `NoColumn`, and
     `EOFError` for a stream without its end, as one cut between two batches is otherwise a shorter stream."""
     magic = stream.read(6)
@@ -270,6 +244,5 @@ def arrow_rows(stream: BinaryIO, column: str, start: int = 0, filters: None = No
 READERS: dict[str, Callable[..., Iterator[Any]]] = {
     "text": text_rows,
     "json": json_rows,
-    "parquet": parquet_rows,
     "arrow": arrow_rows,
 }
