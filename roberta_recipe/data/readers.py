@@ -23,7 +23,7 @@ from roberta_recipe.log import logger
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _BYTES_PER_READ = 1 << 16  # of a compressed file
 _BYTES_PER_PIECE = 1 << 18  # decompressed at once
-_ROWS_PER_BATCH = 256  # of Parquet: a row group may hold gigabytes
+_ROWS_PER_BATCH = 256  # of Parquet: a row group may unpack to gigabytes
 _PZSTD = b"P*M\x18\x04\0\0\0"  # pzstd's skippable frame, four bytes longer, announces the size of the next frame
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
 _DECODER = json.JSONDecoder(parse_int=len)  # numbers are not text, and int() refuses those of more than 4,300 digits
@@ -66,8 +66,10 @@ def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether a remote file system may answer otherwise later: anything but "no such file" and an HTTP status 4xx.
-    fsspec raises `FileNotFoundError` from whatever else kept it from looking."""
+    """Whether a remote file system may answer otherwise later: not after damage, a refusal, an HTTP status 4xx or "no
+    such file", which fsspec raises also from whatever else kept it from looking."""
+    if isinstance(error, ValueError | ImportError | PermissionError):  # pyarrow's and json's errors are ValueErrors
+        return False
     cause = error.__cause__ or error
     status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
     if status is not None:
@@ -229,7 +231,7 @@ def parquet_rows(
     """The values of a column of a Parquet file, in the rows that pass the filters. Raises `NoColumn`."""
     if not stream.read(1):
         return
-    file = pq.ParquetFile(stream, buffer_size=_BYTES_PER_PIECE)
+    file = pq.ParquetFile(stream)
     if column not in file.schema_arrow.names:
         raise NoColumn(file.schema_arrow.names)
     condition = pq.filters_to_expression([tuple(triple) for triple in filters]) if filters else None
