@@ -17,13 +17,15 @@ import fsspec
 import pyarrow as pa
 import pytest
 from backports import zstd
-from conftest import write_jsonl, write_parquet, write_text
+from conftest import make_documents, write_jsonl, write_parquet, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 from test_corpus import PIECES, TEXTS, check, texts_of
 
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Corpus, Source, read_corpus
+from roberta_recipe.data.order import batches_of
+from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
 
 CHECKSUM = {zstd.CompressionParameter.checksum_flag: 1}
@@ -253,6 +255,20 @@ def test_a_bad_line_loses_its_document(tmp_path, compression, caplog):
         check(path)
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_lost_rows_are_in_the_counts_of_a_run(tmp_path, tokenizer, suffix):
+    texts, path = make_documents(60, seed=1), tmp_path / f"a{suffix}"
+    rows = [json.dumps({"text": text}) for text in texts] if suffix == ".jsonl" else texts
+    rows[7] = rows[30] = rows[59] = "Caf\udce9"
+    path.write_bytes("\n\n".join(rows).encode(errors="surrogateescape"))
+    corpus = Corpus("c", [Source("s", files=str(path))], validation_share=1e-9, on_bad_shard="skip")
+    reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
+    blocks = reader.blocks(batches_of(0, 8, 1, 0))
+    while (counts := reader.count_table()["s"])["passes"] < 2:
+        next(blocks)
+    assert counts["lost_rows"] == 2 * 3 and counts["documents"] >= 2 * 57 and counts["bad_files"] == 0
+
+
 def test_what_is_checked_before_training_is_what_is_read(tmp_path):
     """Also of compressed files; the row and the line are those of the fault."""
     content = b'{"text": "Fine."}\n\n{"text": "\\ud83d half"}\n'
@@ -400,6 +416,9 @@ def test_a_server_that_is_not_there_for_a_moment_is_asked_again(url, pattern, na
             InputError, match=rf"source 's': listing '{url}.*' failed: .*{status if status == 403 else ''}"
         ):
             texts_of(files=url + pattern_that_is_not_there)
+    for protocol, reason in (("nosuch", "Protocol not known"), ("gs", "gcsfs")):
+        with pytest.raises(InputError, match=f"listing '{protocol}://a/b.txt' failed: .*{reason}"):
+            texts_of(files=f"{protocol}://a/b.txt")
     assert "again in" not in caplog.text
     Failing.status, Failing.failures = 503, 1000
     with pytest.raises(InputError, match=r"listing .* failed: ClientResponseError: 503"):
@@ -456,8 +475,9 @@ def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
     part = datasets.Dataset.from_dict({"text": ["Another."] * 9})
     part.save_to_disk(str(tmp_path / "other"))
     (tmp_path / "other" / "data-00000-of-00001.arrow").rename(tmp_path / "saved" / "cache-0123456789abcdef.arrow")
-    for where in (tmp_path / "saved", f"{tmp_path}/saved/*", f"file://{tmp_path}/saved", f"{tmp_path}/saved/data-*"):
-        assert sorted(texts_of(files=str(where), share=1e-9)) == sorted(TEXTS), where
+    patterns = ("saved", "saved/*", "saved/*.arrow", "saved/data-*")
+    for where in [*(f"{tmp_path}/{pattern}" for pattern in patterns), f"file://{tmp_path}/saved"]:
+        assert sorted(texts_of(files=where, share=1e-9)) == sorted(TEXTS), where
         check(where)
     with pytest.raises(
         InputError, match=r"data-00000-of-00003.arrow has no column 'body'; it has \['text', 'number'\]"

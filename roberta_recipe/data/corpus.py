@@ -24,6 +24,7 @@ from roberta_recipe.presets import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
+_SAVED = {"dataset_info.json", "state.json"}  # of a folder of `save_to_disk`
 _NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache has it
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
@@ -284,13 +285,14 @@ def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
         folder, _, file = path.rpartition("/")
         by_folder.setdefault(folder, set()).add(file)
     for folder, files in by_folder.items():
+        files |= {name for name in _SAVED if os.path.isfile(f"{folder}/{name}")}  # beside what a glob finds
         if "dataset_dict.json" in files:
             splits = _saved_json(f"{folder}/dataset_dict.json", lambda saved: [*saved["splits"]])
             raise InputError(
                 f"source {name!r}: {folder} is a DatasetDict of the splits {', '.join(splits)}; name the folder of one "
                 f"split: {folder}/{splits[0]}"
             )
-        if {"dataset_info.json", "state.json"} <= files:
+        if files >= _SAVED:
             kept = _saved_json(f"{folder}/state.json", lambda saved: {one["filename"] for one in saved["_data_files"]})
             paths = [path for path in paths if path.rpartition("/")[0] != folder or path[len(folder) + 1 :] in kept]
     return paths

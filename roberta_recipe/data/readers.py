@@ -64,8 +64,10 @@ def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether a remote file system may answer otherwise later: anything but "no such file" and an HTTP status 4xx.
-    fsspec raises `FileNotFoundError` from whatever else kept it from looking."""
+    """Whether a remote file system may answer otherwise later: not after damage, a refusal, an HTTP status 4xx or "no
+    such file", which fsspec raises also from whatever else kept it from looking."""
+    if isinstance(error, ValueError | ImportError | PermissionError):  # pyarrow's and json's errors are ValueErrors
+        return False
     cause = error.__cause__ or error
     status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
     if status is not None:
