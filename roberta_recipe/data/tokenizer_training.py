@@ -46,8 +46,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
         backend.train_from_iterator(_without_long_words(texts, counts), trainer)
     if counts:
         logger.warning(
-            f"Long words  cut in {counts['cuts']:,} places of {counts['texts']:,} texts: runs of {_LONG:,} letters, "
-            "digits, signs or blanks and more"
+            f"Long words  {counts['cuts']:,} cuts in runs of {_LONG:,} and more letters, digits, signs or blanks; "
+            f"texts with such runs: {counts['texts']:,}"
         )
     model = json.loads(backend.to_str())["model"]
     if len(model["vocab"]) < vocab_size - 1:
