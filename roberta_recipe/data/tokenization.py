@@ -88,7 +88,7 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"
         )
-    if needed == MLM_TOKENS and len(tokenizer("").input_ids) != 2:
+    if needed == MLM_TOKENS and not _template_ids(tokenizer):
         logger.warning(
             f"Template    {str(name_or_path)!r} does not put two special tokens around a text, as training does: "
             "`pipeline` shows the model text without them, unless the tokenizer gets such a post-processor"
@@ -107,10 +107,16 @@ def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """`bos_id` and `eos_id`, which begin a block and end a sentence: the tokens that the template puts around a text;
     without such a pair, `<s>` and `</s>`, or BERT's [CLS] and [SEP]."""
-    around = tokenizer("").input_ids
-    if len(around) != 2:
-        around = _role_ids(tokenizer)
-    return {"bos_id": around[0], "eos_id": around[1]}
+    first, last = _template_ids(tokenizer) or _role_ids(tokenizer)
+    return {"bos_id": first, "eos_id": last}
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The two special tokens that the template puts around a text; none where it puts others than two."""
+    # not `tokenizer("")`, which starts threads, and a process that is forked then waits for them
+    encoding = tokenizer.backend_tokenizer.encode("")
+    around = [token for token, shown in zip(encoding.ids, encoding.attention_mask, strict=True) if shown]
+    return around if len(around) == 2 else []
 
 
 def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
