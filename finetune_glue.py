@@ -24,6 +24,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from roberta_recipe import durable
 from roberta_recipe.args import setting
+from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
@@ -279,6 +280,7 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
 def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
     parse, counts, features = load_spacy(args.spacy_model, "WNLI"), Counter(), {}
+    encode = tokenization.text_tokenizer(tokenizer)
     for split, examples in data.items():
         counts.update(examples.counts)
         if own := [schema for schema in examples.schemas if schema.idx < 0]:
@@ -291,7 +293,8 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
                 schema,
                 wsc.noun_phrases(schema.text, parse(schema.text), schema.query),
                 tokenizer,
-                max_length=args.max_seq_length,
+                args.max_seq_length,
+                encode,
             )
             for schema in examples.schemas[: len(examples)]
         ]
@@ -335,16 +338,10 @@ def make_features(
     args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer
 ) -> tuple[dict[str, list[dict]], dict[str, int]]:
     """Model inputs of every example, two texts as a pair, and how many were cut. Scores are scaled to [0, 1]."""
-    features, cut = {}, {}
+    features, cut, encode = {}, {}, tokenization.text_tokenizer(tokenizer)
     for split, examples in data.items():
         texts = [list(column) for column in zip(*examples.texts, strict=True)]
-        encoded = tokenizer(
-            *texts,
-            truncation=True,
-            max_length=args.max_seq_length,
-            return_overflowing_tokens=True,
-            split_special_tokens=True,  # text that reads </s> is text
-        )
+        encoded = encode(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
         # the tokens that do not fit follow as further rows of the same example
         _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
         features[split] = [

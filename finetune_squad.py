@@ -89,7 +89,6 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
-    tokenizer.padding_side = "right"  # positions are counted from the left
     windows = {split: make_windows(args, questions, tokenizer) for split, questions in data.items()}
     found = announce(args, data, windows, overlap, misplaced)
 

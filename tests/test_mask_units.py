@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import train_mlm
 from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.data.tokenization import corpus_encoder
+from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
 from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.data.word_starts import word_starts
 from roberta_recipe.errors import InputError
@@ -61,7 +61,7 @@ def english():
 
 def own_starts(tokenizer, text):
     """Where words begin by the tokenizer itself, which has the text."""
-    encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    encoded = corpus_backend(tokenizer).encode(text, add_special_tokens=False)
     return [n == 0 or encoded.word_ids[n] != encoded.word_ids[n - 1] for n in range(len(encoded.ids))]
 
 

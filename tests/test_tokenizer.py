@@ -4,6 +4,10 @@ import argparse
 import errno
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import pytest
@@ -247,3 +251,63 @@ def test_a_tokenizer_is_not_written_over(tokenizer_dir, tmp_path):
 def test_no_tokenizer(tmp_path):
     with pytest.raises(InputError, match=r"no tokenizer at tokenizer_name='.*nowhere'.*train_tokenizer.py"):
         tokenization.load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_words_of_thousands_of_characters_are_cut(caplog):
+    """Of every class of GPT-2's pattern, at any place; all other text is what it was."""
+    rng, counts = random.Random(0), Counter()
+    usual = [*make_documents(50, seed=1), "x" * 900 + " " * 900 + "1" * 900, "a1" * 9000, "", " ".join(["é" * 999] * 9)]
+    assert list(tokenizer_training._without_long_words(usual, counts)) == usual and not counts
+    for sign in "aé漢1=_ \t\n":
+        text = "word " * rng.randrange(400) + sign * rng.randrange(2000, 9000) + " word" * rng.randrange(400)
+        pieces = list(tokenizer_training._without_long_words([text], counts))
+        assert "".join(pieces) == text and len(pieces) > 1
+        splits = tokenizer_training.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        assert max(end - first for piece in pieces for _, (first, end) in splits.pre_tokenize_str(piece)) < 2000
+    assert counts["texts"] == 9
+    trained = tokenizer_training.train_tokenizer([*make_documents(300, seed=0), "xz" * 20_000], 400)
+    assert len(trained) == 400
+    assert "39 cuts in runs of 1,000 and more" in caplog.text and "texts with such runs: 1" in caplog.text
+
+
+LONG_TRAINING = """
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from roberta_recipe.data.tokenizer_training import train_tokenizer
+from roberta_recipe.errors import exit_on_error
+
+def texts():
+    letters = bytes(97 + number % 26 for number in range(256))
+    for number in range(6000):
+        text = random.Random(number).randbytes(2400).translate(letters).decode()
+        yield " ".join(text[at : at + 12] for at in range(0, 2400, 12))
+    print("read", flush=True)
+
+def main():
+    try:
+        train_tokenizer(texts(), 50_000)
+    finally:
+        print("the trainer has returned", flush=True)
+
+exit_on_error(main)
+"""
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_ends_training_at_once(root, number, name, code):
+    """In the trainer, which runs for half a minute outside of Python: it does not return first."""
+    command = [sys.executable, "-c", LONG_TRAINING]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "read\n"
+            time.sleep(0.5)
+            process.send_signal(number)
+            assert process.wait(timeout=100) == code
+        finally:
+            process.kill()
+        assert process.stdout.read() == ""
+        assert process.stderr.read().startswith(f"ended by {name}; what was saved is whole.")

@@ -3,12 +3,14 @@
 Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
 """
 
+import copy
 import itertools
 import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from sentencex import segment
 from tokenizers import Tokenizer
@@ -17,9 +19,11 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, Rob
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.log import logger
 
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
+_NO_TEXT = "\U0010ffff"  # a noncharacter of Unicode
 _LINE_WINDOW = 20_000  # characters
 _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
@@ -43,10 +47,12 @@ def is_of_tokenizer(name: str) -> bool:
 
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
 _ALSO = {"bos_token": "cls_token", "eos_token": "sep_token"}  # BERT's names of them
+_ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt.
+    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt; `padding_side` is the right, as
+    batches are padded there.
 
     Raises `InputError` where there is none, where it is not what this recipe wrote (by the folder's manifest, if it
     has one), or where it lacks a token that is needed (all of masked-LM training's).
@@ -82,6 +88,14 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"
         )
+    if needed == MLM_TOKENS and not _template_ids(tokenizer):
+        logger.warning(
+            f"Template    {str(name_or_path)!r} does not put two special tokens around a text, as training does: "
+            "`pipeline` shows the model text without them, unless the tokenizer gets such a post-processor"
+        )
+    if tokenizer.padding_side != "right":  # positions are counted from the left, and heads read the first token
+        logger.info(f"Padding     on the right, not on the {tokenizer.padding_side} as {str(name_or_path)!r} says")
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"  # the latter is what is saved
     return tokenizer
 
 
@@ -91,17 +105,31 @@ def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 
 
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """`bos_id` and `eos_id`: what begins a block and what ends a sentence; of BERT's tokenizer [CLS] and [SEP]."""
-    first, last = (tokenizer.convert_tokens_to_ids(_special(tokenizer, name)) for name in MLM_TOKENS[:2])
+    """`bos_id` and `eos_id`, which begin a block and end a sentence: the tokens that the template puts around a text;
+    without such a pair, `<s>` and `</s>`, or BERT's [CLS] and [SEP]."""
+    first, last = _template_ids(tokenizer) or _role_ids(tokenizer)
     return {"bos_id": first, "eos_id": last}
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The two special tokens that the template puts around a text; none where it puts others than two."""
+    # not `tokenizer("")`, which starts threads, and a process that is forked then waits for them
+    encoding = tokenizer.backend_tokenizer.encode("")
+    around = [token for token, shown in zip(encoding.ids, encoding.attention_mask, strict=True) if shown]
+    return around if len(around) == 2 else []
+
+
+def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(_special(tokenizer, name)) for name in MLM_TOKENS[:2]]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of vocabulary, merges, pre-tokenization and special tokens: of all that a block's ids depend on."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    return durable.fingerprint(
-        {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    )
+    backend = _text_state(tokenizer)
+    depends = {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    if (around := list(boundary_ids(tokenizer).values())) != _role_ids(tokenizer):
+        depends["boundaries"] = around
+    return durable.fingerprint(depends)
 
 
 def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -111,17 +139,43 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         return durable.fingerprint({path.name: durable.sha256(path) for path in Path(folder).iterdir()})
 
 
-def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the tokenizer's backend that encodes a corpus.
+def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The backend's JSON, in which only the tokens of the standard roles are special. Other special tokens (the user's
+    `[E1]`) become plain added tokens, as `split_special_tokens`, by which `</s>` in a text is text, splits all that are
+    special; a tokenizer that is configured to split them keeps them so."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    roles = {getattr(tokenizer, role) for role in _ROLES}
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] in roles or (token["special"] and tokenizer.split_special_tokens)
+    return state
 
-    Text that reads `</s>` or `<mask>` is text: in a corpus it must not become the special token, as it would in
-    `tokenizer(...)`.
+
+def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of the tokenizer's backend that encodes text for training.
+
+    Text that reads `</s>` or `<mask>` is text: it must not become the special token, as it would in `tokenizer(...)`.
+    Added tokens, the user's special ones among them, are one token each, as in `tokenizer(...)`.
     """
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    state = _text_state(tokenizer)
+    if state["model"]["type"] == "Unigram":  # its pieces match text themselves, those of special tokens too
+        roles = {getattr(tokenizer, role) for role in _ROLES} - {tokenizer.unk_token}
+        pieces = {piece for piece, _ in state["model"]["vocab"]} & roles
+        vocab = [[piece + _NO_TEXT * (piece in pieces), score] for piece, score in state["model"]["vocab"]]
+        state["model"]["vocab"] = vocab
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in pieces]
+    backend = Tokenizer.from_str(json.dumps(state))
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a fast tokenizer that encodes text as `corpus_backend` does, for the features of fine-tuning; other
+    attributes, as `mask_token_id`, are to be read from the original."""
+    copied = copy.copy(tokenizer)
+    copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
+    return copied
 
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:

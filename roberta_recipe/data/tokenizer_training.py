@@ -5,22 +5,29 @@ import glob
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import regex
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
 from roberta_recipe.data.tokenization import LEADING_TOKENS, build_tokenizer, corpus_encoder
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, ended_by_signals
+from roberta_recipe.log import logger
+
+_LONG = 1000  # characters; training takes time with the square of a word's length
+_RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of GPT-2's pattern
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
     """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once, with progress on stderr).
 
-    The result is a function of the texts alone. Memory grows with the distinct words, not with the text. Raises
-    `InputError` where the texts hold too few distinct words for so many entries.
+    The result is a function of the texts alone. Memory grows with the distinct words, not with the text. Words of
+    thousands of characters are cut, and counted in a log line. Raises `InputError` where the texts hold too few
+    distinct words for so many entries.
     """
     smallest = len(LEADING_TOKENS) + 256 + 1
     if vocab_size < smallest:
@@ -34,7 +41,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    backend.train_from_iterator(texts, trainer)
+    counts: Counter[str] = Counter()
+    with ended_by_signals():
+        backend.train_from_iterator(_without_long_words(texts, counts), trainer)
+    if counts:
+        logger.warning(
+            f"Long words  {counts['cuts']:,} cuts in runs of {_LONG:,} and more letters, digits, signs or blanks; "
+            f"texts with such runs: {counts['texts']:,}"
+        )
     model = json.loads(backend.to_str())["model"]
     if len(model["vocab"]) < vocab_size - 1:
         raise InputError(
@@ -42,6 +56,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
             f"ask for vocab_size={len(model['vocab']) + 1} or less, or give it more text"
         )
     return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
+
+
+def _without_long_words(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+    """The texts, cut after each `_LONG` characters that are of one class, so that no word is of twice so many; `cuts`
+    and `texts` that have some are added to `counts`."""
+    for text in texts:
+        start = 0
+        for end in range(_LONG, len(text), _LONG):
+            if _RUN.fullmatch(text, end - _LONG, end):
+                counts["cuts"] += 1
+                counts["texts"] += start == 0
+                yield text[start:end]
+                start = end
+        yield text[start:]
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

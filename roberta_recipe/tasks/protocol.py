@@ -214,8 +214,12 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
             f"the tokenizer {name!r} has {len(tokenizer):,} tokens and {args.model_name_or_path!r} {rows:,}: they do "
             "not belong together; name the model's own with tokenizer_name"
         )
-    if getattr(config, "type_vocab_size", 2) < 2:  # as RoBERTa with BERT's tokenizer
-        tokenizer.model_input_names = [of for of in tokenizer.model_input_names if of != "token_type_ids"]
+    types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
+    names = ["input_ids", "token_type_ids", "attention_mask"]  # without a mask, a row would depend on the others
+    if "token_type_ids" not in tokenizer.model_input_names or getattr(config, "type_vocab_size", 2) <= max(1, *types):
+        names.remove("token_type_ids")  # the model has no such types: RoBERTa with BERT's tokenizer
+    if set(names) != set(tokenizer.model_input_names):
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is what is saved
     return tokenizer
 
 

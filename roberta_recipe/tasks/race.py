@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
+from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
 from roberta_recipe.record import DatasetCard
@@ -176,8 +177,9 @@ def features(
     without_article: bool = False,
 ) -> Features:
     """`<s> question option </s></s> article </s>` for each option: question and option are cut to `max_option_length`
-    tokens, the sequence to `max_seq_length` by cutting the article's end; special tokens always stay. (fairseq counts
-    `<s>` and `</s>` among the 128, cuts the sequence's end, and so loses the last `</s>` of a long sequence.)
+    tokens, the sequence to `max_seq_length` by cutting the article's end (its beginning where `truncation_side` is
+    left); special tokens always stay. (fairseq counts `<s>` and `</s>` among the 128, cuts the sequence's end, and so
+    loses the last `</s>` of a long sequence.)
 
     A row has token ids without special tokens, int32: `options` (four), `article`; `labels`, and `length` of the
     longest sequence. Articles are stored once for all their questions.
@@ -203,10 +205,9 @@ def features(
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # </s> in a text is text
+    encode = tokenization.corpus_encoder(tokenizer)
     for first in range(0, len(texts), _TOGETHER):
-        encoded = tokenizer(texts[first : first + _TOGETHER], **plain)["input_ids"]
-        yield from (np.array(ids, dtype=np.int32) for ids in encoded)
+        yield from (np.array(ids, dtype=np.int32) for ids in encode(texts[first : first + _TOGETHER]))
 
 
 class RaceCollator:
@@ -215,6 +216,7 @@ class RaceCollator:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
         self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
+        self.cut_left = tokenizer.truncation_side == "left"
         self.with_types = "token_type_ids" in tokenizer.model_input_names
         self.around, self.types = special_tokens(tokenizer)
 
@@ -227,7 +229,8 @@ class RaceCollator:
         for number, row in enumerate(rows):
             for choice, option in enumerate(row["options"]):
                 room = self.max_seq_length - sum(map(len, self.around)) - len(option)
-                article = row["article"][:room]
+                start = max(len(row["article"]) - room, 0) if self.cut_left else 0
+                article = row["article"][start : start + room]
                 sequence = np.concatenate([before, option, between, article, behind])
                 ids[number, choice, : len(sequence)], mask[number, choice, : len(sequence)] = sequence, 1
                 kinds = np.repeat(self.types, [len(before) + len(option), len(between), len(article) + len(behind)])

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
+from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
 from roberta_recipe.record import DatasetCard
@@ -175,21 +176,20 @@ def windows(
     The labels of a window that has all of the first answer are the tokens that cover it, else 0, the first token.
     Questions of more than `max_query_length` tokens are cut at the end, and counted.
     """
-    made, cut = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0
+    made, cut, encode = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0, tokenization.text_tokenizer(tokenizer)
     numbers: list[int] = []
     for first in range(0, len(questions), _TOGETHER):
         some = questions[first : first + _TOGETHER]
-        asked, shortened = _shorten([question.question for question in some], tokenizer, max_query_length)
+        asked, shortened = _shorten([question.question for question in some], encode, max_query_length)
         cut += shortened
         texts = [asked, [question.context for question in some]]
-        encoded = tokenizer(
+        encoded = encode(
             *(texts[::-1] if passage_first else texts),
             truncation="only_first" if passage_first else "only_second",
             max_length=max_seq_length,
             stride=doc_stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
-            split_special_tokens=True,  # text that reads </s> is text
         )
         if passage_first and encoded.sequence_ids(0)[0] is not None:
             raise InputError(
@@ -215,7 +215,7 @@ def windows(
 
 def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
     """The texts cut to `at_most` tokens, and how many were longer."""
-    plain = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+    plain = {"add_special_tokens": False, "return_offsets_mapping": True}
     short, cut = list(texts), 0
     for number, offsets in enumerate(tokenizer(texts, **plain)["offset_mapping"]):
         cut += len(offsets) > at_most

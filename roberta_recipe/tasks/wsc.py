@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, read_text, resolve_path
@@ -161,23 +162,28 @@ def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> Pre
 
 
 def build_features(
-    schema: Schema, candidates: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+    schema: Schema,
+    candidates: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    encode: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, Any]:
     """The text with the query, then with each candidate, at the pronoun's position, where it is masked.
 
     `input_ids` and `targets` have a list for each phrase: `targets` holds the phrase's own ids where `input_ids` is
     `<mask>`, else -100. `label` is 1, 0, or -100 where unknown. The whole text is encoded at once, so that the space
-    before the phrase belongs to it. Raises `InputError` where the text is longer than `max_length` tokens (by default
-    the tokenizer's maximum), or a phrase has no tokens.
+    before the phrase belongs to it. `encode`: the tokenizer's `text_tokenizer`, made once for many schemas. Raises
+    `InputError` where the text is longer than `max_length` tokens (by default the tokenizer's maximum), or a phrase has
+    no tokens.
     """
     if tokenizer.mask_token_id is None or not tokenizer.is_fast:
         lacks = "mask token" if tokenizer.is_fast else "character offsets (it is a slow tokenizer)"
         raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}, which WNLI needs; name another")
     max_length = max_length or tokenizer.model_max_length
-    inputs, targets = [], []
+    inputs, targets, encode = [], [], encode or tokenization.text_tokenizer(tokenizer)
     for phrase in (schema.query, *candidates):
         text = schema.text[: schema.start] + phrase + schema.text[schema.end :]
-        encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+        encoding = encode(text, return_offsets_mapping=True, verbose=False)
         ids = encoding["input_ids"]
         if len(ids) > max_length:
             raise InputError(

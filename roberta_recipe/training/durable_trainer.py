@@ -84,6 +84,7 @@ class DurableTrainer(Trainer):
 
     memory_advice = ""  # further advice for the out-of-memory message
     change_advice = "in another output_dir"  # how a run continues with another precision or rate
+    saved_max_length: int | None = None  # tokens that the saved tokenizer truncates to; None: the model's positions
     loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already
 
     def __init__(
@@ -469,7 +470,7 @@ class DurableTrainer(Trainer):
         if self.left_out:
             state_dict = self.model.state_dict() if state_dict is None else state_dict
             state_dict = {name: weight for name, weight in state_dict.items() if not name.startswith(self.left_out)}
-        with weights.fitted(self.processing_class, self.model.config):
+        with weights.fitted(self.processing_class, self.model.config, self.saved_max_length):
             super()._save(output_dir, state_dict)
         if self.is_deepspeed_enabled and self.args.should_save:
             self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory

@@ -120,7 +120,8 @@ class FinetuneTrainer(DurableTrainer):
     `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
     loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
     the validation set, of which the highest `best_metric` picks the epoch. Features are dicts, see
-    `length_of`; `fingerprint` has the `global_batch_size`. `layer_decay`: see `layer_rates`.
+    `length_of`; `fingerprint` has the `global_batch_size` and the `max_seq_length`. `layer_decay`: see
+    `layer_rates`.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class FinetuneTrainer(DurableTrainer):
     ):
         super().__init__(objectives={"task": "labels"}, resumed=resumed, **kwargs)
         self.add_callback(EpochEnds(self))
-        self.layer_decay = layer_decay
+        self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
         self._sampler, self._train_seconds = None, None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import AutoModelForQuestionAnswering
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
@@ -17,8 +18,13 @@ def load_with_head(
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, `settings` in its config. The head is the checkpoint's where
     it has the right size, else fresh; the log says which. With `random_weights`, the whole model is fresh. Raises
-    `InputError` where there is no such checkpoint, or it is damaged."""
+    `InputError` where there is no such checkpoint, or it is damaged, or its head reads the last token."""
     config = weights.read_config(name, **settings)
+    if getattr(config, "summary_type", None) == "last" and cls is not AutoModelForQuestionAnswering:
+        raise InputError(
+            f"the head of {name!r} reads the last token (summary_type=last, as XLNet's), and batches are padded on the "
+            "right; name a model of another family"
+        )
     for field in _HEAD_DROPOUT:
         if head_dropout is not None and hasattr(config, field):
             setattr(config, field, head_dropout)

@@ -102,10 +102,14 @@ def positions(config: PreTrainedConfig) -> int | None:
 
 
 @contextlib.contextmanager
-def fitted(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Iterator[None]:
-    """While a tokenizer is saved beside a model: what truncates without a length of its own (`pipeline`) cuts to the
-    model's positions. Afterwards, and in fingerprints, the tokenizer is as it was loaded."""
-    before, tokenizer.model_max_length = tokenizer.model_max_length, positions(config) or tokenizer.model_max_length
+def fitted(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
+) -> Iterator[None]:
+    """While a tokenizer is saved beside a model: what truncates without a length of its own (`pipeline`) cuts to
+    `max_length`, by default the model's positions. Afterwards, and in fingerprints, the tokenizer is as it was
+    loaded."""
+    before = tokenizer.model_max_length
+    tokenizer.model_max_length = max_length or positions(config) or before
     try:
         yield
     finally:

@@ -1,0 +1,280 @@
+"""Features of training equal the encoding by the saved tokenizer: generated tokenizers of three kinds, random options.
+
+Each tokenizer is written as a user's folder, loaded as the scripts load it, saved as they save it beside a model, and
+loaded again with `AutoTokenizer`, as `pipeline` does.
+"""
+
+import argparse
+import json
+import logging
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import make_documents
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+import finetune_glue
+from roberta_recipe import durable
+from roberta_recipe.data import masking, tokenization
+from roberta_recipe.tasks import glue, protocol, race, squad, wsc
+from roberta_recipe.training import weights
+
+TOKENIZERS, TEXTS = 60, 12
+MARKS = ["[E1]", "[/E1]", "<user>", "@city", "héllo", "new york", "ﬁ", "the"]
+ROBERTA = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+BOTH = {**ROBERTA, "cls": "[CLS]", "sep": "[SEP]"}  # blocks begin with the template's [CLS], not with <s>
+DOCUMENTS = [*make_documents(60, seed=5), "Héllo new york, the ﬁrst café 12 times!"]
+
+
+def unigram_pieces(names: list[str]) -> list[tuple[str, float]]:
+    """Special tokens, frequent strings and their scores. (The library's trainer starts threads in spite of
+    TOKENIZERS_PARALLELISM, and a data worker that a later test forks waits for them.)"""
+    words = [f"▁{word}" for text in DOCUMENTS for word in text.split()]
+    strings = (word[at : at + size] for word in words for size in range(1, 7) for at in range(len(word) - size + 1))
+    return [*((name, 0.0) for name in names), *((s, math.log(n / 1e5)) for s, n in Counter(strings).most_common(400))]
+
+
+def backend_of(rng: random.Random, names: list[str]) -> Tokenizer:
+    """A trained backend of one of three kinds."""
+    kind = rng.choice(["bpe", "wordpiece", "unigram"])
+    prepend = rng.choice(["always", "first", "never"])
+    common = {"vocab_size": 400, "special_tokens": names, "show_progress": False}
+    backend, trainer = {
+        "bpe": (
+            Tokenizer(models.BPE(unk_token=names[-1])),
+            trainers.BpeTrainer(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), **common),
+        ),
+        "wordpiece": (Tokenizer(models.WordPiece(unk_token=names[-1])), trainers.WordPieceTrainer(**common)),
+        "unigram": (Tokenizer(models.Unigram(unigram_pieces(names), len(names) - 1)), None),
+    }[kind]
+    backend.pre_tokenizer = {
+        "bpe": pre_tokenizers.ByteLevel(add_prefix_space=rng.random() < 0.5),
+        "wordpiece": pre_tokenizers.BertPreTokenizer(),
+        "unigram": pre_tokenizers.Metaspace(prepend_scheme=prepend),
+    }[kind]
+    normalizer = rng.choice(
+        [
+            None,
+            normalizers.NFKC(),
+            normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+            normalizers.BertNormalizer(lowercase=rng.random() < 0.5, strip_accents=rng.random() < 0.5),
+            normalizers.Lowercase(),
+        ]
+    )
+    if normalizer:
+        backend.normalizer = normalizer
+    if trainer:
+        backend.train_from_iterator(DOCUMENTS, trainer)
+    return backend
+
+
+def write_tokenizer(seed: int, folder) -> None:
+    """A user's folder: random kind, roles, template, added tokens and options of tokenizer_config.json."""
+    rng = random.Random(seed)
+    roles = rng.choice([ROBERTA, BERT, BOTH])
+    names = list(dict.fromkeys([*roles.values(), roles["unk"]]))
+    names.append(names.pop(names.index(roles["unk"])))  # the last, as `backend_of` wants it
+    backend = backend_of(rng, names)
+    cls, sep = ((roles[role], backend.token_to_id(roles[role])) for role in ("cls", "sep"))
+    pairs = [
+        ("{0} $A {1}", "{0} $A {1} {1} $B {1}"),  # RoBERTa's
+        ("{0} $A {1}", "{0} $A {1} $B:1 {1}:1"),  # BERT's
+        ("$A {1}", "$A {1} $B:1 {1}:1"),
+        None,
+    ]
+    if template := rng.choice(pairs):
+        single, pair = (part.format(cls[0], sep[0]) for part in template)
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=[cls, sep])
+    if rng.random() < 0.3:  # as all-MiniLM's tokenizer.json
+        backend.enable_truncation(9)
+        backend.enable_padding(length=9, direction=rng.choice(["left", "right"]), pad_token=roles["pad"])
+
+    def mark(content: str, special: bool) -> AddedToken:
+        flags = {name: rng.random() < 0.3 for name in ("lstrip", "rstrip", "single_word", "normalized")}
+        return AddedToken(content, special=special, **flags)
+
+    marks = rng.sample(MARKS, 5)
+    own = [mark(content, True) for content in marks[:3]]
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        additional_special_tokens=own,
+        **{f"{role}_token": name for role, name in roles.items()},
+    )
+    wrapped.add_tokens([mark(content, False) for content in marks[3:]])
+    wrapped.save_pretrained(folder)
+    options = {
+        "padding_side": rng.choice(["left", "right"]),
+        "truncation_side": rng.choice(["left", "right"]),
+        "model_max_length": rng.choice([8, 512, int(1e30)]),
+        "split_special_tokens": rng.random() < 0.1,
+        "model_input_names": rng.choice([["input_ids", "attention_mask"], ["input_ids", "token_type_ids"]]),
+    }
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    types = rng.choice([1, 2])
+    AutoConfig.for_model("bert", type_vocab_size=types, vocab_size=len(wrapped)).save_pretrained(folder)
+
+
+def texts_of(rng: random.Random, count: int, marks: list[str], least: int = 1) -> list[str]:
+    """Words, added tokens and odd white space."""
+    words = ["the", "Cat", "sees", "café", "newyork", "dog.", "it's", "12", "naïve", "[E1]s", *marks, *marks]
+    spaces = ["", " ", " ", " ", "  ", "\t", "\n", "\u00a0", "\u3000"]
+    pieces = [[rng.choice(words) + rng.choice(spaces) for _ in range(rng.randint(least, 12))] for _ in range(count)]
+    return ["the" + "".join(some) for some in pieces]
+
+
+class Saved:
+    """A generated tokenizer as a script loads it (`loaded`), and as its saved folder is loaded (`used`)."""
+
+    def __init__(self, seed, folder, max_seq_length=16):
+        write_tokenizer(seed, folder)
+        self.seed = seed
+        self.args = argparse.Namespace(
+            model_name_or_path=str(folder), tokenizer_name=None, max_seq_length=max_seq_length
+        )
+        self.loaded = protocol.load_tokenizer(self.args)
+        with weights.fitted(self.loaded, weights.read_config(str(folder)), max_seq_length):
+            self.loaded.save_pretrained(folder / "best")
+        self.used = AutoTokenizer.from_pretrained(folder / "best")
+
+
+@pytest.fixture(scope="module", params=range(TOKENIZERS))
+def saved(request, tmp_path_factory):
+    return Saved(request.param, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def rng(saved):
+    return random.Random(saved.seed)
+
+
+def test_blocks_have_the_ids_of_the_saved_tokenizer(saved, rng):
+    texts = texts_of(rng, TEXTS, MARKS)
+    found = tokenization.corpus_encoder(saved.loaded)(texts)
+    assert found == saved.used(texts, add_special_tokens=False).input_ids
+    bounds = tokenization.boundary_ids(saved.loaded)
+    if saved.used.num_special_tokens_to_add() == 2:  # a sentence alone is a block of <s> sentence </s>
+        assert [[bounds["bos_id"], *ids, bounds["eos_id"]] for ids in found] == saved.used(texts).input_ids
+    assert saved.used.padding_side == "right" and saved.used.model_max_length == 16
+
+
+def test_texts_that_read_as_special_tokens_stay_text(saved, rng):
+    names = {name: getattr(saved.loaded, name) for name in saved.loaded.special_tokens_map if name != "unk_token"}
+    texts = texts_of(rng, TEXTS, sorted(set(names.values())))
+    ids = {saved.loaded.convert_tokens_to_ids(name) for name in names.values()}
+    features = make_features(saved, [(text,) for text in texts])
+    assert not any(ids & set(found) for found in tokenization.corpus_encoder(saved.loaded)(texts))
+    special = saved.used.num_special_tokens_to_add()
+    assert all(len(ids & set(row["input_ids"].tolist())) <= special for row in features)
+
+
+def make_features(saved: Saved, texts: list[tuple[str, ...]]) -> list[dict]:
+    data = {"train": glue.Examples(texts, [0] * len(texts))}
+    return finetune_glue.make_features(saved.args, glue.TASKS["rte"], data, saved.loaded)[0]["train"]
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_glue_features_are_those_of_the_saved_tokenizer(saved, rng, columns):
+    texts = [texts_of(rng, TEXTS, MARKS) for _ in range(columns)]
+    features = make_features(saved, list(zip(*texts, strict=True)))
+    wanted = saved.used(*texts, truncation=True)  # to the length that is saved, as `pipeline` with truncation=True
+    assert any(len(ids) == 16 for ids in wanted.input_ids)
+    check(features, wanted)
+    rows = weights.read_config(saved.args.model_name_or_path).type_vocab_size
+    assert all(max(row.get("token_type_ids", [0])) < rows for row in features) and "attention_mask" in wanted
+
+
+def check(features: list[dict], wanted) -> None:
+    assert [row["input_ids"].tolist() for row in features] == wanted.input_ids
+    assert ("token_type_ids" in features[0]) == ("token_type_ids" in wanted)
+    if "token_type_ids" in wanted:
+        assert [row["token_type_ids"].tolist() for row in features] == wanted.token_type_ids
+
+
+def test_squad_windows_are_those_of_the_saved_tokenizer(saved, rng):
+    """A context of one window; and of several, to the side that the tokenizer truncates at."""
+    asked, contexts = texts_of(rng, TEXTS, MARKS), texts_of(rng, TEXTS, MARKS)
+    questions = [
+        squad.Question(str(n), question, context, ())
+        for n, (question, context) in enumerate(zip(asked, contexts, strict=True))
+    ]
+    check(squad.windows(questions, saved.loaded, 512, 0, 200).features, saved.used(asked, contexts))
+    made = squad.windows(questions, saved.loaded, 200, 4, 180)
+    short = {"truncation": "only_second", "max_length": 200, "stride": 4, "return_overflowing_tokens": True}
+    check(made.features, saved.used(asked, contexts, **short))
+
+
+def test_race_sequences_are_those_of_the_saved_tokenizer(saved, rng):
+    texts = [race.fold(text) for text in texts_of(rng, TEXTS, MARKS)]
+    options = tuple(race.fold(text) for text in texts_of(rng, 4, MARKS))
+    questions = [race.Question(f"{n}, 1", "high", text, "the _ ?", options, 0) for n, text in enumerate(texts)]
+    for max_seq_length in (512, 90):
+        rows = race.features(questions, saved.loaded, max_seq_length, 80).rows
+        batch = race.RaceCollator(saved.loaded, max_seq_length)(rows)
+        for number, question in enumerate(questions):
+            for choice, option in enumerate(options):
+                wanted = saved.used(
+                    question.with_option(option), question.article, truncation="only_second", max_length=max_seq_length
+                )
+                shown = batch["attention_mask"][number, choice].bool()
+                assert batch["input_ids"][number, choice][shown].tolist() == wanted.input_ids
+                assert ("token_type_ids" in batch) == ("token_type_ids" in wanted)
+                if "token_type_ids" in batch:
+                    assert batch["token_type_ids"][number, choice][shown].tolist() == wanted.token_type_ids
+
+
+def test_wnli_features_are_those_of_the_saved_tokenizer(saved, rng):
+    for text in texts_of(rng, TEXTS, MARKS):
+        text = text.rstrip() + " it"
+        schema = wsc.Schema(0, text, len(text) - 2, len(text), "the dog", True, "a test")
+        row = wsc.build_features(schema, ["the cat"], saved.loaded, max_length=512)
+        for ids, targets, phrase in zip(row["input_ids"], row["targets"], ("the dog", "the cat"), strict=True):
+            found = np.where(np.array(targets) == wsc.IGNORED, ids, targets).tolist()
+            assert found == saved.used(text[:-2] + phrase).input_ids
+
+
+def test_masks_leave_out_what_stock_masks_leave_out(saved):
+    """`DataCollatorForLanguageModeling` predicts no special token, the user's own among them."""
+    ids = np.arange(len(saved.loaded))
+    stock = saved.loaded.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
+    collator = masking.validation_collator(saved.loaded)
+    assert collator.maskable(ids).tolist() == ids[np.array(stock) == 0].tolist()
+
+
+def with_config(folder, tokenizer, **options):
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    return tokenization.load_tokenizer(folder)
+
+
+def test_only_own_special_tokens_change_the_fingerprint(tmp_path, tokenizer, wordpiece):
+    """A token cache or run of before, whose tokenizer has none, stays valid; one with such tokens split them."""
+
+    def of_before(tokenizer):
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        return durable.fingerprint({name: backend[name] for name in parts})
+
+    for number, plain in enumerate((tokenizer, wordpiece)):
+        assert tokenization.tokenizer_fingerprint(plain) == of_before(plain)
+        folder = tmp_path / str(number)
+        own = with_config(folder, plain, additional_special_tokens=["[E1]"])
+        assert tokenization.tokenizer_fingerprint(own) != of_before(own)
+        split = with_config(folder, own, split_special_tokens=True)
+        assert tokenization.tokenizer_fingerprint(split) == of_before(split)
+
+
+def test_options_against_training_are_said(tmp_path, tokenizer, caplog):
+    with caplog.at_level(logging.INFO):
+        with_config(tmp_path, tokenizer, padding_side="left")
+    assert "on the right, not on the left" in caplog.text and "Template" not in caplog.text
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
+    bare.backend_tokenizer.post_processor = processors.ByteLevel()
+    with_config(tmp_path / "bare", bare)
+    assert "does not put two special tokens around a text" in caplog.text
