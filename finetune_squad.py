@@ -223,6 +223,14 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
             f"Left out    {len(misplaced):,} training questions, whose answer's text is not at its answer_start: "
             f"{squad.listed(misplaced)}"
         )
+    right = answers["verbatim"] + sum(squad_metric.exact(found, wanted) for _, wanted, found in others)
+    if right < answers["answers"] / 2:
+        raise InputError(
+            f"the tokenizer {args.tokenizer_name or args.model_name_or_path!r} does not keep the answers apart: labels in "
+            f"its tokens are an exact match for {right:,.0f} of {answers['answers']:,} training answers{example}. No model "
+            "can score more; name a tokenizer whose offsets are right with tokenizer_name, or a longer max_seq_length "
+            "where they are in no window"
+        )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}
     return {"duplicates": {"contexts_in_train": overlap}, "features": {"train_answers": answers, **counts}}

@@ -3,6 +3,7 @@
 A position in a context counts the characters of a Python string.
 """
 
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,19 @@ def windows(
                 f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
                 "and that stands for no answer; --passage_first false"
             )
-        context, ends = None, None
+        context, edges, asked_before = None, None, None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
             if question.context is not context:  # all questions of a paragraph come in a row
-                context, ends = question.context, _words_of(question.context)
-            inside = [text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)]
-            offsets = _trimmed(np.array(encoded["offset_mapping"][row], dtype=np.int32), np.array(inside), *ends)
+                context, edges = question.context, _words_of(question.context)
+            inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
+            offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
+            # (tokens of the context + 1,) how far the tokens before reach; windows share `doc_stride` tokens
+            before = reached[-doc_stride - 1] if number == asked_before else 0
+            reached = np.maximum.accumulate(np.append(before, offsets[inside, 1]))
+            asked_before = number
+            offsets[inside, 0] = _begins(offsets[inside, 0], reached[:-1], edges[0])
+            offsets = _trimmed(offsets, inside, *edges[1:])
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
@@ -226,14 +233,24 @@ def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]
     return short, cut
 
 
-def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
-    """For each position in the context, two arrays (characters + 1,): the first character from there on that is no
-    space, and the end of the last such character before it."""
+def _words_of(context: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each position in the context, three arrays (characters + 1,): the first character of the letters, numbers,
+    punctuation and symbols that end there; the first character from there on that is no space; and the end of the last
+    such character before it."""
     solid = np.array([not character.isspace() for character in context])
+    visible = np.array([unicodedata.category(character)[0] in "LNPS" for character in context])
     positions = np.arange(len(context) + 1)
+    run = np.where(np.insert(visible, 0, False), 0, positions)
     forward = np.where(np.append(solid, True), positions, len(context))
     backward = np.where(np.insert(solid, 0, True), positions, 0)
-    return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
+    return np.maximum.accumulate(run), np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
+
+
+def _begins(starts: np.ndarray, reached: np.ndarray, run: np.ndarray) -> np.ndarray:
+    """First characters of tokens, moved back over the visible characters before them that no token covers: where a
+    word gets a space that the text lacks (`add_prefix_space` behind punctuation), `trim_offsets` takes the word's first
+    character for it. `reached`: how far the tokens before reach."""
+    return np.minimum(starts, np.maximum(reached, run[starts]))
 
 
 def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
