@@ -75,7 +75,9 @@ class GlueArguments(protocol.FinetuneArguments):
         "fixed",
         shown=True,
     )
-    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's model that finds noun phrases.", "fixed")
+    spacy_model: str = setting(
+        "en_core_web_lg", "WNLI: spaCy's model that finds noun phrases, a package or a folder.", "fixed"
+    )
 
 
 def main(argv: list[str] | None = None) -> Summary:

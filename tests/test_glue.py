@@ -173,6 +173,12 @@ def test_a_wnli_test_set_of_the_official_size(flags, wsc_dir, tmp_path, data_dir
     assert (tmp_path / "glue" / "wnli" / "submission" / "WNLI.tsv").read_text().splitlines()[1:] == lines
 
 
+def test_wnli_without_a_candidate_is_refused(flags, wsc_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune_glue.wsc, "noun_phrases", lambda *given: [])
+    with pytest.raises(InputError, match="wnli: no training example is left, .*schemas without another candidate"):
+        finetune_glue.main(flags("wnli", *special("wnli", wsc_dir)))
+
+
 def test_mnli_without_the_mismatched_set(flags, tmp_path, data_dir, capsys):
     folder = tmp_path / "without"
     shutil.copytree(data_dir, folder)

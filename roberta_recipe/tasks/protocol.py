@@ -253,6 +253,8 @@ def run_all(
     Of each setting, the weights of the best run so far stay, all or none, as `keep` says. With a single setting,
     `after_run` is called with the best run's folder and a message after each newly trained run except the last.
     """
+    if not job.features["train"]:
+        raise InputError(f"{job.name}: no training example is left, of which {job.found['features']}")
     if runs and is_first_process():
         take_folder(runs[0].output_dir.parent)
         for run in runs:

@@ -197,7 +197,7 @@ def windows(
                 f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
                 "and that stands for no answer; --passage_first false"
             )
-        context, edges, asked_before = None, None, None
+        context = edges = reached = asked_before = None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
             if question.context is not context:  # all questions of a paragraph come in a row
