@@ -226,10 +226,10 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     right = answers["verbatim"] + sum(squad_metric.exact(found, wanted) for _, wanted, found in others)
     if right < answers["answers"] / 2:
         raise InputError(
-            f"the tokenizer {args.tokenizer_name or args.model_name_or_path!r} does not keep the answers apart: of "
-            f"{answers['answers']:,} training answers, the labels give {right:,.0f} back as an exact match{example}. No "
-            "model scores more; name a tokenizer whose offsets are right with tokenizer_name, or where answers are in no "
-            "window, a longer max_seq_length"
+            f"the tokenizer {args.tokenizer_name or args.model_name_or_path!r} loses the answers: of "
+            f"{answers['answers']:,} training answers, {right:,.0f} come back from their labels as an exact match{example}. "
+            "No model scores more; name another tokenizer with tokenizer_name, or a longer max_seq_length where answers "
+            "are in no window"
         )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}

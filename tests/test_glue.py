@@ -175,7 +175,7 @@ def test_a_wnli_test_set_of_the_official_size(flags, wsc_dir, tmp_path, data_dir
 
 def test_wnli_without_a_candidate_is_refused(flags, wsc_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_glue.wsc, "noun_phrases", lambda *given: [])
-    with pytest.raises(InputError, match="wnli: no training example is left, .*schemas without another candidate"):
+    with pytest.raises(InputError, match=r"wnli: no training example is left, .*schemas without another candidate"):
         finetune_glue.main(flags("wnli", *special("wnli", wsc_dir)))
 
 
