@@ -5,9 +5,6 @@ import os
 import sys
 import warnings
 
-import datasets
-import transformers
-
 from roberta_recipe.credentials import Redact
 
 logger = logging.getLogger("recipe")
@@ -33,9 +30,10 @@ def set_up_logging() -> None:
     for name in ("DeepSpeed", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_of_this_run)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
-    transformers.utils.logging.set_verbosity_warning()
-    datasets.utils.logging.set_verbosity_warning()
-    transformers.utils.logging.disable_progress_bar()  # of loading and writing weights, not of training
+    for name in {"transformers", "datasets"} & sys.modules.keys():  # a command that needs neither starts at once
+        sys.modules[name].utils.logging.set_verbosity_warning()
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()  # of loading and writing weights
     # DeepSpeed's own calls raise this warning at every use
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")

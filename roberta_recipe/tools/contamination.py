@@ -28,7 +28,8 @@ from roberta_recipe.data.corpus import Corpus, read_corpus
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.tasks import glue, race, squad
+from roberta_recipe.tasks import glue, race
+from roberta_recipe.tasks.squad_files import read_file
 
 MOSTLY = 0.8  # of a text's n-grams
 HELD_OUT = "held out "  # begins the name of a set of held-out documents
@@ -163,7 +164,7 @@ def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str
                         for text in texts:
                             yield Text(f"{name} {split}", f"row {number}", words_of(text))
     for path in squad_files:
-        questions = squad.read_file(Path(path), version_2=None)
+        questions = read_file(Path(path), version_2=None)
         contexts = {question.context: question.id for question in reversed(questions)}  # id of its first
         for context, name in contexts.items():
             yield Text(f"{path} contexts", f"context of {name}", words_of(context))
