@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, losses, run_python, second_of_training
 from safetensors.torch import load_file
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AlbertConfig,
     AutoModelForQuestionAnswering,
@@ -526,6 +526,20 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     for version in ("1.1", "2.0"):
         with pytest.raises(InputError, match="no answer stands at its answer_start"):
             finetune_squad.main(flags(version, "--data_dir", tmp_path))
+
+
+def test_a_tokenizer_that_loses_most_answers_is_refused(flags, tmp_path, capsys):
+    """A token for each sentence: it is counted, and nothing is trained."""
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "x": 4}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>"}
+    sentences = PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{k}_token": v for k, v in names.items()})
+    sentences.save_pretrained(tmp_path / "sentences")
+    said = r"sentences' loses the answers: of 20 training answers, 0 come .*becomes 'The.*name another tokenizer"
+    with pytest.raises(InputError, match=said):
+        finetune_squad.main(flags("1.1", "--tokenizer_name", tmp_path / "sentences"))
+    assert "Answers     0 of 20 come back" in capsys.readouterr().err and not (tmp_path / "squad").exists()
 
 
 BAD = {
