@@ -251,6 +251,29 @@ def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
     assert len(questions) == 9 and questions == race.read_folder(tmp_path, "train", ("high",))
 
 
+def test_copies_of_a_file_count_once_and_are_named(flags, tmp_path, data_dir, capsys):
+    """As file managers name them; a resource fork of macOS is no passage."""
+    shutil.copytree(data_dir, tmp_path / "data")
+    folder = tmp_path / "data" / "train" / "high"
+    names = ["8 copy.txt", "8(1).txt", "9 - Copy.txt", "Copy of 10.txt"]
+    for name in names:
+        number = next(digits for digits in ("8", "9", "10") if digits in name)
+        shutil.copy(folder / f"{number}.txt", folder / name)
+    (folder / "._8.txt").write_bytes(b"\x00\x05\x16\x07\x00")
+    copies: list[str] = []
+    questions = race.read_folder(tmp_path / "data", "train", race.LEVELS, copies=copies)
+    assert questions == race.read_folder(data_dir, "train", race.LEVELS) and len(questions) == 48
+    assert sorted(copies) == sorted(f"high/{name}" for name in names)
+    finetune_race.main(flags("--data_dir", tmp_path / "data", "--max_steps", 1))
+    assert "train, high: 8; copies of another file left out: 4, high/" in capsys.readouterr().err
+    counts = record_of(tmp_path / "race")["features"]
+    assert (counts["train_high"]["copies_left_out"], counts["train_middle"]["copies_left_out"]) == (4, 0)
+    changed = {**json.loads((folder / "8.txt").read_text()), "answers": ["A", "B", "C"]}
+    write(folder, "8 copy.txt", changed)
+    with pytest.raises(InputError, match=r"8 copy.txt and .*8.txt have the same id .*keep one"):
+        race.read_folder(tmp_path / "data", "train", race.LEVELS)
+
+
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
