@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> Summary:
     summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
-        print(summary_text.table(summary, paper_line(args.task_name)))
+        print(summary_text.table(summary, paper_line(args.task_name, args.qnli_form)))
 
-    # 6. The test set, as the server takes it.
+    # 6. The test set, as the server takes it; its scores where it has labels.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
     environment.leave_process_group()
@@ -188,10 +188,11 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
 def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examples:
     """WNLI: SuperGLUE's schemas to train and validate on (WNLI's own training set has most of them twice), or a schema
     for each row of WNLI's test set, and how those were found."""
-    schemas, labels, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), None, {}
+    schemas, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), {}
     if split == "test":
-        rows = read_split(args, task, "wnli", split).texts
-        aligned = wnli.align_rows(rows, schemas, f"WNLI's {task.splits[split][0]}")
+        rows = read_split(args, task, "wnli", split)
+        labels = rows.labels
+        aligned = wnli.align_rows(rows.texts, schemas, f"WNLI's {task.splits[split][0]}")
         schemas, counts = [row.schema for row in aligned], Counter(f"test rows with {row.found}" for row in aligned)
     elif unlabelled := [schema.where for schema in schemas if schema.label is None]:
         raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
@@ -268,10 +269,12 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
         threshold = qnli_ranking.threshold_for_singles(of_validation, questions["validation"], labels)
         return qnli_ranking.rank(scores, questions[split], threshold)
 
+    alone = sum(count == 1 for count in Counter(questions["validation"]).values())
+    tuned = {"validation questions with a single pair, decided by a threshold tuned on these": alone}
     return Form(
         build_model=lambda: build_model(args, ["score"]),
         features=features,
-        counts={**cut, **{f"questions {why}": count for why, count in left_out.items()}},
+        counts={**cut, **{f"questions {why}": count for why, count in left_out.items()}, **tuned},
         collator=qnli_ranking.RankingCollator(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=qnli_ranking.ranking_loss,
         predictions=predictions,
@@ -381,8 +384,9 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
     """The task as the protocol takes it."""
     validation = task.splits_of("validation")
     wanted = {split: data[split].labels for split in validation}
-    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
-    tests = [[split, examples.texts] for split, examples in data.items() if not examples.labels]
+    names = [split for split in data if split.startswith(("test", "ax"))]
+    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split not in names]
+    tests = [[split, data[split].texts] for split in names]
     if args.task_name == "wnli":  # with the phrases that the parser found, and where they stand
         rows, tests = ([[split, *row, form.features[split]] for split, *row in some] for some in (rows, tests))
     return protocol.Job(
@@ -393,7 +397,8 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         build_model=form.build_model,
         features=form.features,
         validation=validation,
-        tests=[split for split in data if split.startswith(("test", "ax"))],
+        tests=names,
+        labelled_tests=[split for split in names if data[split].labels],
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
@@ -415,12 +420,12 @@ def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArgumen
     return protocol.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
 
 
-def paper_line(name: str) -> str:
-    """The paper's figures of a task."""
+def paper_line(name: str, qnli_form: str = "classification") -> str:
+    """The paper's figures of a task; for a ranking, what its validation score owes to the validation labels."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
-    if not known:
-        return ""
-    return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"
+    paper = f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)" if known else ""
+    tuned = "Questions with a single pair: their threshold is tuned on the validation rows that it scores"
+    return f"{paper}\n{tuned}" if qnli_form == "ranking" else paper
 
 
 def classification_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -465,7 +470,9 @@ def write_submission(
     args: GlueArguments, task: glue.Task, job: protocol.Job, form: Form, data, runs, summary: Summary, folder: Path
 ) -> None:
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
-    of the best setting."""
+    of the best setting; scores on test sets with labels are printed."""
+    for line in summary_text.of_tests(summary):
+        print(line)
     picked = picked_setting(summary)
     chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
     if args.predict_with == "best":

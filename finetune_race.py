@@ -8,7 +8,6 @@ Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Dat
 in the preset, with its source; any flag overrides it.
 """
 
-import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.record import CURVE_NAME, Summary, percent
+from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.tasks import answers, protocol, race, summary_text
 from roberta_recipe.training import environment
 from roberta_recipe.training.heads import load_with_head
@@ -94,7 +93,8 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 6. The test set, whose answers are public.
     if training_args.do_predict and training_args.process_index == 0:
-        print(of_test(runs, job, data["test"]))
+        for line in summary_text.of_tests(summary):
+            print(line)
     environment.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {len(runs)} runs")
@@ -206,6 +206,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         features={split: of_split.rows for split, of_split in features.items()},
         validation=["validation"],
         tests=[split for split in data if split == "test"],
+        labelled_tests=[split for split in data if split == "test"],
         collator=race.RaceCollator(tokenizer, args.max_seq_length),
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
@@ -247,14 +248,6 @@ def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[answe
     probabilities = torch.from_numpy(scores).double().softmax(-1).numpy()
     labels = [question.answer for question in questions]
     return answers.of_classes(examples, race.LETTERS, labels, scores.argmax(-1), probabilities)
-
-
-def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Question]) -> str:
-    """The test set's accuracies, medians over all runs."""
-    metrics = [measure(questions, scores["test"]) for scores in protocol.scores_of_tests(runs, job)]
-    medians = {name: statistics.median(of_run[name] for of_run in metrics) for name in metrics[0]}
-    shown = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
-    return f"test set, medians: {shown}"
 
 
 if __name__ == "__main__":

@@ -254,6 +254,7 @@ def job_of(
         features={split: made.features for split, made in windows.items()},
         validation=["validation"],
         tests=[],
+        labelled_tests=[],
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=joint_loss if by_classifier(args) else span_loss,
         measure=lambda _split, scores, _: measure(args, predicted(scores), questions),

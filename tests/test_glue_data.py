@@ -74,13 +74,15 @@ def test_micro_batches_fit_the_batch_and_the_processes():
 
 
 def test_the_hubs_columns(monkeypatch):
-    """On the Hub, labels are numbers, and -1 in a test set."""
+    """On the Hub, labels are numbers, and -1 in a test set without answers."""
     rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
     examples = glue.read_split(TASKS["mnli"], "mnli", "validation_mismatched", None)
     assert examples.texts == [("a", "b"), ("c", "d")] and examples.labels == [2, 0]
     assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_mismatched"})]
+    assert glue.read_split(AX, "ax", "test", None).labels == [2, 0]
+    rows = rows.map(lambda row: {"label": -1})
     assert glue.read_split(AX, "ax", "test", None).labels is None
 
 

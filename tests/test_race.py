@@ -82,11 +82,16 @@ def record_of(folder):
     return durable.read_json(folder / RUN / "run_record.json")
 
 
-def test_from_the_command_line(flags, tmp_path, capsys):
+def test_from_the_command_line(flags, tmp_path, data_dir, capsys):
     summary = finetune_race.main(flags("--do_predict"))
     shown, record = capsys.readouterr(), record_of(tmp_path / "race")
     assert "race, validation accuracy x 100" in shown.out and "accuracy 83.2, middle 86.5, high 81.3" in shown.out
-    assert "test set, medians: accuracy" in shown.out
+    tested = summary["tests"]["test"]
+    assert f"test set (18 examples), medians of seeds 1: accuracy {100 * tested['median']:.1f}, middle" in shown.out
+    scores = np.load(tmp_path / "race" / RUN / "test_scores.npz")["test"]
+    questions = race.read_folder(data_dir, "test", race.LEVELS)
+    assert tested["medians"] == finetune_race.measure(questions, scores) and tested["seeds"] == {1: tested["median"]}
+    assert durable.read_json(tmp_path / "race" / "summary.json")["tests"]["test"]["medians"] == tested["medians"]
     assert "Rows        train 48, validation 24, test 18 questions" in shown.err and "Duplicates  0 of 24" in shown.err
     metrics = record["metrics"]
     assert set(metrics) == {"accuracy", "middle", "high"} and record["steps"] == 6
