@@ -26,7 +26,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import Bar, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, summary_text, wnli, wsc
@@ -37,6 +37,7 @@ from roberta_recipe.training.heads import load_with_head
 TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
 DEFAULT = "presets/glue/rte.yaml"
+TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; a run of the grid is no sweep itself
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
@@ -342,21 +343,24 @@ def make_features(
     """Model inputs of every example, two texts as a pair, and how many were cut. Scores are scaled to [0, 1]."""
     features, cut = {}, {}
     for split, examples in data.items():
-        texts = [list(column) for column in zip(*examples.texts, strict=True)]
-        encoded = tokenizer(
-            *texts,
-            truncation=True,
-            max_length=args.max_seq_length,
-            return_overflowing_tokens=True,
-            split_special_tokens=True,  # text that reads </s> is text
-        )
-        # the tokens that do not fit follow as further rows of the same example
-        _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
-        features[split] = [
-            {**compact(encoded, row), "labels": label if task.labels else label / 5}
-            for row, label in zip(rows, examples.labels or [0] * len(rows), strict=True)
-        ]
-        cut[f"cut to {args.max_seq_length} in {split}"] = int((pieces > 1).sum())
+        labels, features[split], longer = examples.labels or [0] * len(examples), [], 0
+        for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
+            some = slice(first, first + TOGETHER)
+            encoded = tokenizer(
+                *(list(column) for column in zip(*examples.texts[some], strict=True)),
+                truncation=True,
+                max_length=args.max_seq_length,
+                return_overflowing_tokens=True,
+                split_special_tokens=True,  # text that reads </s> is text
+            )
+            # the tokens that do not fit follow as further rows of the same example
+            _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
+            features[split] += [
+                {**compact(encoded, row), "labels": label if task.labels else label / 5}
+                for row, label in zip(rows, labels[some], strict=True)
+            ]
+            longer += int((pieces > 1).sum())
+        cut[f"cut to {args.max_seq_length} in {split}"] = longer
     return features, cut
 
 

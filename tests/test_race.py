@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
 import finetune_race
-from roberta_recipe import durable
+from roberta_recipe import durable, log
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import race
@@ -106,6 +106,18 @@ def test_from_the_command_line(flags, tmp_path, data_dir, capsys):
     best = tmp_path / "race" / RUN / "best"
     _, info = AutoModelForMultipleChoice.from_pretrained(best, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_long_parts_say_how_far_they_are(flags, capsys, monkeypatch):
+    monkeypatch.setattr(log, "SILENT_S", -1.0)  # each step is a long one
+    finetune_race.main(flags("--do_predict"))
+    said = capsys.readouterr().err
+    for part, splits in (
+        ("Tokenizing articles", 3),
+        ("Tokenizing options", 3),
+        ("Measuring", 3),
+    ):  # two epochs, the test set
+        assert said.count(f"{part} 100%, ETA 0 s") == splits, (part, said)
 
 
 def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsys):

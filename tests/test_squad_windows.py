@@ -9,6 +9,7 @@ from conftest import make_documents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from roberta_recipe import log
 from roberta_recipe.tasks import squad
 
 AWKWARD = [
@@ -57,6 +58,14 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
         if number not in with_it:
             assert made.features[number]["start_positions"] == made.features[number]["end_positions"] == 0
     assert with_it
+
+
+def test_many_questions_say_how_far_they_are(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(log, "SILENT_S", -1.0)
+    caplog.set_level("INFO", logger="recipe")
+    question = squad.Question("x", "Where?", "The boat is in Rome.", (("Rome", 15),))
+    assert len(squad.windows([question] * 2500, tokenizer, 64, 8, 16).features) == 2500
+    assert [line.partition(",")[0] for line in caplog.messages] == [f"Making windows {n}%" for n in (33, 67, 100)]
 
 
 def test_answers_at_the_edges_of_a_window(tokenizer):

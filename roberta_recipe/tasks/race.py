@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
+from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.training.finetune_trainer import padded_to
@@ -210,9 +211,9 @@ def features(
     longest sequence. Articles are stored once for all their questions.
     """
     articles = list(dict.fromkeys(question.article for question in questions))
-    ids = dict(zip(articles, _encode(articles, tokenizer), strict=True))
+    ids = dict(zip(articles, _encode(articles, tokenizer, "articles"), strict=True))
     texts = [question.with_option(option) for question in questions for option in question.options]
-    with_options = list(_encode(texts, tokenizer))
+    with_options = list(_encode(texts, tokenizer, "options"))
     special = tokenizer.num_special_tokens_to_add(pair=True)
     rows, lengths = [], np.zeros(len(questions), dtype=np.int64)
     articles_cut, options_cut = np.zeros(len(questions), dtype=bool), np.zeros(len(questions), dtype=np.int64)
@@ -229,9 +230,9 @@ def features(
     return Features(rows, lengths, articles_cut, options_cut)
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, what: str) -> Iterator[np.ndarray]:
     plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # </s> in a text is text
-    for first in range(0, len(texts), _TOGETHER):
+    for first in Bar(range(0, len(texts), _TOGETHER), f"Tokenizing {what}", leave=False):
         encoded = tokenizer(texts[first : first + _TOGETHER], **plain)["input_ids"]
         yield from (np.array(ids, dtype=np.int32) for ids in encoded)
 

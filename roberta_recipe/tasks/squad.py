@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.tasks.squad_files import Question, checked, question_of
@@ -86,7 +87,7 @@ def windows(
     """
     made, cut = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0
     numbers: list[int] = []
-    for first in range(0, len(questions), _TOGETHER):
+    for first in Bar(range(0, len(questions), _TOGETHER), "Making windows", leave=False):
         some = questions[first : first + _TOGETHER]
         asked, shortened = _shorten([question.question for question in some], tokenizer, max_query_length)
         cut += shortened

@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 import regex
-from tqdm import tqdm
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, read_corpus
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import Bar, logger, set_up_logging
 from roberta_recipe.tasks import glue, race
 from roberta_recipe.tasks.squad_files import read_file
 
@@ -200,7 +199,7 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
     counts = {}
     for source in corpus.sources:
         number = 0
-        for document in tqdm(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
+        for document in Bar(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
             if max_documents and number >= max_documents:
                 break
             index.look_up(document, source.name)
