@@ -96,7 +96,7 @@ def read_folder(
             f"{level}/{path.name}": list(_of_file(path, rows[path], level)) for path in paths if path not in twice
         }
         if not any(passages.values()):
-            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files anew")
+            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
         if without_questions is not None:
             without_questions += [name for name, asked in passages.items() if not asked]

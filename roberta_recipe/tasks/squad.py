@@ -5,6 +5,7 @@ A position in a context counts the characters of a Python string.
 
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,9 @@ def windows(
             before = reached[-doc_stride - 1] if number == asked_before else 0
             reached = np.maximum.accumulate(np.append(before, offsets[inside, 1]))
             asked_before = number
-            offsets[inside, 0] = _begins(offsets[inside, 0], reached[:-1], edges[0])
-            offsets = _trimmed(offsets, inside, *edges[1:])
+            if (edges[1][offsets[inside, 0]] > reached[:-1]).any():  # of RoBERTa's own tokenizer, none
+                offsets[inside, 0] = _begins(offsets[inside, 0], reached[:-1], context)
+            offsets = _trimmed(offsets, inside, *edges)
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
@@ -142,24 +144,28 @@ def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]
     return short, cut
 
 
-def _words_of(context: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each position in the context, three arrays (characters + 1,): the first character of the letters, numbers,
-    punctuation and symbols that end there; the first character from there on that is no space; and the end of the last
-    such character before it."""
+def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
+    """For each position in the context, two arrays (characters + 1,): the first character from there on that is no
+    space, and the end of the last such character before it."""
     solid = np.array([not character.isspace() for character in context])
-    visible = np.array([unicodedata.category(character)[0] in "LNPS" for character in context])
     positions = np.arange(len(context) + 1)
-    run = np.where(np.insert(visible, 0, False), 0, positions)
     forward = np.where(np.append(solid, True), positions, len(context))
     backward = np.where(np.insert(solid, 0, True), positions, 0)
-    return np.maximum.accumulate(run), np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
+    return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
 
 
-def _begins(starts: np.ndarray, reached: np.ndarray, run: np.ndarray) -> np.ndarray:
+@lru_cache(maxsize=1)
+def _runs(context: str) -> np.ndarray:
+    """(characters + 1,): the first of the letters, digits, punctuation and symbols that end at a position."""
+    visible = [unicodedata.category(character)[0] in "LNPS" for character in context]
+    return np.maximum.accumulate(np.where([False, *visible], 0, np.arange(len(context) + 1)))
+
+
+def _begins(starts: np.ndarray, reached: np.ndarray, context: str) -> np.ndarray:
     """First characters of tokens, moved back over the visible characters before them that no token covers: where a
     word gets a space that the text lacks (`add_prefix_space` behind punctuation), `trim_offsets` takes the word's first
     character for it. `reached`: how far the tokens before reach."""
-    return np.minimum(starts, np.maximum(reached, run[starts]))
+    return np.minimum(starts, np.maximum(reached, _runs(context)[starts]))
 
 
 def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:

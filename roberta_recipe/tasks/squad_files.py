@@ -105,7 +105,7 @@ def checked(questions: list[Question], where: str, version_2: bool | None) -> li
     seen = set()
     for question in questions:
         if question.id in seen:
-            raise InputError(f"{where}: question id {question.id} comes twice; predictions are told apart by it")
+            raise InputError(f"{where}: question id {question.id} comes twice; predictions are keyed by it")
         seen.add(question.id)
     unanswerable = [question.id for question in questions if not question.answers]
     if unanswerable and version_2 is False:
