@@ -27,7 +27,7 @@ from roberta_recipe.args import setting
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import Bar, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, summary_text, wnli, wsc
@@ -38,6 +38,7 @@ from roberta_recipe.training.heads import load_with_head
 TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
 DEFAULT = "presets/glue/rte.yaml"
+TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; a run of the grid is no sweep itself
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
@@ -76,7 +77,9 @@ class GlueArguments(protocol.FinetuneArguments):
         "fixed",
         shown=True,
     )
-    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's model that finds noun phrases.", "fixed")
+    spacy_model: str = setting(
+        "en_core_web_lg", "WNLI: spaCy's model that finds noun phrases, a package or a folder.", "fixed"
+    )
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -112,9 +115,9 @@ def main(argv: list[str] | None = None) -> Summary:
     summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
-        print(summary_text.table(summary, paper_line(args.task_name)))
+        print(summary_text.table(summary, paper_line(args.task_name, args.qnli_form)))
 
-    # 6. The test set, as the server takes it.
+    # 6. The test set, as the server takes it; its scores where it has labels.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
     environment.leave_process_group()
@@ -187,10 +190,11 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
 def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examples:
     """WNLI: SuperGLUE's schemas to train and validate on (WNLI's own training set has most of them twice), or a schema
     for each row of WNLI's test set, and how those were found."""
-    schemas, labels, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), None, {}
+    schemas, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), {}
     if split == "test":
-        rows = read_split(args, task, "wnli", split).texts
-        aligned = wnli.align_rows(rows, schemas, f"WNLI's {task.splits[split][0]}")
+        rows = read_split(args, task, "wnli", split)
+        labels = rows.labels
+        aligned = wnli.align_rows(rows.texts, schemas, f"WNLI's {task.splits[split][0]}")
         schemas, counts = [row.schema for row in aligned], Counter(f"test rows with {row.found}" for row in aligned)
     elif unlabelled := [schema.where for schema in schemas if schema.label is None]:
         raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
@@ -267,10 +271,12 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
         threshold = qnli_ranking.threshold_for_singles(of_validation, questions["validation"], labels)
         return qnli_ranking.rank(scores, questions[split], threshold)
 
+    alone = sum(count == 1 for count in Counter(questions["validation"]).values())
+    tuned = {"validation questions with a single pair, decided by a threshold tuned on these": alone}
     return Form(
         build_model=lambda: build_model(args, ["score"]),
         features=features,
-        counts={**cut, **{f"questions {why}": count for why, count in left_out.items()}},
+        counts={**cut, **{f"questions {why}": count for why, count in left_out.items()}, **tuned},
         collator=qnli_ranking.RankingCollator(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=qnli_ranking.ranking_loss,
         predictions=predictions,
@@ -340,15 +346,19 @@ def make_features(
     """Model inputs of every example, two texts as a pair, and how many were cut. Scores are scaled to [0, 1]."""
     features, cut, encode = {}, {}, tokenization.text_tokenizer(tokenizer)
     for split, examples in data.items():
-        texts = [list(column) for column in zip(*examples.texts, strict=True)]
-        encoded = encode(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
-        # the tokens that do not fit follow as further rows of the same example
-        _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
-        features[split] = [
-            {**compact(encoded, row), "labels": label if task.labels else label / 5}
-            for row, label in zip(rows, examples.labels or [0] * len(rows), strict=True)
-        ]
-        cut[f"cut to {args.max_seq_length} in {split}"] = int((pieces > 1).sum())
+        labels, features[split], longer = examples.labels or [0] * len(examples), [], 0
+        for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
+            some = slice(first, first + TOGETHER)
+            texts = [list(column) for column in zip(*examples.texts[some], strict=True)]
+            encoded = encode(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
+            # the tokens that do not fit follow as further rows of the same example
+            _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
+            features[split] += [
+                {**compact(encoded, row), "labels": label if task.labels else label / 5}
+                for row, label in zip(rows, labels[some], strict=True)
+            ]
+            longer += int((pieces > 1).sum())
+        cut[f"cut to {args.max_seq_length} in {split}"] = longer
     return features, cut
 
 
@@ -376,8 +386,9 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
     """The task as the protocol takes it."""
     validation = task.splits_of("validation")
     wanted = {split: data[split].labels for split in validation}
-    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if examples.labels]
-    tests = [[split, examples.texts] for split, examples in data.items() if not examples.labels]
+    names = [split for split in data if split.startswith(("test", "ax"))]
+    rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split not in names]
+    tests = [[split, data[split].texts] for split in names]
     if args.task_name == "wnli":  # with the phrases that the parser found, and where they stand
         rows, tests = ([[split, *row, form.features[split]] for split, *row in some] for some in (rows, tests))
     return protocol.Job(
@@ -388,7 +399,8 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         build_model=form.build_model,
         features=form.features,
         validation=validation,
-        tests=[split for split in data if split.startswith(("test", "ax"))],
+        tests=names,
+        labelled_tests=[split for split in names if data[split].labels],
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
@@ -410,12 +422,12 @@ def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArgumen
     return protocol.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
 
 
-def paper_line(name: str) -> str:
-    """The paper's figures of a task."""
+def paper_line(name: str, qnli_form: str = "classification") -> str:
+    """The paper's figures of a task; for a ranking, what its validation score owes to the validation labels."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
-    if not known:
-        return ""
-    return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)"
+    paper = f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)" if known else ""
+    tuned = "Questions with a single pair: their threshold is tuned on the validation rows that it scores"
+    return f"{paper}\n{tuned}" if qnli_form == "ranking" else paper
 
 
 def classification_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -460,7 +472,9 @@ def write_submission(
     args: GlueArguments, task: glue.Task, job: protocol.Job, form: Form, data, runs, summary: Summary, folder: Path
 ) -> None:
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
-    of the best setting."""
+    of the best setting; scores on test sets with labels are printed."""
+    for line in summary_text.of_tests(summary):
+        print(line)
     picked = picked_setting(summary)
     chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
     if args.predict_with == "best":

@@ -8,7 +8,6 @@ Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Dat
 in the preset, with its source; any flag overrides it.
 """
 
-import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.record import CURVE_NAME, Summary, percent
+from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.tasks import answers, protocol, race, summary_text
 from roberta_recipe.training import environment
 from roberta_recipe.training.heads import load_with_head
@@ -67,15 +66,16 @@ def main(argv: list[str] | None = None) -> Summary:
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     empty: dict[str, list[str]] = {split: [] for split in splits}  # passages without questions
+    copies: dict[str, list[str]] = {split: [] for split in splits}  # files that hold a passage once more
     with training_args.main_process_first():  # one process downloads
-        data = {split: read_split(args, split, empty[split]) for split in splits}
+        data = {split: read_split(args, split, empty[split], copies[split]) for split in splits}
     articles = {question.article for question in data["train"]}
     overlap = sum(question.article in articles for question in data["validation"])
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
     features = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
-    found = announce(args, data, empty, features, overlap)
+    found = announce(args, data, empty, copies, features, overlap)
 
     # 4. Every run of the protocol that is not finished yet.
     job = job_of(args, data, features, tokenizer, found)
@@ -93,7 +93,8 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 6. The test set, whose answers are public.
     if training_args.do_predict and training_args.process_index == 0:
-        print(of_test(runs, job, data["test"]))
+        for line in summary_text.of_tests(summary):
+            print(line)
     environment.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {len(runs)} runs")
@@ -124,10 +125,13 @@ def levels_of(args: RaceArguments) -> tuple[str, ...]:
     return race.LEVELS if args.level == "all" else (args.level,)
 
 
-def read_split(args: RaceArguments, split: str, empty: list[str] | None = None) -> list[race.Question]:
-    """The questions of "train", "validation" or "test"; passages without questions are put into `empty`."""
+def read_split(
+    args: RaceArguments, split: str, empty: list[str] | None = None, copies: list[str] | None = None
+) -> list[race.Question]:
+    """The questions of "train", "validation" or "test"; passages without questions are put into `empty`, files that
+    hold a passage once more into `copies`."""
     if args.data_dir:
-        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), empty)
+        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), empty, copies)
     else:
         questions = race.read_hub(split, levels_of(args))
     count = args.max_train_samples
@@ -146,7 +150,7 @@ def make_features(args: RaceArguments, questions: list[race.Question], tokenizer
     return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
 
 
-def announce(args: RaceArguments, data, empty, features: dict[str, race.Features], overlap: int) -> dict:
+def announce(args: RaceArguments, data, empty, copies, features: dict[str, race.Features], overlap: int) -> dict:
     """Log what will run, in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
@@ -155,11 +159,14 @@ def announce(args: RaceArguments, data, empty, features: dict[str, race.Features
         for level in dict.fromkeys(question.level for question in questions):
             of_level = np.array([question.level == level for question in questions])
             lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
-            without = [name for name in empty[split] if name.startswith(f"{level}/")]
+            without, twice = (
+                [name for name in some[split] if name.startswith(f"{level}/")] for some in (empty, copies)
+            )
             asked = {question.passage for question in questions if question.level == level}
             counts[f"{split}_{level}"] = row = {
                 "passages": len(asked) + len(without),
                 "passages_without_questions": len(without),
+                "copies_left_out": len(twice),
                 "questions": int(of_level.sum()),
                 "median_tokens": int(np.median(lengths)),
                 "p95_tokens": int(np.percentile(lengths, 95)),
@@ -170,6 +177,7 @@ def announce(args: RaceArguments, data, empty, features: dict[str, race.Features
             lines.append(
                 f"Passages    {split}, {level}: {row['passages']:,}"
                 + (f"; no question, and so no example, in {len(without)}: {', '.join(without[:5])}" if without else "")
+                + (f"; copies of another file left out: {len(twice)}, {', '.join(twice[:5])}" if twice else "")
             )
             lines.append(
                 f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
@@ -198,6 +206,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         features={split: of_split.rows for split, of_split in features.items()},
         validation=["validation"],
         tests=[split for split in data if split == "test"],
+        labelled_tests=[split for split in data if split == "test"],
         collator=race.RaceCollator(tokenizer, args.max_seq_length),
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
@@ -239,14 +248,6 @@ def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[answe
     probabilities = torch.from_numpy(scores).double().softmax(-1).numpy()
     labels = [question.answer for question in questions]
     return answers.of_classes(examples, race.LETTERS, labels, scores.argmax(-1), probabilities)
-
-
-def of_test(runs: list[protocol.Run], job: protocol.Job, questions: list[race.Question]) -> str:
-    """The test set's accuracies, medians over all runs."""
-    metrics = [measure(questions, scores["test"]) for scores in protocol.scores_of_tests(runs, job)]
-    medians = {name: statistics.median(of_run[name] for of_run in metrics) for name in metrics[0]}
-    shown = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
-    return f"test set, medians: {shown}"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
-from roberta_recipe.tasks import answers, protocol, squad, squad_metric, summary_text
+from roberta_recipe.tasks import answers, protocol, squad, squad_files, squad_scores, summary_text
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
-from roberta_recipe.tasks.squad_metric import score_2
 from roberta_recipe.training import environment, modeling
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -169,18 +168,20 @@ def file_of(args: SquadArguments, split: str) -> Path | None:
     return named and Path(named)
 
 
-def read_split(args: SquadArguments, split: str) -> list[squad.Question]:
+def read_split(args: SquadArguments, split: str) -> list[squad_files.Question]:
     """The questions of "train" or "validation", in the version that `args` name."""
     if file := file_of(args, split):
-        return squad.read_file(file, args.version_2_with_negative)
+        return squad_files.read_file(file, args.version_2_with_negative)
     return squad.read_hub(split, args.version_2_with_negative)
 
 
-def usable(args: SquadArguments, questions: list[squad.Question]) -> tuple[list[squad.Question], list[str]]:
+def usable(args: SquadArguments, questions: list[squad_files.Question]) -> tuple[list[squad_files.Question], list[str]]:
     """Questions to train on, and the ids of the questions left out: an answer's text is not at its answer_start."""
     misplaced = [question.id for question in questions if question.misplaced]
     if len(misplaced) == sum(bool(question.answers) for question in questions):
-        raise InputError(f"no answer stands at its answer_start ({squad.listed(misplaced)}): it counts characters")
+        raise InputError(
+            f"no answer stands at its answer_start ({squad_files.listed(misplaced)}): it counts characters"
+        )
     left_out = set(misplaced)
     return [question for question in questions if question.id not in left_out][: args.max_train_samples], misplaced
 
@@ -191,7 +192,7 @@ def build_model(args: SquadArguments) -> torch.nn.Module:
     return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, num_labels=2)
 
 
-def make_windows(args: SquadArguments, questions: list[squad.Question], tokenizer) -> squad.Windows:
+def make_windows(args: SquadArguments, questions: list[squad_files.Question], tokenizer) -> squad.Windows:
     """Windows of at most `max_seq_length` tokens."""
     lengths = args.max_seq_length, args.doc_stride, args.max_query_length
     return squad.windows(questions, tokenizer, *lengths, args.passage_first)
@@ -220,7 +221,15 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     if misplaced:
         logger.warning(
             f"Left out    {len(misplaced):,} training questions, whose answer's text is not at its answer_start: "
-            f"{squad.listed(misplaced)}"
+            f"{squad_files.listed(misplaced)}"
+        )
+    right = answers["verbatim"] + sum(squad_scores.exact(found, wanted) for _, wanted, found in others)
+    if right < answers["answers"] / 2:
+        raise InputError(
+            f"the tokenizer {args.tokenizer_name or args.model_name_or_path!r} loses the answers: of "
+            f"{answers['answers']:,} training answers, {right:,.0f} come back from their labels as an exact match"
+            f"{example}. No model scores more; name another tokenizer with tokenizer_name, or a longer max_seq_length "
+            "where answers are in no window"
         )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}
@@ -243,6 +252,7 @@ def job_of(
         features={split: made.features for split, made in windows.items()},
         validation=["validation"],
         tests=[],
+        labelled_tests=[],
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=joint_loss if by_classifier(args) else span_loss,
         measure=lambda _split, scores, _: measure(args, predicted(scores), questions),
@@ -321,10 +331,10 @@ def measure(args: SquadArguments, predicted: dict[str, squad.Spans], questions) 
 def official(args: SquadArguments, predicted, threshold: float | None, questions) -> dict[str, float]:
     """The official scores in per cent; the answer is empty where the probability of no answer is above `threshold`."""
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
-    gold = {row["id"]: row["answers"] for row in squad.references(questions)}
+    gold = {row["id"]: row["answers"] for row in squad_files.references(questions)}
     if not args.version_2_with_negative:
-        return squad_metric.score_1(texts, gold)
-    return squad_metric.score_2(texts, gold, {name: spans.no_answer for name, spans in predicted.items()})
+        return squad_scores.score_1(texts, gold)
+    return squad_scores.score_2(texts, gold, {name: spans.no_answer for name, spans in predicted.items()})
 
 
 def shares(scores: dict[str, float]) -> dict[str, float]:
@@ -344,9 +354,9 @@ def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], question
     for question in questions:
         spans, right = predicted[question.id], [text for text, _ in question.answers]
         text = spans.answer(threshold)
-        gold = squad_metric.gold_of_version_2(right) if args.version_2_with_negative else right
-        exact = squad_metric.best_of(squad_metric.exact, text, gold)
-        f1 = squad_metric.best_of(lambda a, b: squad_metric.f1(a, b, args.version_2_with_negative), text, gold)
+        gold = squad_scores.gold_of_version_2(right) if args.version_2_with_negative else right
+        exact = squad_scores.best_of(squad_scores.exact, text, gold)
+        f1 = squad_scores.best_of(lambda a, b: squad_scores.f1(a, b, args.version_2_with_negative), text, gold)
         sure = next((entry["probability"] for entry in squad.n_best(spans) if entry["text"] == text), 0.0)
         columns = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(right))}
         columns |= {"prediction": text, "probability": sure, "f1": f1, "exact_match": exact}
@@ -354,10 +364,10 @@ def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], question
     return found
 
 
-def no_answer_to_all(questions: list[squad.Question]) -> Baseline:
+def no_answer_to_all(questions: list[squad_files.Question]) -> Baseline:
     """What the empty answer to every question of 2.0 scores."""
-    answers = {row["id"]: row["answers"] for row in squad.references(questions)}
-    scores = score_2(dict.fromkeys(answers, ""), answers)
+    answers = {row["id"]: row["answers"] for row in squad_files.references(questions)}
+    scores = squad_scores.score_2(dict.fromkeys(answers, ""), answers)
     return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}
 
 

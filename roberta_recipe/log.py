@@ -3,14 +3,17 @@
 import logging
 import os
 import sys
+import time
 import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import datasets
-import transformers
+from tqdm.auto import tqdm
 
 from roberta_recipe.credentials import Redact
 
 logger = logging.getLogger("recipe")
+SILENT_S = 30.0  # without a log entry or a bar, until a line says how far it is
 # what libraries say of every run, and there is nothing to do about
 _OF_EVERY_RUN = (
     "Setting accelerator to CPU.",  # DeepSpeed, which accelerate imports wherever it is installed
@@ -33,12 +36,43 @@ def set_up_logging() -> None:
     for name in ("DeepSpeed", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_of_this_run)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
-    transformers.utils.logging.set_verbosity_warning()
-    datasets.utils.logging.set_verbosity_warning()
-    transformers.utils.logging.disable_progress_bar()  # of loading and writing weights, not of training
+    for name in {"transformers", "datasets"} & sys.modules.keys():  # a command that needs neither starts at once
+        sys.modules[name].utils.logging.set_verbosity_warning()
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()  # of loading and writing weights
     # DeepSpeed's own calls raise this warning at every use
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+
+
+class Bar(tqdm):
+    """A progress bar where stderr is a terminal; elsewhere a log line every `SILENT_S`: `Packing 34%, ETA 12 min`."""
+
+    def __init__(
+        self, iterable: Iterable[Any] | None = None, desc: str = "", disable: bool | None = None, **look: Any
+    ) -> None:
+        super().__init__(iterable, desc, disable=disable, **look)
+        self._what, self._unit, self._begun_s = desc, look.get("unit", ""), time.monotonic()
+        self._said_s = self._begun_s
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.disable:
+            yield from super().__iter__()
+            return
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def update(self, n: float = 1) -> bool | None:
+        if not self.disable:
+            return super().update(n)
+        self.n += n
+        if (now_s := time.monotonic()) - self._said_s > SILENT_S:
+            self._said_s = now_s
+            left_s = (now_s - self._begun_s) / max(self.n, 1) * ((self.total or 0) - self.n)
+            done = f"{self.n / self.total:.0%}, ETA {duration(left_s)}" if self.total else f"{self.n:,}{self._unit}"
+            logger.info(f"{self._what} {done}")
+        return None
 
 
 def duration(seconds: float) -> str:

@@ -148,19 +148,30 @@ class FinetuneRecord(RunRecord):
     features: dict[str, Any]
 
 
-class SettingScores(TypedDict):
-    """The scores of one setting of a protocol over its seeds."""
+class Scores(TypedDict):
+    """The scores of one setting over its seeds, on one split."""
 
-    learning_rate: float
-    global_batch_size: int
     median: float
     mean: float
     lowest: float
     highest: float
     seeds: dict[Any, float]
+    medians: dict[str, float]  # of every metric
+
+
+class SettingScores(Scores):
+    """The validation scores of one setting of a protocol."""
+
+    learning_rate: float
+    global_batch_size: int
     degenerate_seeds: list[int]
     best_run: str  # folder
-    medians: dict[str, float]  # of every metric
+
+
+class TestScores(Scores):
+    """The scores of the picked setting on a test split, of the seeds that scored it."""
+
+    examples: int
 
 
 class Summary(TypedDict):
@@ -175,6 +186,7 @@ class Summary(TypedDict):
     baseline: Baseline | None
     resolved_args: dict[str, Any]
     shown_args: list[str]
+    tests: NotRequired[dict[str, TestScores]]  # by test split, where the right answers are known
     duplicates: NotRequired[dict[str, Any]]
     features: NotRequired[dict[str, Any]]
 

@@ -10,7 +10,7 @@ import finetune_glue
 import finetune_race
 import finetune_squad
 from roberta_recipe.tasks import glue, glue_metric, protocol, race, squad
-from roberta_recipe.tasks.squad_metric import score_2
+from roberta_recipe.tasks.squad_scores import score_2
 
 
 def accuracy(wanted):

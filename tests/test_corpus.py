@@ -299,7 +299,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(big_file, monkeypatch
             os.utime(path, ns=(0, 0))
 
     monkeypatch.setattr(identity, "_SHOWN_BYTES", 0)
-    monkeypatch.setattr(identity, "tqdm", lambda **_: contextlib.nullcontext(Bar()))
+    monkeypatch.setattr(identity, "Bar", lambda **_: contextlib.nullcontext(Bar()))
     with pytest.raises(InputError, match=r"a.jsonl changed while it was read"):
         corpus_fingerprint(corpus())
 

@@ -23,6 +23,7 @@ from transformers import (
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import card
 from roberta_recipe.tasks import answers, glue, protocol, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
@@ -173,6 +174,12 @@ def test_a_wnli_test_set_of_the_official_size(flags, wsc_dir, tmp_path, data_dir
     assert (tmp_path / "glue" / "wnli" / "submission" / "WNLI.tsv").read_text().splitlines()[1:] == lines
 
 
+def test_wnli_without_a_candidate_is_refused(flags, wsc_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune_glue.wsc, "noun_phrases", lambda *given: [])
+    with pytest.raises(InputError, match=r"wnli: no training example is left, .*schemas without another candidate"):
+        finetune_glue.main(flags("wnli", *special("wnli", wsc_dir)))
+
+
 def test_mnli_without_the_mismatched_set(flags, tmp_path, data_dir, capsys):
     folder = tmp_path / "without"
     shutil.copytree(data_dir, folder)
@@ -217,6 +224,41 @@ def test_predictions_asked_for_later(flags, tmp_path):
     assert [path.read_bytes() for path in records] == before and len(before) == 2
     with pytest.raises(InputError, match="was run without do_predict, or on other test rows, and its weights are gone"):
         finetune_glue.main(flags("rte", "--seeds", 1, 2, "--do_predict", "--predict_with", "ensemble"))
+
+
+@pytest.mark.parametrize("name", ["rte", "stsb", "mnli", "qnli"])
+def test_test_sets_with_labels_are_measured(flags, tmp_path, data_dir, name, capsys):
+    """The validation set as the test set: the same figures. A column of one value is a placeholder, not labels."""
+    folder, ranking = tmp_path / "labelled", ["--qnli_form", "ranking"] * (name == "qnli")
+    shutil.copytree(data_dir, folder)
+    files = {f"test{part}": f"{name}{part}" for part in (["_matched", "_mismatched"] if name == "mnli" else [""])}
+    own = folder / TASKS[name].folder
+    for split in files:
+        shutil.copy(own / f"{split.replace('test', 'dev')}.tsv", own / f"{split}.tsv")
+    argv = flags(name, "--data_dir", folder, "--seeds", 1, 2, "--do_predict", "--keep", "all", *ranking)
+    summary = finetune_glue.main(argv)
+    said, medians = capsys.readouterr().out, summary["settings"][0]["medians"]
+    assert set(summary["tests"]) == set(files) and "set (9 examples), medians of seeds 1, 2: " in said
+    for split, scores in summary["tests"].items():
+        suffix = "_mismatched" if split == "test_mismatched" else ""
+        assert scores["medians"] == pytest.approx({metric: medians[metric + suffix] for metric in TASKS[name].metrics})
+        assert scores["examples"] == 9 and list(scores["seeds"]) == [1, 2]
+    glue_table.main(["--folder", str(tmp_path / "glue")])
+    assert f"{name}: test" in capsys.readouterr().out
+    best = Path(summary["settings"][0]["best_run"])
+    record, config = (durable.read_json(best / file) for file in ("run_record.json", "best/config.json"))
+    lines = str(card.fine_tuned("me/x", config, record, summary)).splitlines()
+    rows = [line for line in lines if "test" in line and ", 9 examples" in line]
+    assert [row.split("|")[2].strip() for row in rows] == [f"{split}, 9 examples" for split in files]
+    tuned = "validation questions with a single pair, decided by a threshold tuned on these"
+    assert (tuned in summary["features"]) == ("tuned on the validation rows" in said) == bool(ranking)
+    for split in files:
+        header, *rows = [line.split("\t") for line in (own / f"{split}.tsv").read_text().splitlines()]
+        column = header.index(TASKS[name].label_column)
+        for row in rows:
+            row[column] = "-1"
+        (own / f"{split}.tsv").write_text("".join("\t".join(row) + "\n" for row in [header, *rows]))
+    assert "tests" not in finetune_glue.main(argv)
 
 
 def test_a_run_of_other_settings_is_not_taken_for_done(flags):

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import finetune_glue
+from roberta_recipe import log
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import glue, protocol, qnli_ranking, summary_text, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
@@ -74,14 +75,34 @@ def test_micro_batches_fit_the_batch_and_the_processes():
 
 
 def test_the_hubs_columns(monkeypatch):
-    """On the Hub, labels are numbers, and -1 in a test set."""
+    """On the Hub, labels are numbers, and -1 in a test set without answers."""
     rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
     examples = glue.read_split(TASKS["mnli"], "mnli", "validation_mismatched", None)
     assert examples.texts == [("a", "b"), ("c", "d")] and examples.labels == [2, 0]
     assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_mismatched"})]
+    assert glue.read_split(AX, "ax", "test", None).labels == [2, 0]
+    rows = rows.map(lambda row: {"label": -1})
     assert glue.read_split(AX, "ax", "test", None).labels is None
+
+
+def test_examples_are_tokenized_some_at_a_time(tokenizer, monkeypatch, caplog):
+    """Features, labels and what is cut are those of a single call; each thousand can say how far it is."""
+    texts = [("a cat " * (1 + n % 40), "the boat") for n in range(2500)]
+    data = {"train": glue.Examples(texts, [n % 2 for n in range(2500)]), "test": glue.Examples(texts[:3], None)}
+    args = finetune_glue.GlueArguments(task_name="rte", max_seq_length=32)
+    monkeypatch.setattr(log, "SILENT_S", -1.0)
+    caplog.set_level("INFO", logger="recipe")
+    features, cut = finetune_glue.make_features(args, TASKS["rte"], data, tokenizer)
+    assert [line.partition(",")[0] for line in caplog.messages[:3]] == [f"Tokenizing train {n}%" for n in (33, 67, 100)]
+    monkeypatch.setattr(finetune_glue, "TOGETHER", 10**6)
+    whole, cut_of_whole = finetune_glue.make_features(args, TASKS["rte"], data, tokenizer)
+    assert cut == cut_of_whole and 0 < cut["cut to 32 in train"] < 2500
+    for split, rows in whole.items():
+        assert len(rows) == len(data[split]) == len(features[split])
+        for row, other in zip(rows, features[split], strict=True):
+            assert row.keys() == other.keys() and all(np.array_equal(row[key], other[key]) for key in row)
 
 
 def test_without_the_hub_the_way_out_is_said():

@@ -1,5 +1,6 @@
 """Masks of named entities and noun phrases: whole phrases and words in turn, the same from text and cache."""
 
+import itertools
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import train_mlm
 from roberta_recipe.data.mask_units import Words, chosen_phrases
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
+from roberta_recipe.data.phrases import COLUMN, UNITS, Phrases, load_spacy, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError
 
@@ -23,7 +24,14 @@ PHRASE = re.compile(r"the (old )?\w+|my \w+ \w+")
 class Pipeline:
     """Finds what `PHRASE` says, as a pipeline of spaCy shows it."""
 
-    pipe_names, max_length = ("parser",), 100
+    max_length = 100
+
+    def __init__(self, annotations=("DEP", "POS")):
+        self.annotations = set(annotations)
+        self.pipe_names = ["tok2vec", *annotations]
+
+    def __call__(self, text):
+        return SimpleNamespace(has_annotation=self.annotations.__contains__, noun_chunks=(), ents=())
 
     def pipe(self, texts, batch_size):
         for text in texts:
@@ -144,9 +152,45 @@ def test_marks_go_with_every_format(preset, spacy, tmp_path, input_format):
     assert record["steps"] == 2
 
 
+def test_components_that_a_pipeline_lacks_are_named(monkeypatch):
+    """Every set of annotations, with either unit: 16 pipelines, of which 6 have all that is needed."""
+    components = {"DEP": "parser", "POS": "tagger with attribute_ruler", "ENT_IOB": "ner or entity_ruler"}
+    needed, whole = {"entity": {"ENT_IOB"}, "noun_phrase": {"DEP", "POS"}}, 0
+    for count in range(4):
+        for annotations in itertools.combinations(components, count):
+            fake = SimpleNamespace(load=lambda model, annotations=annotations: Pipeline(annotations))
+            monkeypatch.setitem(sys.modules, "spacy", fake)
+            for unit in UNITS:
+                lacking = needed[unit] - set(annotations)
+                if not lacking:
+                    assert load_spacy("mine", "WNLI", unit).annotations == set(annotations)
+                    whole += 1
+                    continue
+                with pytest.raises(InputError, match=f"spacy_model='mine' finds no {unit} for WNLI") as told:
+                    load_spacy("mine", "WNLI", unit)
+                assert "--spacy_model" in str(told.value)
+                for annotation, component in components.items():
+                    assert (f"no {component}" in str(told.value)) == (annotation in lacking)
+    assert whole == 6
+
+
+def test_a_language_without_noun_chunks_is_refused(monkeypatch):
+    class Parsed(SimpleNamespace):
+        @property
+        def noun_chunks(self):
+            raise NotImplementedError("[E894] The 'noun_chunks' syntax iterator is not implemented for language 'xx'.")
+
+    monkeypatch.setattr(Pipeline, "__call__", lambda self, text: Parsed(has_annotation=lambda name: True))
+    monkeypatch.setitem(sys.modules, "spacy", FAKE)
+    with pytest.raises(InputError, match="has no noun_chunks for its language"):
+        load_spacy("mine", "WNLI")
+
+
 def test_what_finds_no_phrases_is_told(preset, spacy, tmp_path, monkeypatch):
     flags = ["--config", preset, "--masking_unit"]
-    with pytest.raises(InputError, match="finds none of masking_unit=entity: it has no ner or entity_ruler"):
+    with pytest.raises(
+        InputError, match=r"finds no entity for masking_unit=entity: .* has no ner or entity_ruler; use"
+    ):
         train_mlm.main([*flags, "entity", "--spacy_model", "made_up"])
     with pytest.raises(InputError, match="mask_count=exact goes with masking_unit=token or whole_word"):
         train_mlm.main([*flags, "entity", "--mask_count", "exact"])

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
 import finetune_race
-from roberta_recipe import durable
+from roberta_recipe import durable, log
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import race
@@ -82,11 +82,16 @@ def record_of(folder):
     return durable.read_json(folder / RUN / "run_record.json")
 
 
-def test_from_the_command_line(flags, tmp_path, capsys):
+def test_from_the_command_line(flags, tmp_path, data_dir, capsys):
     summary = finetune_race.main(flags("--do_predict"))
     shown, record = capsys.readouterr(), record_of(tmp_path / "race")
     assert "race, validation accuracy x 100" in shown.out and "accuracy 83.2, middle 86.5, high 81.3" in shown.out
-    assert "test set, medians: accuracy" in shown.out
+    tested = summary["tests"]["test"]
+    assert f"test set (18 examples), medians of seeds 1: accuracy {100 * tested['median']:.1f}, middle" in shown.out
+    scores = np.load(tmp_path / "race" / RUN / "test_scores.npz")["test"]
+    questions = race.read_folder(data_dir, "test", race.LEVELS)
+    assert tested["medians"] == finetune_race.measure(questions, scores) and tested["seeds"] == {1: tested["median"]}
+    assert durable.read_json(tmp_path / "race" / "summary.json")["tests"]["test"]["medians"] == tested["medians"]
     assert "Rows        train 48, validation 24, test 18 questions" in shown.err and "Duplicates  0 of 24" in shown.err
     metrics = record["metrics"]
     assert set(metrics) == {"accuracy", "middle", "high"} and record["steps"] == 6
@@ -101,6 +106,15 @@ def test_from_the_command_line(flags, tmp_path, capsys):
     best = tmp_path / "race" / RUN / "best"
     _, info = AutoModelForMultipleChoice.from_pretrained(best, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_long_parts_say_how_far_they_are(flags, capsys, monkeypatch):
+    monkeypatch.setattr(log, "SILENT_S", -1.0)  # each step is a long one
+    finetune_race.main(flags("--do_predict"))
+    said = capsys.readouterr().err
+    # three splits; an epoch and the test set
+    for part, splits in (("Tokenizing articles", 3), ("Tokenizing options", 3), ("Measuring", 2)):
+        assert said.count(f"{part} 100%, ETA 0 s") == splits, (part, said)
 
 
 def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsys):
@@ -249,6 +263,29 @@ def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
     assert found == ["high/0.txt", "high/2.txt", "high/5.txt"]
     assert [question.passage for question in questions[::3]] == [f"high/{number}.txt" for number in (1, 3, 4)]
     assert len(questions) == 9 and questions == race.read_folder(tmp_path, "train", ("high",))
+
+
+def test_copies_of_a_file_count_once_and_are_named(flags, tmp_path, data_dir, capsys):
+    """As file managers name them; a resource fork of macOS is no passage."""
+    shutil.copytree(data_dir, tmp_path / "data")
+    folder = tmp_path / "data" / "train" / "high"
+    names = ["8 copy.txt", "8(1).txt", "9 - Copy.txt", "Copy of 10.txt"]
+    for name in names:
+        number = next(digits for digits in ("8", "9", "10") if digits in name)
+        shutil.copy(folder / f"{number}.txt", folder / name)
+    (folder / "._8.txt").write_bytes(b"\x00\x05\x16\x07\x00")
+    copies: list[str] = []
+    questions = race.read_folder(tmp_path / "data", "train", race.LEVELS, copies=copies)
+    assert questions == race.read_folder(data_dir, "train", race.LEVELS) and len(questions) == 48
+    assert sorted(copies) == sorted(f"high/{name}" for name in names)
+    finetune_race.main(flags("--data_dir", tmp_path / "data", "--max_steps", 1))
+    assert "train, high: 8; copies of another file left out: 4, high/" in capsys.readouterr().err
+    counts = record_of(tmp_path / "race")["features"]
+    assert (counts["train_high"]["copies_left_out"], counts["train_middle"]["copies_left_out"]) == (4, 0)
+    changed = {**json.loads((folder / "8.txt").read_text()), "answers": ["A", "B", "C"]}
+    write(folder, "8 copy.txt", changed)
+    with pytest.raises(InputError, match=r"8 copy.txt and .*8.txt have the same id .*keep one"):
+        race.read_folder(tmp_path / "data", "train", race.LEVELS)
 
 
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])

@@ -1,6 +1,7 @@
 """SQuAD through the command line, on generated contexts: several windows, emoji and accents, no answers."""
 
 import copy
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import PLACES, SUBJECTS, VERBS, copied, end_well, forked_ranks, losses, run_python, second_of_training
 from safetensors.torch import load_file
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AlbertConfig,
     AutoModelForQuestionAnswering,
@@ -27,7 +28,7 @@ from transformers import (
 import finetune_squad
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tasks import answerability, squad
+from roberta_recipe.tasks import answerability, squad, squad_files
 from roberta_recipe.tools import squad_score
 from roberta_recipe.training import heads
 from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
@@ -107,7 +108,7 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
         name for name in record["metrics"] if "total" not in name and "thresh" not in name
     }
 
-    questions = squad.read_file(data_dir / f"dev-v{version}.json", version == "2.0")
+    questions = squad_files.read_file(data_dir / f"dev-v{version}.json", version == "2.0")
     predictions, n_best = (durable.read_json(folder / f"{name}predictions.json") for name in ("", "nbest_"))
     assert list(predictions) == [question.id for question in questions] == list(n_best)
     for question in questions:
@@ -409,11 +410,11 @@ def write(path, made, version_2=True):
 
 def test_data_of_the_other_version_are_refused(data_dir):
     with pytest.raises(InputError, match=r"10 questions have no answer .*1-0-c.*v2.0.yaml"):
-        squad.read_file(data_dir / "train-v2.0.json", version_2=False)
+        squad_files.read_file(data_dir / "train-v2.0.json", version_2=False)
     with pytest.raises(InputError, match=r"none of its 1 questions has an answer"):
-        squad.checked([squad.Question("x", "Who?", "The river.", ())], "here", version_2=True)
+        squad_files.checked([squad.Question("x", "Who?", "The river.", ())], "here", version_2=True)
     with pytest.raises(InputError, match=r"all 20 questions have answers.*v1.1.yaml"):
-        squad.read_file(data_dir / "train-v1.1.json", version_2=True)
+        squad_files.read_file(data_dir / "train-v1.1.json", version_2=True)
 
 
 @pytest.mark.parametrize(
@@ -431,37 +432,88 @@ def test_data_of_the_other_version_are_refused(data_dir):
         ({"answers": None}, "1-0-a: answers must be a list"),
         ({"question": None}, "1-0-a has no text"),
         ({"question": "half \ud83d"}, "1-0-a has no text"),
-        ({"id": 7}, "question number 1 has no id that is a text"),
+        ({"id": 7.5}, "question number 1 has no id that is a text or a whole number"),
+        ({"id": True}, "question number 1 has no id that is a text or a whole number"),
+        ({"answers": {"text": ["x"]}}, "1-0-a: answers must be a list"),
+        ({"answers": {"text": ["x"], "answer_start": []}}, "1-0-a: answers must be a list"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, change, said):
     made = paragraphs(2, seed=1)
     made[0][1][0].update(change)
     with pytest.raises(InputError, match=said):
-        squad.read_file(write(tmp_path / "x.json", made), version_2=True)
+        squad_files.read_file(write(tmp_path / "x.json", made), version_2=True)
+
+
+def shapes_of(made):
+    """SQuAD's questions in the shapes of public files, by name."""
+    flat = [
+        {
+            **row,
+            "context": context,
+            "answers": {key: [a[key] for a in row["answers"]] for key in ("text", "answer_start")},
+        }
+        for context, entries in made
+        for row in entries
+    ]
+    parts = [{"context": context, "qas": entries, "document_id": 1} for context, entries in made]
+    numbered = json.loads(json.dumps(parts))
+    for number, row in enumerate(row for part in numbered for row in part["qas"]):
+        row["id"] = number
+    lists = {
+        "a title for each": [{"title": "x", "paragraphs": [part]} for part in parts],
+        "without titles, ids are numbers": [{"paragraphs": [part]} for part in numbered],
+        "paragraphs": parts,
+        "rows": flat,
+        "rows with lists of answers": [{**row, "context": part["context"]} for part in parts for row in part["qas"]],
+    }
+    files = {
+        f"{name}, below data": json.dumps({"version": "x", "data": rows}, indent=1) for name, rows in lists.items()
+    }
+    files |= {f"{name}, a list": json.dumps(rows) for name, rows in lists.items()}
+    return files | {
+        f"{name}, a line each": "".join(map("{}\n".format, map(json.dumps, rows))) for name, rows in lists.items()
+    }
+
+
+def test_every_shape_of_public_files_has_the_same_questions(tmp_path):
+    made = paragraphs(4, seed=1)
+    wanted = squad_files.read_file(write(tmp_path / "x.json", made), version_2=True)
+    shapes = shapes_of(made)
+    assert len(shapes) == 15 and len(wanted) == 12
+    for name, content in shapes.items():
+        (tmp_path / "x.json").write_text(content)
+        found = squad_files.read_file(tmp_path / "x.json", version_2=True)
+        if "numbers" in name:
+            assert [question.id for question in found] == [str(number) for number in range(len(found))]
+            found = [dataclasses.replace(a, id=b.id) for a, b in zip(found, wanted, strict=True)]
+        assert found == wanted, name
 
 
 def test_bad_files_are_named(tmp_path):
     made = paragraphs(1, seed=1)
     with pytest.raises(InputError, match="question 1-0-a has no context"):
-        squad.read_file(write(tmp_path / "x.json", [("", made[0][1])]), version_2=True)
+        squad_files.read_file(write(tmp_path / "x.json", [("", made[0][1])]), version_2=True)
     for content, said in (
         ("{", "is not JSON"),
         ("[" * 10**5, "is not JSON"),
         ("{}", "not in SQuAD's"),
-        ("[]", "not in SQuAD's"),
+        ('{"data": "text"}', "not in SQuAD's"),
+        ('[{"question": "Who?"}]', "not in SQuAD's"),
+        ('{"id": 1}\n{"id": 2}', "not in SQuAD's"),
     ):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(InputError, match=f"bad.json {said}|bad.json is {said}"):
-            squad.read_file(tmp_path / "bad.json", version_2=True)
+            squad_files.read_file(tmp_path / "bad.json", version_2=True)
     (tmp_path / "bad.json").write_bytes(b'{"data": "\xff"}')
     with pytest.raises(InputError, match=r"bad.json is not UTF-8"):
-        squad.read_file(tmp_path / "bad.json", version_2=True)
-    (tmp_path / "bad.json").write_text('{"data": []}')
-    with pytest.raises(InputError, match=r"bad.json has no questions"):
-        squad.read_file(tmp_path / "bad.json", version_2=True)
+        squad_files.read_file(tmp_path / "bad.json", version_2=True)
+    for content in ('{"data": []}', "[]"):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(InputError, match=r"bad.json has no questions"):
+            squad_files.read_file(tmp_path / "bad.json", version_2=True)
     with pytest.raises(InputError, match=r"none.json is missing"):
-        squad.read_file(tmp_path / "none.json", version_2=True)
+        squad_files.read_file(tmp_path / "none.json", version_2=True)
 
 
 def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
@@ -481,6 +533,20 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     for version in ("1.1", "2.0"):
         with pytest.raises(InputError, match="no answer stands at its answer_start"):
             finetune_squad.main(flags(version, "--data_dir", tmp_path))
+
+
+def test_a_tokenizer_that_loses_most_answers_is_refused(flags, tmp_path, capsys):
+    """A token for each sentence: it is counted, and nothing is trained."""
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "x": 4}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>"}
+    sentences = PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{k}_token": v for k, v in names.items()})
+    sentences.save_pretrained(tmp_path / "sentences")
+    said = r"sentences' loses the answers: of 20 training answers, 0 come .*becomes 'The.*name another tokenizer"
+    with pytest.raises(InputError, match=said):
+        finetune_squad.main(flags("1.1", "--tokenizer_name", tmp_path / "sentences"))
+    assert "Answers     0 of 20 come back" in capsys.readouterr().err and not (tmp_path / "squad").exists()
 
 
 BAD = {

@@ -3,7 +3,8 @@
 import evaluate
 import pytest
 
-from roberta_recipe.tasks.squad_metric import Squad, f1, normalise
+from roberta_recipe.tasks.squad_metric import Squad
+from roberta_recipe.tasks.squad_scores import f1, normalise
 
 
 def test_official_definitions_on_awkward_cases():

@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from conftest import run_python
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import squad_score
@@ -116,3 +117,11 @@ def test_bad_command_lines(score, tmp_path):
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             squad_score.main(argv)
+
+
+def test_it_starts_without_the_libraries_of_training(root):
+    loaded = (
+        "import roberta_recipe.tools.squad_score, sys; print(*{'torch', 'datasets', 'evaluate'} & sys.modules.keys())"
+    )
+    done = run_python("-c", loaded, cwd=root)
+    assert done.returncode == 0 and done.stdout.strip() == "", done.stderr

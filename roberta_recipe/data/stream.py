@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
@@ -42,7 +41,7 @@ from roberta_recipe.data.pairs import REVISION
 from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import logger
+from roberta_recipe.log import Bar, logger
 
 COUNTS = (
     "passes",
@@ -162,7 +161,7 @@ class TextReader:
         blocks; all of its own validation files, and all files without a limit, which takes all blocks."""
         encode = self.encoder()
         sources = range(len(self.corpus.sources))
-        with tqdm(desc="Reading validation", unit=" blocks", mininterval=1, leave=False, disable=None) as bar:
+        with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
             held_out: list[list[Block]] = [[] for _ in sources]
             for number in sources:
                 enough = None if self.corpus.sources[number].validation_files else limit

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
-from tqdm.auto import tqdm
 
 from roberta_recipe import durable, lock
 from roberta_recipe.data.corpus import Corpus
@@ -49,7 +48,7 @@ from roberta_recipe.data.packing import Columns
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.log import logger
+from roberta_recipe.log import Bar, logger
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
@@ -361,7 +360,7 @@ def _pack_missing(
         if not all(_facts(folder, corpus, shard, made_from, by_content) for shard in _made_with(corpus, file))
     ]
     started_s, tokens = time.monotonic(), 0
-    bar = tqdm(total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1, disable=None)
+    bar = Bar(total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1)
     try:
         for made in _pack_all(folder, reader, made_from, to_pack, num_proc):
             tokens += made

@@ -319,6 +319,11 @@ def _score_table(summaries: list[Summary]) -> str:
         median, seeds = percent(scores["median"]), len(scores["seeds"])
         task, metric = (summary["dataset"]["name"], scored_on(summary)), summary["metric"]
         rows.append((*task, metric, median, spread, seeds, of_baseline(summary, metric), medians))
+        for split, tested in summary.get("tests", {}).items():
+            spread = f"{percent(tested['lowest'])} to {percent(tested['highest'])}"
+            medians = ", ".join(f"{name} {percent(value)}" for name, value in tested["medians"].items())
+            where = (task[0], f"{split}, {tested['examples']:,} examples", metric, percent(tested["median"]))
+            rows.append((*where, spread, len(tested["seeds"]), "", medians))
     head = ("task", "scored on", "metric", "median", "spread", "seeds", "majority answer", "medians of all metrics")
     explained = "Majority answer: what the most frequent right answer scores when it is given to every example."
     return f"{_table(head, rows)}\n\n{explained}"

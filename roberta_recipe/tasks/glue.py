@@ -164,7 +164,7 @@ class Examples:
     """Rows of one split, in the file's order."""
 
     texts: list[tuple[str, ...]]
-    labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set
+    labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set without answers
     skipped: int = 0  # broken rows
     schemas: Sequence[Any] = ()  # WNLI: the `wsc.Schema` of each row
     counts: dict[str, int] = field(default_factory=dict)  # WNLI: of test rows, by how their schema was found
@@ -198,8 +198,8 @@ def _from_hub(task: Task, name: str, split: str) -> Examples:
         raise InputError(f"{name} is not on the Hub: name the folder that holds {task.folder}/ with --data_dir")
     instead = "the folder of the official TSV files with --data_dir"
     rows = load_from_hub(HUB_DATASET, name, split=split, instead=instead)
-    labels = None if split.startswith("test") else rows["label"]
-    return Examples(list(zip(*(rows[column] for column in task.hub_columns), strict=True)), labels and list(labels))
+    labels = None if split.startswith("test") and len(set(rows["label"])) < 2 else list(rows["label"])
+    return Examples(list(zip(*(rows[column] for column in task.hub_columns), strict=True)), labels)
 
 
 def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
@@ -208,12 +208,12 @@ def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
     lines = read_text(path, hint).removesuffix("\n").split("\n")  # quoting off: a tab ends a field, \n a row
     rows = ((number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if lines != [""])
     header = list(task.headers.get(split) or next(rows, (0, []))[1])
-    labelled = not split.startswith("test")
-    wanted = [*task.columns, *([task.label_column] if labelled else [])]
+    is_test = split.startswith("test")
+    wanted = [*task.columns, *([] if is_test else [task.label_column])]
     if absent := [column for column in wanted if column not in header]:
         raise InputError(f"{path}: no column {absent[0]!r} in its first line, which is {' '.join(header)!r}")
     positions = [header.index(column) for column in task.columns]
-    examples = Examples([], [] if labelled else None)
+    examples, labels = Examples([], None), {}
     for number, fields in rows:
         if len(fields) != len(header):
             if not task.skip_broken:
@@ -221,8 +221,10 @@ def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
             examples.skipped += 1
             continue
         examples.texts.append(tuple(fields[position] for position in positions))
-        if labelled:
-            examples.labels.append(_label(task, fields[header.index(task.label_column)], path, number))
+        if task.label_column in header:
+            labels[number] = fields[header.index(task.label_column)]
+    if not is_test or len(set(labels.values())) > 1:  # the same for every test row is a placeholder
+        examples.labels = [_label(task, text, path, number) for number, text in labels.items()]
     return examples
 
 

@@ -30,8 +30,10 @@ from roberta_recipe.record import (
     Baseline,
     DatasetCard,
     FinetuneRecord,
+    Scores,
     SettingScores,
     Summary,
+    TestScores,
     percent,
     picked_setting,
     read_record,
@@ -115,6 +117,7 @@ class Job:
     features: dict[str, list[dict]]  # by split: "train", the splits of `validation`, the splits of `tests`
     validation: list[str]  # splits that are measured; the first picks the epoch
     tests: list[str]  # splits that are scored only, into `TEST_SCORES`
+    labelled_tests: list[str]  # those of them with known answers: `measure` gives their metrics, for the summary
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
@@ -257,6 +260,8 @@ def run_all(
     Of each setting, the weights of the best run so far stay, all or none, as `keep` says. With a single setting,
     `after_run` is called with the best run's folder and a message after each newly trained run except the last.
     """
+    if not job.features["train"]:
+        raise InputError(f"{job.name}: no training example is left, of which {job.found['features']}")
     if runs and is_first_process():
         take_folder(runs[0].output_dir.parent)
         for run in runs:
@@ -476,6 +481,8 @@ def finish(
         "resolved_args": resolved_args,
         "shown_args": shown_names(args, training_args),
     }
+    if training_args.do_predict and job.labelled_tests:
+        summary["tests"] = measure_tests(runs, job, picked_setting(summary))
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, summary)
         best = Path(picked_setting(summary)["best_run"])
@@ -483,6 +490,20 @@ def finish(
             answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
         write_summary(summary, folder)
     return summary
+
+
+def measure_tests(runs: list[Run], job: Job, picked: SettingScores) -> dict[str, TestScores]:
+    """The metrics of the picked setting on each test split with known answers, over its runs with stored scores.
+    Raises `InputError` where no run has any."""
+    chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
+    scored = [run for run in chosen if test_scores(run, job)] or chosen
+    by_seed = zip(scored, scores_of_tests(scored, job), strict=True)
+    both = [(run.seed, tests, finetune_trainer.validation_scores(run.output_dir)) for run, tests in by_seed]
+    found: dict[str, TestScores] = {}
+    for split in job.labelled_tests:
+        metrics = {seed: job.measure(split, tests[split], of_validation) for seed, tests, of_validation in both}
+        found[split] = {**over_seeds(metrics, job.metric), "examples": len(job.features[split])}
+    return found
 
 
 def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
@@ -531,29 +552,36 @@ def drop_weights(keep: str, runs: list[Run], summary: Summary) -> None:
 def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
     """The fields of a `Summary` that come from scores: median and spread over seeds of each setting, by `metric`; the
     setting with the best median, and its best run."""
-    by_setting: dict[tuple[float, int], list[tuple[float, Run, FinetuneRecord]]] = {}
+    by_setting: dict[tuple[float, int], dict[Run, FinetuneRecord]] = {}
     for run, record in zip(runs, records, strict=True):
-        by_setting.setdefault(run.rate_and_batch, []).append((_at_least(record["metrics"][metric]), run, record))
+        by_setting.setdefault(run.rate_and_batch, {})[run] = record
     rows: list[SettingScores] = []
     for (rate, size), scored in by_setting.items():
-        values = [value for value, _, _ in scored]
-        metrics = [record["metrics"] for _, _, record in scored]
-        best = max(scored, key=lambda entry: entry[0])
+        scores = over_seeds({run.seed: record["metrics"] for run, record in scored.items()}, metric)
         rows.append(
             {
                 "learning_rate": rate,
                 "global_batch_size": size,
-                "median": statistics.median(values),
-                "mean": statistics.fmean(values),
-                "lowest": min(values),
-                "highest": max(values),
-                "seeds": {run.seed: value for value, run, _ in scored},
-                "degenerate_seeds": [run.seed for _, run, record in scored if record["degenerate"]],
-                "best_run": str(best[1].output_dir),
-                "medians": {name: statistics.median(_at_least(m[name]) for m in metrics) for name in metrics[0]},
+                **scores,
+                "degenerate_seeds": [run.seed for run, record in scored.items() if record["degenerate"]],
+                "best_run": str(max(scored, key=lambda run, seeds=scores["seeds"]: seeds[run.seed]).output_dir),
             }
         )
     return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}
+
+
+def over_seeds(metrics: dict[int, dict[str, float | None]], metric: str) -> Scores:
+    """Median and spread over seeds of `metric`, and the medians of all metrics, from seed -> metrics."""
+    seeds = {seed: _at_least(of_seed[metric]) for seed, of_seed in metrics.items()}
+    names = next(iter(metrics.values()))
+    return {
+        "median": statistics.median(seeds.values()),
+        "mean": statistics.fmean(seeds.values()),
+        "lowest": min(seeds.values()),
+        "highest": max(seeds.values()),
+        "seeds": seeds,
+        "medians": {name: statistics.median(_at_least(m[name]) for m in metrics.values()) for name in names},
+    }
 
 
 def _at_least(value: float | None) -> float:

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.log import Bar
 from roberta_recipe.training import predictions, weights
 
 Method = Literal["pll", "within_word"]
@@ -195,7 +195,7 @@ def score(
     batch_tokens = _BATCH_TOKENS.get(model.device.type, _BATCH_TOKENS["cuda"])
     totals = np.zeros((len(METHODS), len(sentences)))
     tokens = sum(int((group.words >= 0).sum()) * group.ids.shape[1] for group in groups) * len(methods)
-    bar = tqdm(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
+    bar = Bar(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     with at_one_position(module, call) as logits, precision, bar:
         for turn, batch in enumerate(_batches(groups, tokenizer.mask_token_id, methods, batch_tokens)):

@@ -19,6 +19,7 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
+from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.training.finetune_trainer import padded_to
@@ -63,16 +64,23 @@ def fold(text: str) -> str:
 def files_of(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Path]:
     """The files of "train", "validation" or "test", by level and number."""
     folders = [data_dir / FOLDERS[split] / level for level in levels]
-    return [p for folder in folders for p in sorted(folder.glob("*.txt"), key=lambda path: (len(path.stem), path.stem))]
+    found = [path for folder in folders for path in folder.glob("*.txt") if not path.name.startswith(".")]
+    return sorted(found, key=lambda path: (levels.index(path.parent.name), len(path.stem), path.stem))
 
 
 def read_folder(
-    data_dir: Path, split: str, levels: tuple[str, ...], without_questions: list[str] | None = None
+    data_dir: Path,
+    split: str,
+    levels: tuple[str, ...],
+    without_questions: list[str] | None = None,
+    copies: list[str] | None = None,
 ) -> list[Question]:
-    """The questions of "train", "validation" or "test", by level and number of the file.
+    """The questions of "train", "validation" or "test", by level and number of the file; the copy of a file ("1 copy")
+    gives none.
 
-    The names of the passages that have no question (two of the official train/high) are put into `without_questions`.
-    Raises `InputError` that names file and question, or a level in which no passage has a question.
+    The names of the passages that have no question (two of the official train/high) are put into `without_questions`,
+    those of copies into `copies`. Raises `InputError` that names file and question, two versions of a passage, or a
+    level in which no passage has a question.
     """
     questions = []
     for level in levels:
@@ -83,18 +91,38 @@ def read_folder(
                 f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
                 f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
             )
-        passages = {f"{level}/{path.name}": list(_of_file(path, level)) for path in paths}
+        rows = {path: read_input_json(path) for path in paths}
+        twice = _copies(rows)
+        passages = {
+            f"{level}/{path.name}": list(_of_file(path, rows[path], level)) for path in paths if path not in twice
+        }
         if not any(passages.values()):
-            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files anew")
+            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
         if without_questions is not None:
             without_questions += [name for name, asked in passages.items() if not asked]
+        if copies is not None:
+            copies += [f"{level}/{path.name}" for path in twice]
     return questions
 
 
-def _of_file(path: Path, level: str) -> Iterator[Question]:
+def _copies(rows: dict[Path, Any]) -> list[Path]:
+    """The files that hold the same as a file before them. Raises `InputError` where two have the same id and article,
+    and other questions."""
+    first: dict[tuple[str, str], Path] = {}
+    found = []
+    for path, row in rows.items():
+        if not isinstance(row, dict) or not row.get("id"):
+            continue
+        before = first.setdefault((str(row["id"]), str(row.get("article"))), path)
+        if row != rows[before]:
+            raise InputError(f"{path} and {before} have the same id {row['id']!r} and article, and differ: keep one")
+        found += [path] * (before != path)
+    return found
+
+
+def _of_file(path: Path, row: Any, level: str) -> Iterator[Question]:
     """The questions of a passage; none where its lists are empty. Raises `InputError`."""
-    row = read_input_json(path)
     try:
         article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
     except (KeyError, TypeError) as error:
@@ -185,9 +213,9 @@ def features(
     longest sequence. Articles are stored once for all their questions.
     """
     articles = list(dict.fromkeys(question.article for question in questions))
-    ids = dict(zip(articles, _encode(articles, tokenizer), strict=True))
+    ids = dict(zip(articles, _encode(articles, tokenizer, "articles"), strict=True))
     texts = [question.with_option(option) for question in questions for option in question.options]
-    with_options = list(_encode(texts, tokenizer))
+    with_options = list(_encode(texts, tokenizer, "options"))
     special = tokenizer.num_special_tokens_to_add(pair=True)
     rows, lengths = [], np.zeros(len(questions), dtype=np.int64)
     articles_cut, options_cut = np.zeros(len(questions), dtype=bool), np.zeros(len(questions), dtype=np.int64)
@@ -204,9 +232,9 @@ def features(
     return Features(rows, lengths, articles_cut, options_cut)
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, what: str) -> Iterator[np.ndarray]:
     encode = tokenization.corpus_encoder(tokenizer)
-    for first in range(0, len(texts), _TOGETHER):
+    for first in Bar(range(0, len(texts), _TOGETHER), f"Tokenizing {what}", leave=False):
         yield from (np.array(ids, dtype=np.int32) for ids in encode(texts[first : first + _TOGETHER]))
 
 

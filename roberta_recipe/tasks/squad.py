@@ -1,10 +1,11 @@
-"""SQuAD (paper, section 5.2): questions from the official JSON, windows with exact labels, spans from scores.
+"""SQuAD (paper, section 5.2): windows with exact labels, spans from scores.
 
 A position in a context counts the characters of a Python string.
 """
 
+import unicodedata
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, read_input_json
+from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
+from roberta_recipe.tasks.squad_files import Question, checked, question_of
 from roberta_recipe.training.finetune_trainer import compact
 
 # RoBERTa-large in the paper's Table 6: validation, x 100; there is no figure for a base model of the full recipe.
@@ -27,21 +29,6 @@ _PUBLISHED = {
 }
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
 _TOGETHER = 1000  # questions tokenized in one call
-
-
-@dataclass(frozen=True)
-class Question:
-    """`answers` are (text, first character in the context); an unanswerable question has none."""
-
-    id: str
-    question: str
-    context: str
-    answers: tuple[tuple[str, int], ...]
-
-    @property
-    def misplaced(self) -> bool:
-        """Whether the text of an answer is not at its first character."""
-        return any(self.context[start : start + len(text)] != text for text, start in self.answers)
 
 
 @dataclass
@@ -77,89 +64,13 @@ def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -
     }
 
 
-def read_file(path: Path, version_2: bool | None) -> list[Question]:
-    """The questions of a file in the official JSON format, of either version where it is None. Raises `InputError` that
-    names file and question."""
-    articles = read_input_json(path)
-    form = f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers)"
-    try:
-        paragraphs = [paragraph for article in articles["data"] for paragraph in article["paragraphs"]]
-        rows = [(paragraph.get("context"), entry) for paragraph in paragraphs for entry in paragraph["qas"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{form}: {type(error).__name__}: {error}") from None
-    questions = []
-    for number, (context, entry) in enumerate(rows, 1):
-        if not isinstance(entry, dict) or not is_text(entry.get("id")):
-            raise InputError(f"{form}: question number {number} has no id that is a text")
-        questions.append(_question(str(path), context, entry))
-    return checked(questions, str(path), version_2)
-
-
-def _question(where: str, context: Any, entry: dict[str, Any]) -> Question:
-    """The question of an entry of `qas`. Raises `InputError` that names it."""
-    where = f"{where}: question {entry['id']}"
-    if not is_text(context) or not context.strip():
-        raise InputError(f"{where} has no context")
-    if not is_text(entry.get("question")) or not entry["question"].strip():
-        raise InputError(f"{where} has no text")
-    answers = entry.get("answers")
-    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise InputError(f"{where}: answers must be a list, each with text and answer_start")
-    for answer in answers:
-        text, start = answer.get("text"), answer.get("answer_start")
-        if not is_text(text) or not text.strip():
-            raise InputError(f"{where} has an answer without text; an unanswerable question has an empty list")
-        if type(start) is not int or start < 0:
-            raise InputError(f"{where}: answer_start={start!r} must be the number of a character, from 0 on")
-    if entry.get("is_impossible", not answers) == bool(answers):
-        what = "answers, and is_impossible is true" if answers else "no answers, and is_impossible is false"
-        raise InputError(f"{where} has {what}")
-    found = tuple((answer["text"], answer["answer_start"]) for answer in answers)
-    return Question(entry["id"], entry["question"].strip(), context, found)
-
-
 def read_hub(split: str, version_2: bool) -> list[Question]:
     """The questions of a split ("train", "validation") from the Hub."""
     name = HUB_DATASETS[version_2]
     instead = "the folder of the official JSON files with --data_dir, or --train_file and --validation_file"
     rows = load_from_hub(name, split=split, instead=instead)
-    questions = []
-    for row in rows:
-        pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
-        answers = [{"text": text, "answer_start": start} for text, start in pairs]
-        questions.append(_question(name, row["context"], {**row, "answers": answers}))
+    questions = [question_of(name, row["context"], row) for row in rows]
     return checked(questions, f"{name} ({split})", version_2)
-
-
-def checked(questions: list[Question], where: str, version_2: bool | None) -> list[Question]:
-    """The same questions. Raises `InputError` for a repeated id, no questions at all, or data of the other version."""
-    if not questions:
-        raise InputError(f"{where} has no questions")
-    seen = set()
-    for question in questions:
-        if question.id in seen:
-            raise InputError(f"{where}: question id {question.id} comes twice; predictions are told apart by it")
-        seen.add(question.id)
-    unanswerable = [question.id for question in questions if not question.answers]
-    if unanswerable and version_2 is False:
-        raise InputError(
-            f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
-            "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
-        )
-    if len(unanswerable) == len(questions):
-        raise InputError(f"{where}: none of its {len(questions):,} questions has an answer")
-    if version_2 and not unanswerable:
-        raise InputError(
-            f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; leave out "
-            "--version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
-        )
-    return questions
-
-
-def listed(names: list[str], at_most: int = 5) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - at_most
-    return ", ".join(names[:at_most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def windows(
@@ -178,7 +89,7 @@ def windows(
     """
     made, cut, encode = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0, tokenization.text_tokenizer(tokenizer)
     numbers: list[int] = []
-    for first in range(0, len(questions), _TOGETHER):
+    for first in Bar(range(0, len(questions), _TOGETHER), "Making windows", leave=False):
         some = questions[first : first + _TOGETHER]
         asked, shortened = _shorten([question.question for question in some], encode, max_query_length)
         cut += shortened
@@ -196,13 +107,20 @@ def windows(
                 f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
                 "and that stands for no answer; --passage_first false"
             )
-        context, ends = None, None
+        context = edges = reached = asked_before = None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
             if question.context is not context:  # all questions of a paragraph come in a row
-                context, ends = question.context, _words_of(question.context)
-            inside = [text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)]
-            offsets = _trimmed(np.array(encoded["offset_mapping"][row], dtype=np.int32), np.array(inside), *ends)
+                context, edges = question.context, _words_of(question.context)
+            inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
+            offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
+            # (tokens of the context + 1,) how far the tokens before reach; windows share `doc_stride` tokens
+            before = reached[-doc_stride - 1] if number == asked_before else 0
+            reached = np.maximum.accumulate(np.append(before, offsets[inside, 1]))
+            asked_before = number
+            if (edges[1][offsets[inside, 0]] > reached[:-1]).any():  # of RoBERTa's own tokenizer, none
+                offsets[inside, 0] = _begins(offsets[inside, 0], reached[:-1], context)
+            offsets = _trimmed(offsets, inside, *edges)
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
@@ -234,6 +152,20 @@ def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
     forward = np.where(np.append(solid, True), positions, len(context))
     backward = np.where(np.insert(solid, 0, True), positions, 0)
     return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
+
+
+@lru_cache(maxsize=1)
+def _runs(context: str) -> np.ndarray:
+    """(characters + 1,): the first of the letters, digits, punctuation and symbols that end at a position."""
+    visible = [unicodedata.category(character)[0] in "LNPS" for character in context]
+    return np.maximum.accumulate(np.where([False, *visible], 0, np.arange(len(context) + 1)))
+
+
+def _begins(starts: np.ndarray, reached: np.ndarray, context: str) -> np.ndarray:
+    """First characters of tokens, moved back over the visible characters before them that no token covers: where a
+    word gets a space that the text lacks (`add_prefix_space` behind punctuation), `trim_offsets` takes the word's first
+    character for it. `reached`: how far the tokens before reach."""
+    return np.minimum(starts, np.maximum(reached, _runs(context)[starts]))
 
 
 def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
@@ -376,21 +308,3 @@ def n_best(spans: Spans) -> list[dict[str, Any]]:
         entries.append({"text": "", "probability": spans.no_answer})
         entries.sort(key=lambda entry: -entry["probability"])
     return entries
-
-
-def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str], list[str]]:
-    """From a JSON file of a value for each question id: the values of `wanted` ids in the order of the file, the wanted
-    ids that it lacks, and its ids that are not wanted. Raises `InputError` for another content."""
-    values = read_input_json(path)
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must hold a JSON object, question id to {what}")
-    if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:
-        raise InputError(f"{path}: the {what} of question {wrong[0]} is {values[wrong[0]]!r}")
-    asked = set(wanted)
-    found = {name: value for name, value in values.items() if name in asked}
-    return found, [name for name in wanted if name not in values], sorted(values.keys() - asked)
-
-
-def references(questions: list[Question]) -> list[dict[str, Any]]:
-    """Gold answers as the metric takes them."""
-    return [{"id": question.id, "answers": [text for text, _ in question.answers]} for question in questions]

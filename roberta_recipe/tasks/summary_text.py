@@ -34,6 +34,16 @@ def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     return "\n".join([*lines, *filter(None, [paper, _beside_one_answer(summary)]), *files])
 
 
+def of_tests(summary: Summary) -> list[str]:
+    """The medians on each test split with known answers, a line each."""
+    lines = []
+    for split, scores in summary.get("tests", {}).items():
+        medians = ", ".join(f"{name} {percent(value)}" for name, value in scores["medians"].items())
+        seeds = ", ".join(map(str, scores["seeds"]))
+        lines.append(f"{split} set ({scores['examples']:,} examples), medians of seeds {seeds}: {medians}")
+    return lines
+
+
 def _beside_one_answer(summary: Summary) -> str:
     """What one answer to everything scores, and what that says of this result; empty where that is not known."""
     row: SettingScores = picked_setting(summary)

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 import regex
-from tqdm import tqdm
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, read_corpus
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.tasks import glue, race, squad
+from roberta_recipe.log import Bar, logger, set_up_logging
+from roberta_recipe.tasks import glue, race
+from roberta_recipe.tasks.squad_files import read_file
 
 MOSTLY = 0.8  # of a text's n-grams
 HELD_OUT = "held out "  # begins the name of a set of held-out documents
@@ -163,7 +163,7 @@ def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str
                         for text in texts:
                             yield Text(f"{name} {split}", f"row {number}", words_of(text))
     for path in squad_files:
-        questions = squad.read_file(Path(path), version_2=None)
+        questions = read_file(Path(path), version_2=None)
         contexts = {question.context: question.id for question in reversed(questions)}  # id of its first
         for context, name in contexts.items():
             yield Text(f"{path} contexts", f"context of {name}", words_of(context))
@@ -199,7 +199,7 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
     counts = {}
     for source in corpus.sources:
         number = 0
-        for document in tqdm(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
+        for document in Bar(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
             if max_documents and number >= max_documents:
                 break
             index.look_up(document, source.name)

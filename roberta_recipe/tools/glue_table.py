@@ -15,7 +15,7 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import read_text
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
-from roberta_recipe.tasks import glue
+from roberta_recipe.tasks import glue, summary_text
 
 PAPER_SEEDS = 5  # section 5.1
 COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     for name, summary in summaries.items():
         if found := _differs(summary):
             print(f"{name}: {'; '.join(found)}")
+        for line in summary_text.of_tests(summary):
+            print(f"{name}: {line}")
     if args.submission:
         tasks = {**glue.TASKS, "ax": glue.AX}
         folders = {name: Path(args.folder, "mnli" if name == "ax" else name, below, "submission") for name in tasks}

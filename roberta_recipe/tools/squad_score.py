@@ -17,8 +17,8 @@ from pathlib import Path
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.tasks import squad
-from roberta_recipe.tasks.squad_metric import WITHHELD_ABOVE, score_1, score_2
+from roberta_recipe.tasks import squad_files
+from roberta_recipe.tasks.squad_scores import WITHHELD_ABOVE, score_1, score_2
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -35,17 +35,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def read_odds(path: str, names: list[str]) -> dict[str, float]:
     """The odds of no answer of the questions `names`, in the order of the file. Raises `InputError`."""
-    odds, missing, _ = squad.read_answers(Path(path), names, "odds", (int, float))
+    odds, missing, _ = squad_files.read_answers(Path(path), names, "odds", (int, float))
     if missing:
         raise InputError(
-            f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad.listed(missing)})"
+            f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad_files.listed(missing)})"
         )
     if undefined := [name for name in names if math.isnan(odds[name])]:
-        raise InputError(f"{path}: the odds of {squad.listed(undefined)} are NaN, which has no order; give a number")
+        raise InputError(
+            f"{path}: the odds of {squad_files.listed(undefined)} are NaN, which has no order; give a number"
+        )
     if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
         logger.warning(
             f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "
-            f"({squad.listed(above)}); as in the official script, they count as unanswered in all but the best scores"
+            f"({squad_files.listed(above)}); as in the official script, they count as unanswered in all but the best "
+            "scores"
         )
     return odds
 
@@ -54,17 +57,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the command line `argv`; prints and returns the scores, in per cent. Raises `InputError`."""
     set_up_logging()
     args = parse(argv)
-    questions = squad.read_file(Path(args.validation_file), args.version_2_with_negative)
+    questions = squad_files.read_file(Path(args.validation_file), args.version_2_with_negative)
     names = [question.id for question in questions]
-    texts, missing, others = squad.read_answers(Path(args.predictions), names, "prediction", str)
+    texts, missing, others = squad_files.read_answers(Path(args.predictions), names, "prediction", str)
     if others:
-        logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {squad.listed(others)}")
+        logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {squad_files.listed(others)}")
     if missing:
-        lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({squad.listed(missing)})"
+        lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({squad_files.listed(missing)})"
         if args.version_2_with_negative:
             raise InputError(f"{args.predictions} has {lacks}; the official script of 2.0 scores no such file")
         logger.warning(f"{args.predictions} has {lacks}; they count as wrong")
-    answers = {row["id"]: row["answers"] for row in squad.references(questions)}
+    answers = {row["id"]: row["answers"] for row in squad_files.references(questions)}
     if args.version_2_with_negative:
         scores = score_2(texts, answers, read_odds(args.null_odds, names) if args.null_odds else None)
     else:

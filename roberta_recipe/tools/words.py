@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import regex
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
@@ -35,7 +34,7 @@ from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import Bar, logger, set_up_logging
 from roberta_recipe.significance import error_of_ratio, with_error
 from roberta_recipe.training import environment, predictions, weights
 
@@ -169,8 +168,8 @@ def losses(
             logger.info(f"Divided     {whole:,} windows into {len(windows):,}: the model has {limit} positions")
     asked = [masked(tokenizer, window, reading) for window in windows]
     found: dict[int, Loss] = {}
-    look = {"unit": " windows", "desc": "Masked words", "mininterval": 1, "leave": False, "disable": None}
-    with tqdm(total=len(windows), **look) as bar:
+    look = {"unit": " windows", "desc": "Masked words", "mininterval": 1, "leave": False}
+    with Bar(total=len(windows), **look) as bar:
         for batch in _batches(asked, model.config.vocab_size):
             inputs = tokenizer.pad({"input_ids": [asked[number].ids for number in batch]}, return_tensors="pt")
             targets = [asked[number].targets for number in batch]

@@ -132,7 +132,9 @@ class BlockArguments:
         "fixed",
         shown=True,
     )
-    spacy_model: str = setting("en_core_web_lg", "spaCy's model, for named entities and noun phrases.", "data")
+    spacy_model: str = setting(
+        "en_core_web_lg", "spaCy's model, for named entities and noun phrases, a package or a folder.", "data"
+    )
     static_masks: int = setting(
         0, "Masks of a block, which its passes take in turn (BERT: 10); 0: a new one each pass.", "fixed", shown=True
     )

@@ -6,10 +6,9 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from roberta_recipe.log import duration, logger
+from roberta_recipe.log import SILENT_S, Bar, duration, logger
 
 WAITS = 0.01  # share of the time that a step waits for data, from which on a line says so
-SILENT_S = 30.0  # without a log entry or a bar, until a line says how far it is
 
 
 class Progress(TrainerCallback):
@@ -55,7 +54,7 @@ class Progress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._evaluation is None:
-            self._evaluation = tqdm(
+            self._evaluation = Bar(
                 total=len(eval_dataloader),
                 desc="Measuring",
                 unit=" batches",

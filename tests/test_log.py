@@ -1,0 +1,62 @@
+"""Progress of long parts: a bar on a terminal, elsewhere a log line every half minute. The clock is a made-up one."""
+
+import io
+import itertools
+import logging
+import types
+
+import pytest
+
+from roberta_recipe import log
+from roberta_recipe.log import Bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test sets."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("step_s", [1, 7, 29, 31, 200])
+def test_a_line_every_half_minute_where_there_is_no_terminal(clock, caplog, by_hand, step_s):
+    caplog.set_level(logging.INFO, logger="recipe")
+    said_s = []
+    bar = (
+        Bar(total=100, desc="Packing", file=io.StringIO())
+        if by_hand
+        else Bar(range(100), "Packing", file=io.StringIO())
+    )
+    for _ in range(100) if by_hand else bar:
+        if by_hand:
+            bar.update()
+        if len(caplog.messages) > len(said_s):
+            said_s.append(clock.s)
+        clock.s += step_s
+    wait_s = step_s * (30 // step_s + 1)
+    assert bar.n == 100 and len(said_s) in (100 * step_s // wait_s - 1, 100 * step_s // wait_s)
+    assert all(b - a == wait_s for a, b in itertools.pairwise(said_s))
+    assert all(line.startswith("Packing ") and "%, ETA " in line for line in caplog.messages)
+
+
+def test_short_parts_and_terminals_have_no_line(clock, caplog):
+    caplog.set_level(logging.INFO, logger="recipe")
+    shown = Terminal()
+    assert list(Bar(range(3), "Short", file=io.StringIO())) == [0, 1, 2] and not caplog.messages
+    for _ in Bar(range(3), "Long", file=shown):
+        clock.s += 100
+    assert "Long" in shown.getvalue() and not caplog.messages
+
+
+def test_without_a_total_a_line_says_how_many(clock, caplog):
+    caplog.set_level(logging.INFO, logger="recipe")
+    for _ in Bar(iter(range(3)), "wiki", unit=" documents", file=io.StringIO()):
+        clock.s += 20
+    assert caplog.messages == ["wiki 2 documents"]
