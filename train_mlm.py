@@ -66,7 +66,6 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
-    args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
@@ -145,12 +144,14 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    """Raise `InputError` for values out of range and for choices that exclude each other; derive the batch."""
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.leave_threads_to_worker(args, training_args)
+    args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
+    environment.check_deepspeed(training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
 

@@ -65,11 +65,6 @@ def lower_to_memory(
     `auto_find_batch_size` asks for this search; Trainer's own search would shrink the global batch.
     """
     args.auto_find_batch_size = False
-    if args.deepspeed_plugin:
-        raise InputError(
-            "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
-            "per_device_train_batch_size (python -m roberta_recipe.tools.estimate says what fits)"
-        )
     if args.activation_checkpointing:  # as Trainer does when it trains
         kept = dict(args.activation_checkpointing_kwargs or {})
         own = {name: kept.pop(name) for name in ("every_n_layers", "offload") if name in kept}

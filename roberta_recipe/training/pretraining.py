@@ -323,7 +323,6 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    environment.check_deepspeed(training_args)
     optimization.check(training_args)
     libraries.check(training_args)
 
