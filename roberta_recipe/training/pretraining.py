@@ -17,9 +17,8 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, phrases, token_cache, tokenization
+from roberta_recipe.data import mask_units, masking, order, phrases, token_cache, tokenization
 from roberta_recipe.data.formats import PAIRS
-from roberta_recipe.data.mask_units import LENGTHS, Unit
 from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
@@ -125,7 +124,7 @@ class BlockArguments:
         "fixed",
         shown=True,
     )
-    masking_unit: Unit = setting(
+    masking_unit: mask_units.Unit = setting(
         "token",
         "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or named "
         "entities or noun phrases, which spaCy finds, and as many words.",
@@ -252,10 +251,10 @@ def check_masks(args: MlmArguments) -> None:
             f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
             f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
         )
-    if args.mask_count == "exact" and args.masking_unit in (*LENGTHS, *phrases.UNITS):
+    if args.mask_count == "exact" and args.masking_unit in (*mask_units.LENGTHS, *phrases.UNITS):
         raise InputError(
             f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
-            "positions, which is exact already"
+            "positions"
         )
 
 
@@ -618,6 +617,7 @@ def run_fingerprint(
         **flags.fixed_values(args),
         **flags.fixed_values(training_args),
         "objectives": list(model.objectives),
+        **({"mask_revision": mask_units.REVISION} if args.masking_unit in mask_units.LENGTHS else {}),
         "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
         "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
