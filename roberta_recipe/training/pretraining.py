@@ -19,6 +19,7 @@ from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, token_cache, tokenization
 from roberta_recipe.data.formats import PAIRS
+from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
@@ -77,7 +78,10 @@ class TextArguments:
         "content",
     )
     token_cache: str | None = setting(
-        None, "Folder for the packed corpus: made where it is not complete, then read in place of the text.", "free"
+        None,
+        "Folder for the packed corpus: made where it is not complete, then read in place of the text. Formats of pairs "
+        "are packed in ten versions, for ten passes: ten times the disk and the packing time.",
+        "free",
     )
     shuffle_window: int = setting(
         4096,
@@ -395,6 +399,8 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
         for split, row in total.items()
     )
     lines = [f"Cache       {args.token_cache}: {held}"]
+    if "_pair" in args.input_format:
+        lines.append(f"Versions    {VERSIONS} of the training pairs, one a pass in turn; the counts are of the first")
     named = {
         "split_sentences": "sentences split, as they are longer than a block",
         "empty_documents": "documents without text",
