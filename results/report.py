@@ -314,19 +314,20 @@ class Tested(NamedTuple):
     p: float = 1.0
     corrected: float = 1.0
     least: float = 1.0
+    welch: float | None = None  # Welch's p, of unequal noise
 
 
 def tested(some: list[Pair]) -> list[Tested]:
     """The test of each task of a model."""
-    ps: dict[int, tuple[float, float]] = {}
+    ps: dict[int, tuple[float, float, float | None]] = {}
     for number, pair in enumerate(some):
         sides = scores_of(pair)
         if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
             ps[number] = significance.compare_seeds(*sides)
-    corrected = significance.holm([p for p, _ in ps.values()])
+    corrected = significance.holm([p for p, *_ in ps.values()])
     found = {
-        number: Tested(p, its, min(1.0, least * len(ps)))
-        for (number, (p, least)), its in zip(ps.items(), corrected, strict=True)
+        number: Tested(p, its, min(1.0, least * len(ps)), welch)
+        for (number, (p, least, welch)), its in zip(ps.items(), corrected, strict=True)
     }
     return [found.get(number, Tested()) for number in range(len(some))]
 
@@ -352,7 +353,7 @@ def judged(pair: Pair, its: Tested) -> tuple[str, str]:
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
     figures = f"{against}, {seeds}, two-sided permutation p {its.p:.2f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    found = significance.verdict(gain, its.corrected, its.least)
+    found = significance.verdict(gain, its.corrected, its.least, welch_p=its.welch)
     if found in ("better", "worse"):
         figures += f" ({its.corrected:.2f} with Holm's correction)" * (its.corrected != its.p)
         return "Better than random weights" if found == "better" else "Below random weights", figures

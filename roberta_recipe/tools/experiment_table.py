@@ -69,7 +69,7 @@ def _compared(
         if name in compared:
             one = compared[name]
             verdict = significance.verdict(
-                better * one.difference, corrected[name], one.least_p * len(others), claims[name]
+                better * one.difference, corrected[name], one.least_p * len(others), claims[name], one.welch_p
             )
         elif name != first and not listed.search:
             verdict = OTHER_WORDS if name in apart else _why_none(of, scores[first])
@@ -153,7 +153,8 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
         count = len(listed.settings) - 1
         said.append(
             f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
-            f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
+            f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05, where Welch's t-test "
+            "agrees or standard deviations are within four times of each other (docs/statistics.md)."
         )
     said += _readings(listed)
     said += _runs(records)
