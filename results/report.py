@@ -30,6 +30,7 @@ from roberta_recipe import durable, significance
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
+from roberta_recipe.log import counted
 from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.publishing import markdown, minimal_pairs, plots
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
@@ -372,7 +373,7 @@ def _score(entry: LedgerEntry, metric: str) -> str:
     scores = [_number(record["metrics"][metric]) for record in entry["runs"]]
     spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
     flat = sum(record["degenerate"] for record in entry["runs"])
-    counts = f"{len(scores)} seed{'s' * (len(scores) > 1)}" + f", {flat} degenerate" * (flat > 0)
+    counts = f"{counted(len(scores), 'seed')}" + f", {flat} degenerate" * (flat > 0)
     return f"{percent(statistics.median(scores))} ({spread}{counts})"
 
 

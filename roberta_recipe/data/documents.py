@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from roberta_recipe.data.corpus import COMPRESSED, Corpus, Source, check_unchanged, check_validation_files
 from roberta_recipe.data.order import file_order, interleave
 from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
 _CHECKED_BYTES = 4 << 20  # of each file
@@ -262,7 +262,8 @@ def file_rows(
         if corpus.on_bad_shard != "skip":
             raise
         lost = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
-        logger.warning(f"{bad}; skipped, with what follows row {number} ({lost or 'an unknown number of'} rows)")
+        rows = counted(lost, "row") if lost else "an unknown number of rows"
+        logger.warning(f"{bad}; skipped, with what follows row {number} ({rows})")
         yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost)
         return
     check_unchanged(corpus, path)

@@ -42,7 +42,7 @@ from roberta_recipe.data.pairs import REVISION, VERSIONS
 from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 COUNTS = (
     "passes",
@@ -330,7 +330,8 @@ class TrainBlocks(torch.utils.data.IterableDataset):
             if block["epoch"]:
                 ended.add(source_of(block["block_id"]))
             if len(ended) == len(self.reader.corpus.sources):
-                logger.warning(f"max_train_samples={self.limit}: the corpus has {len(kept)} blocks, and all are used")
+                has = counted(len(kept), "block")
+                logger.warning(f"max_train_samples={self.limit}: the corpus has {has}, and all are used")
                 break
             kept.setdefault(block["block_id"], {name: block[name] for name in block if name not in ("epoch", "states")})
         kept, epoch, order = list(kept.values()), None, None

@@ -51,7 +51,7 @@ from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
@@ -407,7 +407,9 @@ def _pack_missing(
             )
     if to_pack:
         elapsed_s = time.monotonic() - started_s
-        logger.info(f"Packed {len(to_pack)} files, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}")
+        logger.info(
+            f"Packed {counted(len(to_pack), 'file')}, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}"
+        )
 
 
 def _made_with(corpus: Corpus, file: Shard) -> list[Shard]:

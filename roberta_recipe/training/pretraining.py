@@ -23,7 +23,7 @@ from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import (
@@ -395,7 +395,8 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     of_split = {split: cache.count_table(split).values() for split in ("train", "validation")}
     total = {split: {name: sum(row[name] for row in rows) for name in COUNTS} for split, rows in of_split.items()}
     held = "; ".join(
-        f"{split} {row['blocks']:,} blocks, {row['tokens']:,} tokens of {row['documents']:,} documents"
+        f"{split} {counted(row['blocks'], 'block')}, {row['tokens']:,} tokens of "
+        f"{counted(row['documents'], 'document')}"
         for split, row in total.items()
     )
     lines = [f"Cache       {args.token_cache}: {held}"]
@@ -413,7 +414,9 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     if args.global_batch_size:
         positions = training_args.max_steps * args.global_batch_size
         passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
-        lines.append(f"Passes      in {training_args.max_steps:,} steps of {args.global_batch_size:,} blocks: {passes}")
+        lines.append(
+            f"Passes      in {counted(training_args.max_steps, 'step')} of {args.global_batch_size:,} blocks: {passes}"
+        )
     logger.info("\n".join(lines))
 
 
@@ -472,7 +475,7 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
     blocks = list(reader.validation(args.max_eval_samples))
     if len(blocks) < training_args.per_device_eval_batch_size:
         raise InputError(
-            f"validation has {len(blocks)} blocks, less than one batch of per_device_eval_batch_size="
+            f"validation has {counted(len(blocks), 'block')}, less than one batch of per_device_eval_batch_size="
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
@@ -569,7 +572,7 @@ def saving_in_words(training_args: MlmTrainingArguments) -> str:
     if training_args.save_strategy == "no":
         return "none before the end, unless it is told to stop (--save_strategy steps --save_steps N)"
     every, limit = training_args.save_steps, training_args.save_total_limit
-    return f"every {f'{every:,} steps' if every >= 1 else f'{every:.1%} of the run'}" + (
+    return f"every {counted(every, 'step') if every >= 1 else f'{every:.1%} of the run'}" + (
         f", the last {limit} are kept" if limit else ""
     )
 
@@ -583,7 +586,7 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
     print(
         f"\nvalidation loss {with_error(loss, error)} nats "
         f"({shown}{perplexity_with_error(metrics['eval_perplexity'], error)}, "
-        f"{metrics['eval_bits']:.{decimals}f} bits; {metrics['eval_documents']:,} documents), "
+        f"{metrics['eval_bits']:.{decimals}f} bits; {counted(metrics['eval_documents'], 'document')}), "
         f"{abs(entropy - loss):.{decimals}f} {side} the unigram entropy of {entropy:.3f}"
     )
     if "eval_blimp" in metrics:
@@ -593,8 +596,8 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         print(
             f"    {name:<16} {with_error(source['loss'], error)} nats, "
             f"{shown}{perplexity_with_error(source['perplexity'], error)}; unigram entropy of its own text "
-            f"{source['unigram_entropy']:.3f}; {source['blocks']:,} blocks in {source['documents']:,} documents, "
-            f"{source['tokens']:,} tokens"
+            f"{source['unigram_entropy']:.3f}; {counted(source['blocks'], 'block')} in "
+            f"{counted(source['documents'], 'document')}, {source['tokens']:,} tokens"
         )
 
 
