@@ -86,7 +86,7 @@ def read_folder(
         passages = {f"{level}/{path.name}": list(_of_file(path, level)) for path in paths}
         if not any(passages.values()):
             count = counted(len(paths), "passage")
-            raise InputError(f"{folder}: none of its {count} has a question; get RACE's files again")
+            raise InputError(f"{folder}: {count}, and none has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
         if without_questions is not None:
             without_questions += [name for name, asked in passages.items() if not asked]

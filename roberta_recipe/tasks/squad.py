@@ -147,7 +147,7 @@ def checked(questions: list[Question], where: str, version_2: bool | None) -> li
             "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
         )
     if len(unanswerable) == len(questions):
-        raise InputError(f"{where}: none of its {counted(len(questions), 'question')} has an answer")
+        raise InputError(f"{where}: {counted(len(questions), 'question')}, and none has an answer")
     if version_2 and not unanswerable:
         raise InputError(
             f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; leave out "
