@@ -27,7 +27,7 @@ from roberta_recipe.args import setting
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import Bar, logger, set_up_logging
+from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, summary_text, wnli, wsc
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> Summary:
         write_submission(args, task, job, form, data, runs, summary, folder)
     environment.leave_process_group()
     if publisher:
-        publisher.push(folder, f"Best of {len(runs)} runs")
+        publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary
 
 
@@ -181,8 +181,8 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
     _, rows = task.splits[split]
     if rows is not None and len(examples) != rows and not args.other_rows:
         raise InputError(
-            f"{name}, {split}: {len(examples):,} rows, and GLUE's has {rows:,}; if the data are meant to be others, "
-            "--other_rows true"
+            f"{name}, {split}: {counted(len(examples), 'row')}, and GLUE's has {rows:,}; if the data are meant to be "
+            "others, --other_rows true"
         )
     return examples
 
@@ -494,7 +494,7 @@ def write_submission(
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
         glue.write_predictions(path, glue.answers(of_file, predictions))
-        print(f"submission  {path}: {len(predictions):,} rows from {len(chosen)} run{'s' * (len(chosen) > 1)}")
+        print(f"submission  {path}: {counted(len(predictions), 'row')} from {counted(len(chosen), 'run')}")
 
 
 def mean_over_runs(form: Form, scores: list[np.ndarray]) -> np.ndarray:

@@ -21,7 +21,7 @@ from transformers import AutoModelForMultipleChoice
 from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.tasks import answers, protocol, race, summary_text
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> Summary:
             print(line)
     environment.leave_process_group()
     if publisher:
-        publisher.push(folder, f"Best of {len(runs)} runs")
+        publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding,
 from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.tasks import answers, protocol, squad, squad_files, squad_scores, summary_text
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> Summary:
         print(f"predictions {folder}/*/predictions.json, nbest_predictions.json")
     environment.leave_process_group()
     if publisher:
-        publisher.push(folder, f"Best of {len(runs)} runs")
+        publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary
 
 
@@ -205,7 +205,7 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     questions_cut = {split: made.questions_cut for split, made in windows.items()}
     unanswerable = {split: sum(not question.answers for question in questions) for split, questions in data.items()}
     rows = ", ".join(
-        f"{split} {len(questions):,} questions ({unanswerable[split]:,} unanswerable) "
+        f"{split} {counted(len(questions), 'question')} ({unanswerable[split]:,} unanswerable) "
         f"in {len(windows[split].features):,} windows"
         for split, questions in data.items()
     )

@@ -29,7 +29,7 @@ from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
-from roberta_recipe.log import duration, logger, set_up_logging
+from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
 from roberta_recipe.tasks import blimp
@@ -66,7 +66,6 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
-    args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
@@ -134,7 +133,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     environment.leave_process_group()
     check_loss(metrics["eval_loss"])
     if publisher:
-        publisher.push(Path(training_args.output_dir), f"Trained for {record['steps']} steps")
+        publisher.push(Path(training_args.output_dir), f"Trained for {counted(record['steps'], 'step')}")
     return record
 
 
@@ -145,12 +144,14 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    """Raise `InputError` for values out of range and for choices that exclude each other; derive the batch."""
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.leave_threads_to_worker(args, training_args)
+    args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
+    environment.check_deepspeed(training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
 
@@ -242,10 +243,10 @@ def announce_run(
     logger.info(
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpus.name}: {shares}\n"
-        f"Batch       {args.global_batch_size} sequences = {training_args.world_size} processes x "
+        f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
         f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
-        f"Validation  {len(validation):,} blocks, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
+        f"Validation  {counted(len(validation), 'block')}, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
         "(a loss that stays there has learnt frequencies only)\n"
         + (f"            {by_token}\n" if args.masking_unit != "token" else "")
         + f"Checkpoints {pretraining.saving_in_words(training_args)}\n"
@@ -292,7 +293,7 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
     starts = f" in {record['resumes'] + 1} starts" if record["resumes"] else ""
     print(
-        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {record['steps']:,} steps, "
+        f"{record['tokens_seen'] / 1e6:,.2f} M tokens in {counted(record['steps'], 'step')}, "
         f"{duration(record['train_seconds'])} of training{starts}, median {record['tokens_per_second']:,} tokens/s; "
         f"{duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"

@@ -53,8 +53,8 @@ def write_cache(folder: Path, files: int) -> Corpus:
         path.write_text(path.name)
     corpus = Corpus("random", [Source("random", files=[str(path) for path in texts])])
     cache, rng = folder / "cache", np.random.default_rng(0)
-    made_from = token_cache.claim(cache, {"tokens": "random"})
-    for shard in token_cache.shards_of(corpus):
+    made_from = token_cache.claim(cache, {"input_format": "random tokens"})
+    for shard in token_cache.shards_of(cache, corpus):
         state, count = SourceState(), BLOCKS_PER_FILE if shard.split == "train" else 10
         state.pack.blocks, state.pack.tokens = count, count * LENGTH
         blocks = ({"input_ids": rng.integers(0, 50265, LENGTH, dtype=np.uint16)} for _ in range(count))

@@ -30,6 +30,7 @@ from roberta_recipe import durable, significance
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
+from roberta_recipe.log import counted
 from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.publishing import markdown, minimal_pairs, plots
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
@@ -314,19 +315,20 @@ class Tested(NamedTuple):
     p: float = 1.0
     corrected: float = 1.0
     least: float = 1.0
+    welch: float | None = None  # Welch's p, of unequal noise
 
 
 def tested(some: list[Pair]) -> list[Tested]:
     """The test of each task of a model."""
-    ps: dict[int, tuple[float, float]] = {}
+    ps: dict[int, tuple[float, float, float | None]] = {}
     for number, pair in enumerate(some):
         sides = scores_of(pair)
         if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
             ps[number] = significance.compare_seeds(*sides)
-    corrected = significance.holm([p for p, _ in ps.values()])
+    corrected = significance.holm([p for p, *_ in ps.values()])
     found = {
-        number: Tested(p, its, min(1.0, least * len(ps)))
-        for (number, (p, least)), its in zip(ps.items(), corrected, strict=True)
+        number: Tested(p, its, min(1.0, least * len(ps)), welch)
+        for (number, (p, least, welch)), its in zip(ps.items(), corrected, strict=True)
     }
     return [found.get(number, Tested()) for number in range(len(some))]
 
@@ -352,7 +354,7 @@ def judged(pair: Pair, its: Tested) -> tuple[str, str]:
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
     figures = f"{against}, {seeds}, two-sided permutation p {its.p:.2f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    found = significance.verdict(gain, its.corrected, its.least)
+    found = significance.verdict(gain, its.corrected, its.least, welch_p=its.welch)
     if found in ("better", "worse"):
         figures += f" ({its.corrected:.2f} with Holm's correction)" * (its.corrected != its.p)
         return "Better than random weights" if found == "better" else "Below random weights", figures
@@ -371,7 +373,7 @@ def _score(entry: LedgerEntry, metric: str) -> str:
     scores = [_number(record["metrics"][metric]) for record in entry["runs"]]
     spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
     flat = sum(record["degenerate"] for record in entry["runs"])
-    counts = f"{len(scores)} seed{'s' * (len(scores) > 1)}" + f", {flat} degenerate" * (flat > 0)
+    counts = f"{counted(len(scores), 'seed')}" + f", {flat} degenerate" * (flat > 0)
     return f"{percent(statistics.median(scores))} ({spread}{counts})"
 
 

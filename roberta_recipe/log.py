@@ -75,6 +75,12 @@ class Bar(tqdm):
         return None
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 process", "2 processes"."""
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
 def duration(seconds: float) -> str:
     """A span of time in words: "40 s", "12 min", "3.5 h", "2.4 days"."""
     if seconds < 90:

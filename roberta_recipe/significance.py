@@ -10,10 +10,11 @@ import numpy as np
 
 LEVEL = 0.05  # p, corrected for the comparisons beside it, up to which a difference is called one
 PAIRS = 8  # seeds from which on scores are compared in pairs; five pairs give p = 0.06 at best, eight 0.008
+UNEQUAL = 4  # standard deviations of two groups this many times apart: Welch's t must agree with the permutations
 MOST_SEEDS = 16  # of a setting of a list, whose tests go through all arrangements
 _MOST_SPLITS = 1 << 20  # of two groups; where there are more, as many are drawn at random
 _DRAWN = 1 << 17
-Verdict = Literal["reproduced", "reversed", "better", "worse", "within noise", "too few seeds"]
+Verdict = Literal["reproduced", "reversed", "better", "worse", "within noise", "unequal noise", "too few seeds"]
 
 
 class Comparison(NamedTuple):
@@ -23,6 +24,7 @@ class Comparison(NamedTuple):
     error: float | None  # its standard error; None for a single seed
     p: float  # two-sided, of this comparison alone
     least_p: float  # that so many seeds could give at best
+    welch_p: float | None = None  # of two groups whose standard deviations are more than `UNEQUAL` times apart
 
 
 def error_of_ratio(sums: np.ndarray, counts: np.ndarray) -> float | None:
@@ -80,16 +82,18 @@ def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
         return Comparison(*mean_and_error(differences), sign_flip_p(differences), least_paired_p(count))
     (mean, error), (other, other_error) = mean_and_error(scores), mean_and_error(first)
     together = None if error is None or other_error is None else math.hypot(error, other_error)
-    return Comparison(mean - other, together, permutation_p(scores, first), least_p(count, count))
+    p, welch = permutation_p(scores, first), welch_p_if_unequal(scores, first)
+    return Comparison(mean - other, together, p, least_p(count, count), welch)
 
 
-def compare_seeds(scores: dict[int, float], first: dict[int, float]) -> tuple[float, float]:
-    """(p, the least that so many seeds could give) of scores by seed: `compare`'s where both sides have the same seeds,
-    and not too many; else by `permutation_p`."""
+def compare_seeds(scores: dict[int, float], first: dict[int, float]) -> tuple[float, float, float | None]:
+    """(p, the least that so many seeds could give, Welch's p where noise is unequal) of scores by seed: `compare`'s
+    where both sides have the same seeds, and not too many; else by `permutation_p`."""
     if scores.keys() == first.keys() and len(scores) <= MOST_SEEDS:
         found = compare([scores[seed] for seed in sorted(scores)], [first[seed] for seed in sorted(scores)])
-        return found.p, found.least_p
-    return permutation_p([*scores.values()], [*first.values()]), least_p(len(scores), len(first))
+        return found[2:]
+    ours, theirs = [*scores.values()], [*first.values()]
+    return permutation_p(ours, theirs), least_p(len(scores), len(first)), welch_p_if_unequal(ours, theirs)
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
@@ -111,6 +115,24 @@ def least_p(first: int, second: int) -> float:
     """The least p that `permutation_p` gives for groups of these sizes: 0.10 for three and three, 0.008 for five."""
     splits = math.comb(first + second, first)
     return (2 if first == second else 1) / splits if splits <= _MOST_SPLITS else 1 / (_DRAWN + 1)
+
+
+def welch_p_if_unequal(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Two-sided p of Welch's t-test where the standard deviations differ by more than `UNEQUAL` times, which
+    permutations do not allow for; else None. P(|T| > t) by the trapezoidal rule over atan(T / sqrt(degrees of
+    freedom)), whose density is cos^(degrees - 1)."""
+    counts = np.array([len(first), len(second)])
+    if counts.min() < 2:
+        return None
+    deviations = np.array([np.std(first, ddof=1), np.std(second, ddof=1)])
+    if deviations.max() <= UNEQUAL * deviations.min():
+        return None
+    errors = deviations**2 / counts
+    degrees = errors.sum() ** 2 / (errors**2 / (counts - 1)).sum()
+    t = abs(np.mean(first) - np.mean(second)) / math.sqrt(errors.sum())
+    beyond, all_of_it = (np.linspace(start, math.pi / 2, 10_001) for start in (math.atan(t / math.sqrt(degrees)), 0.0))
+    areas = [np.trapezoid(np.cos(angles) ** (degrees - 1), angles) for angles in (beyond, all_of_it)]
+    return float(areas[0] / areas[1])
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -141,12 +163,20 @@ def holm(ps: Sequence[float]) -> list[float]:
     return corrected
 
 
-def verdict(gain: float, p: float, least: float, claim: Literal["better", "worse"] | None = None) -> Verdict:
-    """What a comparison is called, by its corrected `p` and the `least` that the seeds could give; `gain` is above 0
-    where the score is the better one, `claim` what the source says of it."""
+def verdict(
+    gain: float,
+    p: float,
+    least: float,
+    claim: Literal["better", "worse"] | None = None,
+    welch_p: float | None = None,
+) -> Verdict:
+    """What a comparison is called, by its corrected `p`, the `least` that the seeds could give and, of unequal noise,
+    Welch's p; `gain` is above 0 where the score is the better one, `claim` what the source says of it."""
     if least > LEVEL:
         return "too few seeds"
     if p > LEVEL:
         return "within noise"
+    if welch_p is not None and welch_p > LEVEL:
+        return "unequal noise"
     found = "better" if gain > 0 else "worse"
     return found if claim is None else "reproduced" if found == claim else "reversed"

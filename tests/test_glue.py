@@ -23,6 +23,8 @@ from transformers import (
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import answers, glue, protocol, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
@@ -91,11 +93,19 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         assert all(Path(path).exists() for path in paths)
         check_answers(name, read_answers(Path(paths[1])), record)
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
+    assert not list(tmp_path.rglob(".partial"))
 
     folder = ["--folder", str(tmp_path / "glue")]
     assert glue_table.main([*folder, "--submission", "--other_rows"]).keys() == set(TASKS)
     shown = capsys.readouterr().out
     assert "not run" not in shown.partition("ours")[2] and "90.2" in shown
+    marked = re.search(r"^ours +(.*)$", shown, re.M)[1].split()
+    assert len(marked) == len(TASKS) and all(score.endswith("*") for score in marked)
+    preset = load_yaml(ROOT / "presets" / "glue" / "rte.yaml")
+    [said] = re.findall(r"^\* rte, not beside Table 5: (.*)$", shown, re.M)
+    assert f"max_steps=6 for max_steps={preset['max_steps']}" in said and "the median of 1 seed, the paper's" in said
+    assert f"learning_rate=0.001 for learning_rate={float(preset['learning_rate'])}" in said
+    assert "model_name_or_path" not in said and "weight_decay" not in said
     with zipfile.ZipFile(tmp_path / "glue" / "submission.zip") as archive:
         files = {name: archive.read(name).decode().splitlines() for name in archive.namelist()}
     official = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
@@ -404,3 +414,49 @@ def test_a_head_whose_labels_have_another_order_is_fresh(flags, tmp_path, capfd)
     finetune_glue.main([*again[:-1], str(tmp_path / "other")])
     fresh = "fresh, as the checkpoint's has its labels in another order: not_entailment, entailment"
     assert fresh in capfd.readouterr().err
+
+
+def summary_of(tmp_path, task, **changes):
+    """A finished task of the protocol, but for `changes` of its resolved arguments and, as `seeds`, their number."""
+    count = changes.pop("seeds", 5)
+    values = load_yaml(ROOT / "presets" / "glue" / f"{task}.yaml")
+    args = {"layer_decay": 1.0, "random_weights": False, **values, "model_name_or_path": "runs/mine", **changes}
+    scores = {str(seed): 0.5 for seed in range(1, count + 1)}
+    setting = {"learning_rate": 1e-5, "global_batch_size": 16, "seeds": scores, "median": 0.5}
+    values = {"task": task, "settings": [setting], "picked": 0, "dataset": {"hub_id": "nyu-mll/glue"}}
+    path = tmp_path / task / "summary.json"
+    path.parent.mkdir(parents=True)
+    durable.write_sealed(path, {**values, "resolved_args": args})
+
+
+DIFFERENT = {  # a change of the arguments -> the words of the line
+    "max_steps": (20, "max_steps=20 for max_steps="),
+    "max_train_samples": (64, "trained on the first 64 examples"),
+    "seeds": (1, "the median of 1 seed, the paper's is of 5"),
+    "learning_rate": (3e-4, "learning_rate=0.0003 for learning_rate="),
+    "global_batch_size": (8, "global_batch_size=8 for global_batch_size="),
+    "max_seq_length": (128, "max_seq_length=128 for max_seq_length=512"),
+    "weight_decay": (0.0, "weight_decay=0.0 for weight_decay=0.1"),
+    "random_weights": (True, "random_weights=True for random_weights=False"),
+    "layer_decay": (0.8, "layer_decay=0.8 for layer_decay=1.0"),
+    "warmup_steps": (0.5, "warmup_steps=0.5 for warmup_steps="),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_task_outside_of_the_protocol_is_marked_in_the_table(name, tmp_path, capsys):
+    value, words = DIFFERENT[name]
+    summary_of(tmp_path, "rte", **{name: value})
+    for task in ("mnli", "wnli", "stsb"):
+        summary_of(tmp_path, task)
+    assert glue_table.main(["--folder", str(tmp_path)])["rte"] == "50.0"
+    shown = capsys.readouterr().out
+    assert re.search(r"^ours +(.*)$", shown, re.M)[1].count("*") == 1 and "50.0*" in shown
+    assert re.findall(r"^\* .*$", shown, re.M) == [line for line in shown.splitlines() if line.startswith("* rte")]
+    assert f"* rte, not beside Table 5: {words}" in shown and ";" not in shown
+
+
+def test_epochs_in_place_of_steps_are_named(tmp_path, capsys):
+    summary_of(tmp_path, "rte", max_steps=-1, num_train_epochs=3.0)
+    glue_table.main(["--folder", str(tmp_path)])
+    assert "num_train_epochs=3.0 for max_steps=1560" in capsys.readouterr().out

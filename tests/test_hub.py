@@ -299,7 +299,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     argv += ["--max_seq_length", "32", "--output_dir", str(tmp_path / "rte"), "--push_to_hub", "true"]
     argv += ["--disable_tqdm", "true"]
     summary = finetune_glue.main([*argv, "--hub_model_id", "me/rte"])
-    messages = ["In training", "Best of 1 runs of 2", "Best of 2 runs"]
+    messages = ["In training", "Best of 1 run of 2", "Best of 2 runs"]
     assert [message for _, _, message in server.commits] == messages
     kept = (tmp_path / "rte" / "summary.json").read_bytes()
     server.drops = [("POST", "/commit/")]

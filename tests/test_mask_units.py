@@ -1,5 +1,6 @@
 """Masks of whole words, spans and n-grams: words are the tokenizer's own, and every law that the papers state holds."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import train_mlm
+from roberta_recipe.data import mask_units
 from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
@@ -159,24 +161,56 @@ def test_words_are_masked_whole_and_the_share_is_right(english, blocks, unit, pr
     assert len(set(shares)) > 3
 
 
+def text_block(rng, length):
+    """Words of 1 to 3 tokens, and in three of four blocks a special token somewhere; (length,) tokens."""
+    begins = np.zeros(length, dtype=bool)
+    ends = np.cumsum(rng.integers(1, 4, length))
+    begins[ends[ends < length]] = True
+    special = np.zeros(length, dtype=bool)
+    special[rng.integers(length, size=int(rng.random() < 0.75))] = True
+    begins = (begins & ~special) | np.r_[True, special[:-1]] & ~special
+    return Words(begins, special, np.r_[np.flatnonzero(begins | special), length])
+
+
 @pytest.mark.parametrize("unit", ["span", "ngram"])
-def test_lengths_have_the_papers_law(unit):
-    """Of the first five spans, which the budget of 60 never cuts; the text is one long sentence, each word a token."""
-    found, draws = Counter(), np.random.default_rng(0)
-    for _ in range(2000):
-        spans = list(zip(*chosen_spans(one_sentence(400), unit, 60, draws), strict=True))
-        found.update(end - begin for begin, end in spans[:5])
-        assert sum(end - begin for begin, end in spans) == 60
-        ordered = sorted(spans)
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(ordered))  # a word between
+@pytest.mark.parametrize("probability", [0.15, 0.3])
+@pytest.mark.parametrize("length", [64, 128, 512])
+def test_lengths_have_the_papers_law_in_blocks_of_any_length(unit, probability, length):
+    """Of all spans, also the last of a block, with the right share of tokens; none is in pieces or beside another."""
     law = np.diff(LENGTHS[unit], prepend=0)
     by_paper = [0.2 * 0.8**n for n in range(10)] if unit == "span" else [1, 1 / 2, 1 / 3]
     assert law == pytest.approx(np.array(by_paper) / sum(by_paper))
-    counts = [found[n + 1] for n in range(len(law))]
-    assert sum(counts) == found.total() == 10_000
-    assert stats.chisquare(counts, law * found.total()).pvalue > 1e-4
-    if unit == "span":
-        assert (law * np.arange(1, 11)).sum() == pytest.approx(3.8, abs=0.01)  # as the paper has it
+    mean = (law * np.arange(1, len(law) + 1)).sum()
+    assert unit == "ngram" or mean == pytest.approx(3.8, abs=0.01)  # as the paper has it
+    found, draws, tokens, wanted = Counter(), np.random.default_rng(0), 0, 0
+    while found.total() < 20_000:
+        words = text_block(draws, length)
+        budget = int(probability * (~words.special).sum() + draws.random())
+        spans = sorted(zip(*chosen_spans(words, unit, budget, draws), strict=True))
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))  # a word between
+        for begin, end in spans:
+            assert {begin, end} <= set(words.borders.tolist()) and not words.special[begin:end].any()
+            found[int(words.begins[begin:end].sum())] += 1
+            tokens += end - begin
+        wanted += budget
+    counts = np.array([found[n + 1] for n in range(len(law))])
+    assert stats.chisquare(counts, law * counts.sum()).pvalue > 1e-4
+    assert (counts * np.arange(1, len(law) + 1)).sum() / counts.sum() == pytest.approx(mean, rel=0.02)
+    assert counts[0] / counts.sum() == pytest.approx(law[0], abs=0.01)
+    assert tokens / wanted == pytest.approx(1, abs=0.02)  # its standard error is up to 0.007
+
+
+def test_spans_of_a_text_of_short_sentences_are_no_longer_than_these():
+    special = np.zeros(61, dtype=bool)
+    special[::4] = True  # sentences of three words
+    words = Words(~special, special, np.arange(62))
+    draws, chosen = np.random.default_rng(0), []
+    for _ in range(4000):
+        chosen += zip(*chosen_spans(words, "span", 9, draws), strict=True)
+    sizes = np.array([end - begin for begin, end in chosen])
+    assert set(sizes.tolist()) == {1, 2, 3} and sizes.sum() / 4000 == pytest.approx(9, rel=0.02)
+    nothing = Words(np.zeros(3, dtype=bool), np.ones(3, dtype=bool), np.arange(4))
+    assert chosen_spans(nothing, "span", 1, draws) == ([], [])
 
 
 def test_every_word_is_as_likely(english):
@@ -186,7 +220,8 @@ def test_every_word_is_as_likely(english):
         for begin, end in zip(*chosen_spans(one_sentence(200), "span", 30, draws), strict=True):
             hits[begin:end] += 1
     inner = hits[10:-10] / 4000
-    assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000) and abs(hits.mean() / 4000 - 0.15) < 1e-9
+    assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000)
+    assert hits.mean() / 4000 == pytest.approx(0.15, rel=0.02)
 
 
 @pytest.mark.parametrize("unit", ["span", "ngram"])
@@ -296,15 +331,18 @@ def test_masks_that_cannot_be_are_told(preset, flags, message):
 
 
 @pytest.mark.parametrize("flags", [["--masking_unit", "span"], ["--masking_unit", "whole_word", "--static_masks", "2"]])
-def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags, capsys):
+def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags, capsys, monkeypatch):
     """Four steps at once, and two and two; over the same few blocks, so that passes take the masks in turn. It says
     that its validation loss is of other masks."""
     flags = ["--config", preset, *flags, "--max_train_samples", "10", "--save_strategy", "steps", "--save_steps", "2"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
     assert f"\n            masked by token, which costs a model of masking_unit={flags[3]} " in capsys.readouterr().err
-    for name in ("again", "other"):
+    for name in ("again", "other", "drawn_before"):
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / name / "checkpoint-2")
     resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
     assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"]
     with pytest.raises(InputError, match="masking_unit"):
         train_mlm.main([*flags, "--masking_unit", "ngram", "--output_dir", str(tmp_path / "other")])
+    monkeypatch.setattr(mask_units, "REVISION", 1)  # a checkpoint of the former draw
+    with pytest.raises(InputError, match="mask_revision was 2, is 1") if "span" in flags else contextlib.nullcontext():
+        train_mlm.main([*flags, "--output_dir", str(tmp_path / "drawn_before")])

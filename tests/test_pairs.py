@@ -103,6 +103,24 @@ def test_half_of_the_labelled_pairs_have_each_label(name):
     assert fill[1] == pytest.approx(fill[0], rel=0.25)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if "in_order" not in name])
+def test_a_pair_has_another_label_in_another_version(name):
+    """Where A is the same text in two versions: independent halves, so that half of the labels differ."""
+    documents, by_version = documents_of(random.Random(1), 400, sentences=(5, 30)), []
+    for version in (0, 1, 2, 0):
+        blocks, _ = pack(name, documents, 64, PackState(version=version))
+        pairs_of = [pair for columns in blocks for pair in sequences(columns) if pair[2] is not None]
+        labels = [label for _, _, label in pairs_of]
+        assert abs(sum(labels) / len(labels) - 0.5) < 0.05
+        # a pair that is swapped has its earlier text behind
+        by_version.append({min(one[0], two[0]) if "sop" in name else one[0]: label for one, two, label in pairs_of})
+    assert by_version[0] == by_version[3]
+    for one, other in itertools.combinations(by_version[:3], 2):
+        shared = one.keys() & other.keys()
+        assert len(shared) > 300
+        assert sum(one[key] != other[key] for key in shared) / len(shared) == pytest.approx(0.5, abs=0.1)
+
+
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith("nsp")])
 @pytest.mark.parametrize("sentences", [(1, 30), (300, 500)], ids=["articles", "books"])
 def test_how_long_two_segments_are_does_not_tell_their_label(name, sentences):

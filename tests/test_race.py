@@ -390,7 +390,7 @@ NO_QUESTIONS = {"questions": [], "options": [], "answers": []}
         ({**ROW, "questions": []}, r"0 questions, 3 lists of options, 3 answers"),
         ({**ROW, **NO_QUESTIONS, "article": "\u00a0\n"}, r"8.txt: the article is empty"),
         ({**ROW, **NO_QUESTIONS, "article": None}, r"8.txt: the article must be a Unicode text"),
-        ({**ROW, **NO_QUESTIONS}, r"middle: none of its 1 passages has a question"),
+        ({**ROW, **NO_QUESTIONS}, r"middle: 1 passage, and none has a question"),
         ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options, and 4 are wanted"),
         ({**ROW, "options": [None, ["a"] * 4, ["a"] * 4]}, r"question 1: no list of options"),
         ({**ROW, "article": "half \ud83d"}, r"8.txt: the article must be a Unicode text"),

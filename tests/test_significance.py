@@ -101,17 +101,17 @@ def test_signs_of_pairs():
 def test_seeds_are_paired_where_there_are_enough_of_them():
     few, many = np.arange(5.0), np.arange(float(PAIRS))
     assert compare(few + 0.1, few).p > 0.8 and compare(few + 0.1, few).least_p == pytest.approx(2 / 252)
-    assert compare(many + 0.1, many)[2:] == (2 / 2**PAIRS, 2 / 2**PAIRS)
+    assert compare(many + 0.1, many)[2:] == (2 / 2**PAIRS, 2 / 2**PAIRS, None)
     assert compare(many + 0.1, many).error == pytest.approx(0, abs=1e-12)
     assert compare(few + 0.1, few).error == pytest.approx(math.hypot(*[math.sqrt(2.5 / 5)] * 2))
-    assert compare([1.0], [2.0]) == (-1.0, None, 1.0, 1.0)
+    assert compare([1.0], [2.0]) == (-1.0, None, 1.0, 1.0, None)
     with pytest.raises(ValueError, match="are not of the same seeds"):
         compare([1.0, 2.0], [2.0])
 
 
 def test_seeds_of_two_sides_are_matched_by_number():
     many = {seed: float(seed**2) for seed in range(PAIRS)}
-    assert compare_seeds({seed: many[seed] + 0.1 for seed in reversed(many)}, many) == (2 / 2**PAIRS, 2 / 2**PAIRS)
+    assert compare_seeds({seed: many[seed] + 0.1 for seed in reversed(many)}, many)[:2] == (2 / 2**PAIRS,) * 2
     others = {seed + 1: score + 0.1 for seed, score in many.items()}  # of other seeds, so no pairs
     assert compare_seeds(others, many)[0] > 0.8
 
@@ -120,7 +120,7 @@ def test_more_splits_than_can_be_gone_through_are_drawn():
     """14 and 14 scores: 40 million splits, of which a normal approximation gives the p."""
     draws = np.random.default_rng(3)
     first, second = draws.normal(0.5, 1, 14), draws.normal(0, 1, 14)
-    p, least = compare_seeds(dict(enumerate(first)), dict(enumerate(second, start=20)))
+    p, least, _ = compare_seeds(dict(enumerate(first)), dict(enumerate(second, start=20)))
     assert p == pytest.approx(scipy.stats.ttest_ind(first, second).pvalue, abs=0.01) and least < 1e-5
     assert permutation_p(first + 99, second) == least and permutation_p(first, second) == p
 
@@ -137,6 +137,41 @@ def test_level_of_both_tests(seeds, level, noise):
     """Without a difference, whatever the noise: the largest multiple of two arrangements up to 5%."""
     found = rejected(lambda rng: getattr(rng, noise)((2, seeds)))
     assert found == pytest.approx(level, abs=0.018) and found < 0.066
+
+
+UNEQUAL = [14.18, 14.21, 14.18, 14.30, 14.21], [15.32, 14.40, 14.43, 14.18, 16.06]  # results/experiments.md, Table 3
+
+
+def test_welch_s_p_where_noise_is_unequal():
+    """Of bits a word with batches of 8 and of 64; against scipy for other counts, spreads and distances."""
+    found = compare(*UNEQUAL[::-1])
+    assert found.p <= LEVEL and found.welch_p == pytest.approx(0.135, abs=1e-3)
+    assert verdict(found.difference, found.p, found.least_p, "worse", found.welch_p) == "unequal noise"
+    rng, seen = np.random.default_rng(0), 0
+    for sizes in itertools.product((2, 3, 5, 7), repeat=2):
+        for spread, shift in itertools.product((0.0, 0.01, 0.1, 0.5, 1.0, 16.0), (0.0, 1.0, 30.0)):
+            first, second = rng.standard_normal(sizes[0]), spread * rng.standard_normal(sizes[1]) + shift
+            deviations = sorted((np.std(first, ddof=1), np.std(second, ddof=1)))
+            p = significance.welch_p_if_unequal(first, second)
+            assert (p is None) == (deviations[1] <= 4 * deviations[0])
+            if p is not None:
+                seen += 1
+                assert p == pytest.approx(scipy.stats.ttest_ind(first, second, equal_var=False).pvalue, abs=1e-3)
+    assert seen > 150
+    assert significance.welch_p_if_unequal([1.0], [2.0, 5.0]) is None
+
+
+@pytest.mark.parametrize("ratio", [16, 100])
+def test_unequal_noise_is_no_difference(ratio):
+    """Equal means, five seeds each: permutations alone call a difference in 10% of the tables."""
+    rng, alone, called, repeats = np.random.default_rng(0), 0, 0, 2000
+    for _ in range(repeats):
+        one = compare(ratio * rng.standard_normal(5), rng.standard_normal(5))
+        alone += one.p <= LEVEL
+        called += verdict(one.difference, one.p, one.least_p, None, one.welch_p) in ("better", "worse")
+    assert alone / repeats > 0.08 and called / repeats < 0.06
+    apart = compare(ratio * rng.standard_normal(5) + 9 * ratio, rng.standard_normal(5))
+    assert verdict(apart.difference, apart.p, apart.least_p, "better", apart.welch_p) == "reproduced"
 
 
 def test_power():

@@ -1,5 +1,6 @@
 """The token cache: the same blocks as from text, built by several machines, repaired, and refused for other data."""
 
+import collections
 import itertools
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ import signal
 import time
 from multiprocessing import resource_sharer
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
@@ -20,7 +22,10 @@ from roberta_recipe import durable, lock
 from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.documents import documents, text_digest
+from roberta_recipe.data.formats import PACKERS
 from roberta_recipe.data.order import batches_of, place_of
+from roberta_recipe.data.packing import NO_LABEL
+from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, RunError, exit_on_error
@@ -46,6 +51,16 @@ def reader_of(corpus, tokenizer, **changes):
     return TextReader(corpus, tokenizer, **{**settings, **changes})
 
 
+def same(block, other):
+    return block.keys() == other.keys() and all(np.array_equal(block[name], other[name]) for name in block)
+
+
+def nth(reader, position):
+    block = next(reader.blocks(batches_of(position, 1, 1, 0), position))
+    block.pop("states")
+    return block
+
+
 def facts(blocks, count=None):
     return [(b["epoch"], b["block_id"], b["input_ids"].tolist()) for b in itertools.islice(blocks, count)]
 
@@ -66,6 +81,50 @@ def test_cache_and_text_give_the_same_blocks_in_the_same_order(corpus, tokenizer
     assert cache.fingerprint() == reader.fingerprint()
     assert cache.count_table()["a"]["held_out_documents"] > 0 == cache.count_table()["b"]["held_out_documents"]
     assert sum(counts["blocks"] for counts in cache.count_table().values()) > 100
+
+
+def label_of(block):
+    return next(block[name].tolist() for name in (NSP, SOP) if name in block)
+
+
+@pytest.mark.parametrize("name", [name for name in PACKERS if "_pair" in name])
+def test_pairs_have_ten_versions_from_text_and_from_the_cache(name, tokenizer, tmp_path, monkeypatch):
+    """Three passes and the eleventh, over two sources; a block of validation has one version."""
+    for number in range(3):
+        write_parquet(tmp_path / f"{number}.parquet", make_documents(20, seed=number))
+    sources = [Source("a", files=str(tmp_path / "[01].parquet")), Source("b", files=str(tmp_path / "2.parquet"))]
+    corpus = Corpus("c", sources, validation_share=0.2)
+    reader = reader_of(corpus, tokenizer, input_format=name)
+    assert token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    cache = TokenCache(tmp_path / "cache", corpus, seed=5, shuffle_window=16)
+    passes, blocks = collections.defaultdict(dict), reader.blocks(batches_of(0, 4, 1, 0))
+    from_cache = cache.blocks(batches_of(0, 4, 1, 0))
+    count = 0
+    while len(passes) < 12:
+        block, other = next(blocks), next(from_cache)
+        block.pop("states", None)
+        assert same(block, other), count
+        count += 1
+        if place_of(block["block_id"])[0] == 0:
+            passes[block["epoch"]][block["block_id"]] = (block["input_ids"].tolist(), label_of(block))
+    assert cache.passes(count)["a"] > 11 and same(next(cache.blocks(batches_of(37, 4, 1, 0))), nth(reader, 37))
+    assert passes[10] == passes[0]
+    random = name != "sentence_pair in_order"  # two sentences in their order are the same pair in any version
+    assert (passes[1] != passes[0]) == (passes[2] != passes[1]) == random
+    ones = [label for one in range(10) for _, of in passes[one].values() for label in of if label != NO_LABEL]
+    assert sum(ones) / len(ones) == pytest.approx(0 if "in_order" in name else 0.5, abs=0.05)
+    held_out = [label_of(block) for block in cache.validation(None)]
+    assert held_out == [label_of(block) for block in reader.validation(None)]
+    assert cache.count_table()["a"]["blocks"] == len(passes[0])
+
+
+def test_a_cache_of_other_formats_has_one_version(corpus, tokenizer, tmp_path):
+    """Under the names, and with the facts, that it had before pairs had versions."""
+    token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer), num_proc=1)
+    names = {path.relative_to(tmp_path / "cache").as_posix() for path in (tmp_path / "cache").glob("*/*.arrow")}
+    train = {f"{source}/train-0000{number}.arrow" for source in "ab" for number in range(3)}
+    assert names == train | {f"a/validation-0000{number}.arrow" for number in range(3)} | {"b/validation-00000.arrow"}
+    assert not any("version" in json.loads(path.read_text()) for path in (tmp_path / "cache").glob("*/*.json"))
 
 
 def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer, tmp_path):

@@ -27,7 +27,7 @@ from roberta_recipe.data.readers import (
     wait_for_retry,
 )
 from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 _CHECKED_BYTES = 4 << 20  # of the text of each file
 _BYTES_OF_A_ROW = 100  # of other columns, at least
@@ -213,7 +213,8 @@ def file_rows(
         if corpus.on_bad_shard != "skip":
             raise
         rest = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
-        logger.warning(f"{bad}; skipped, with what follows row {number} ({rest or 'an unknown number of'} rows)")
+        rows = counted(rest, "row") if rest else "an unknown number of rows"
+        logger.warning(f"{bad}; skipped, with what follows row {number} ({rows})")
         yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost + rest)
         return
     check_unchanged(corpus, path)

@@ -14,11 +14,11 @@ from roberta_recipe.data.word_starts import WordStarts
 
 Unit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]
 
+REVISION = 2  # of how spans and n-grams are drawn: a checkpoint of another is not resumed
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
-_POSITIONS = 32  # that are tried for a length; text of shorter sentences has none for it
+_POSITIONS = 32  # that are tried for a span
 _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
-_TRIES_A_WORD = 4  # of all lengths; a block that has no more room stays below its budget
 
 
 def _cumulative(weights: np.ndarray) -> np.ndarray:
@@ -78,41 +78,33 @@ def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int 
 
 
 def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
-    """(begins, ends): spans of `budget` tokens in all, as first positions and positions behind, in the order in which
-    they are drawn.
+    """(begins, ends): spans of `budget` tokens on average, as first positions and positions behind.
 
-    A length is drawn from `LENGTHS`, then positions until one has so many words that are free, so that lengths keep
-    their law. A word stays between two spans, which shows their ends (for a span-boundary objective). The last span is
-    cut to the budget; of a word that is too long for what is left of it, chance takes as many as make it right on
-    average.
+    Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn once,
+    from `LENGTHS` up to the longest text of the block, and none is cut, so that they keep their law: the longest get
+    their places first, each at random among all that are free. A word stays between two spans, which shows their ends
+    (for a span-boundary objective). A span that finds no place is left out.
     """
     borders = words.borders.data  # a number of a memoryview is read faster
-    begins, ends, tried = [], [], 0
     # 1: a special token, or a word in a span or beside one; and one more at both ends
     held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
-    count = len(held) - 2
-    uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, LENGTHS[unit].tolist()
-    length = 1 + bisect_right(law, uniform())
-    for _ in range(_POSITIONS + _TRIES_A_WORD * count):
-        if budget < 1:
-            break
-        tried += 1
-        begin = int(uniform() * count)
-        if held.count(0, begin + 1, begin + 1 + length) < length:
-            if tried == _POSITIONS:
-                length, tried = 1 + bisect_right(law, uniform()), 0
-            continue
-        first, end = borders[begin], borders[begin + length]
-        while end - first > budget and length > 1:
-            length -= 1
-            end = borders[begin + length]
-        if end - first > budget and uniform() * (end - first) >= budget:
-            break
-        begins.append(first)
-        ends.append(end)
-        held[begin : begin + length + 2] = _HELD[length]
-        budget -= end - first
-        length, tried = 1 + bisect_right(law, uniform()), 0
+    count, longest = len(held) - 2, max(map(len, held.split(b"\1")))
+    if not longest:
+        return [], []
+    law = LENGTHS[unit][:longest]
+    uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, (law / law[-1]).tolist()
+    tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / held.count(0)
+    expected = (len(law) - sum(law[:-1])) * tokens_per_word  # of a span
+    spans = range(int(budget / expected + uniform()))
+    begins, ends = [], []
+    for length in sorted((1 + bisect_right(law, uniform()) for _ in spans), reverse=True):
+        for _ in range(_POSITIONS):
+            begin = int(uniform() * count)
+            if held.count(0, begin + 1, begin + 1 + length) == length:
+                held[begin : begin + length + 2] = _HELD[length]
+                begins.append(borders[begin])
+                ends.append(borders[begin + length])
+                break
     return begins, ends
 
 
@@ -159,6 +151,6 @@ def _phrases(borders: np.ndarray, marks: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _uniform(draws: np.random.Generator) -> Iterator[list[float]]:
-    """Draws without end, some at a time."""
+    """An infinite stream of uniform draws, in chunks."""
     while True:
         yield draws.random(64).tolist()

@@ -37,7 +37,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     embedding), 10% themselves.
 
     `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
-    them ("exact"); spans or n-grams up to floor(mlm_probability x text tokens + u) positions. What replaces them is
+    them ("exact"); spans or n-grams of mlm_probability x text tokens positions on average. What replaces them is
     drawn by token, of a span or phrase (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask
     of pass e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of
     spans (predicted positions side by side) that have a token at both sides.

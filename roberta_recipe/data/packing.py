@@ -37,6 +37,7 @@ class PackState:
     tokens: int = 0
     blocks: int = 0
     begun_in: int = 0  # the document in which the block being filled begins
+    version: int = 0  # of the pairs (`pairs.VERSIONS`)
     # what another format has to remember, as JSON can hold it; its values are replaced and never changed
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ NSP: B is what follows A (label 0), or as often text of an earlier document of t
 at random on, and what follows A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each
 other, as often the other way round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a
 sequence without a pair and without a label, so that no label can be told from there being one sentence. Half of the
-labelled pairs have each label, unless `share_of_ones` of 0 leaves all in order.
+labelled pairs have each label, unless `share_of_ones` of 0 leaves all in order. Pass e has the pairs of pass e mod 10.
 """
 
 import itertools
@@ -28,7 +28,8 @@ NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
 _DONORS = 64  # documents at most of which text for B is kept
 _KEPT = 1 << 15  # tokens of theirs, in all: an earlier book serves a whole book
-REVISION = 4  # of how pairs are made: packed text and checkpoints of another are not taken up
+VERSIONS = 10  # of the pairs of a text, taken by the passes in turn (BERT's code: dupe_factor)
+REVISION = 5  # of how pairs are made: packed text and checkpoints of another are not taken up
 SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
 _SEED = 1
 
@@ -142,12 +143,12 @@ def _take(state: PackState, taken: list[list[int]], sentences: Document) -> None
 
 
 def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
-    """What the next pair of the file, or what is kept of a document, is drawn from, given its text: the same in every
-    pass, and not that of the same pair of another file."""
+    """What the next pair of the file, or what is kept of a document, is drawn from, given its text: a function of
+    the version, and not that of the same pair of another file."""
     number = state.extra.get("pairs", 0)
     state.extra = {**state.extra, "pairs": number + 1}
     checksum = zlib.crc32(np.fromiter(itertools.chain.from_iterable(text), dtype=np.int64).tobytes())
-    return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, 0]))
+    return np.random.Generator(np.random.Philox(key=_SEED, counter=[0, number, checksum, state.version]))
 
 
 def _begins(sentences: list[list[int]], room: int, wanted: int) -> Iterator[int]:

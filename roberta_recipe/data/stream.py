@@ -1,9 +1,9 @@
 """From documents to the blocks of a run (paper, sections 3.2 and 4.2), read as they are needed.
 
-Each file is tokenized and packed by itself, so that its blocks are the same in every pass; the mixture takes whole
-blocks, so that shares of blocks are shares of tokens whatever the length of a source's documents (drawing documents in
-proportion to size would hand a corpus of books a thousand times its share). `token_cache` gives the same blocks in the
-same order from disk.
+Each file is tokenized and packed by itself, so that its blocks are the same in every pass (those of pairs, in every
+tenth); the mixture takes whole blocks, so that shares of blocks are shares of tokens whatever the length of a source's
+documents (drawing documents in proportion to size would hand a corpus of books a thousand times its share).
+`token_cache` gives the same blocks in the same order from disk.
 """
 
 import itertools
@@ -37,11 +37,11 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Columns, PackState
-from roberta_recipe.data.pairs import REVISION
+from roberta_recipe.data.pairs import REVISION, VERSIONS
 from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import Bar, logger
+from roberta_recipe.log import Bar, counted, logger
 
 COUNTS = (
     "passes",
@@ -241,6 +241,7 @@ class TextReader:
         self, rows: Iterable[Row], state: SourceState, encode: Callable[[list[str]], list[list[int]]]
     ) -> Iterator[Columns]:
         """The blocks of the rows of one file, `input_ids` as an array of `dtype`; `state` is kept up to date."""
+        state.pack.version = state.epoch % VERSIONS
         packed = PACKERS[self.input_format](
             _in_progress(_tokenize(rows, encode, self.input_format, self.corpus.language), state),
             state.pack,
@@ -328,7 +329,8 @@ class TrainBlocks(torch.utils.data.IterableDataset):
             if block["epoch"]:
                 ended.add(source_of(block["block_id"]))
             if len(ended) == len(self.reader.corpus.sources):
-                logger.warning(f"max_train_samples={self.limit}: the corpus has {len(kept)} blocks, and all are used")
+                has = counted(len(kept), "block")
+                logger.warning(f"max_train_samples={self.limit}: the corpus has {has}, and all are used")
                 break
             kept.setdefault(block["block_id"], {name: block[name] for name in block if name not in ("epoch", "states")})
         kept, epoch, order = list(kept.values()), None, None

@@ -3,7 +3,8 @@
     <folder>/fingerprint.json                       what the cache was made from; another tokenizer, format or length
                                                     is refused
     <folder>/<source>/{train,validation}-<n>.arrow  the blocks of file n of the source, memory-mapped: 2 bytes a token,
-                                                    and a checksum for each block, compared whenever it is read
+                                                    and a checksum for each block, compared whenever it is read;
+                                                    of pairs also train-<n>-1 to -9, the versions of later passes
     <folder>/<source>/{train,validation}-<n>.json   written after it: its counts, size and SHA-256
     <folder>/manifest.json                          all of these; the cache is complete
 
@@ -45,10 +46,11 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Columns
+from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.log import Bar, logger
+from roberta_recipe.log import Bar, counted, logger
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
@@ -60,11 +62,12 @@ _packer: tuple[Any, ...] = ()  # of a packing process: the first arguments of `p
 
 
 class Shard(NamedTuple):
-    """What one file of a source gives to one split."""
+    """What one file of a source gives to one split, of pairs in one version."""
 
     source: int
     split: str
     file: int
+    version: int = 0  # of pairs (`pairs.VERSIONS`)
 
 
 class _Map(NamedTuple):
@@ -91,21 +94,24 @@ class TokenCache:
         if found := _fault(self.folder, corpus, self._made_from):
             raise InputError(f"token_cache={folder}: {found}; {_REPACK}")
         self.manifest = durable.read_sealed(self.folder / durable.MANIFEST)
-        self._bytes = dict(zip(shards_of(corpus), [s["bytes"] for s in self.manifest["shards"]], strict=True))
+        sizes = [shard["bytes"] for shard in self.manifest["shards"]]
+        self._bytes = dict(zip(shards_of(self.folder, corpus), sizes, strict=True))
         self._maps: dict[Shard, _Map] = {}
         self._passes: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
-        self._sizes = {  # blocks of each file
+        self._sizes = {  # blocks of each file, (versions, files)
             split: [self._block_counts(source.name, split) for source in corpus.sources]
             for split in ("train", "validation")
         }
+        self._ends = [np.cumsum(sizes.sum(axis=1)) for sizes in self._sizes["train"]]  # blocks up to each version's end
         for source, sizes in zip(corpus.sources, self._sizes["train"], strict=True):
             if not sizes.sum():
                 raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
 
     def _block_counts(self, source: str, split: str) -> np.ndarray:
         shards = [s for s in self.manifest["shards"] if s["source"] == source and s["part"] == split]
-        return np.array([shard["counts"]["blocks"] for shard in shards], dtype=np.int64)
+        versions = 1 + max((shard.get("version", 0) for shard in shards), default=0)
+        return np.array([shard["counts"]["blocks"] for shard in shards], dtype=np.int64).reshape(versions, -1)
 
     def blocks(
         self, batches: Iterable[tuple[range, ...]], start: int = 0, states: list[dict] | None = None
@@ -117,9 +123,8 @@ class TokenCache:
 
     def _block(self, source: int, index: int) -> Block:
         """The block that the endless sequence of a source has at `index`."""
-        sizes = self._sizes["train"][source]
+        epoch, position, sizes = self._place(source, index)
         total = int(sizes.sum())
-        epoch, position = divmod(index, total)
         size = max(self.shuffle_window, 1)
         window, position = divmod(position, size)
         if self._windows.get(source, (None,))[0] != (epoch, window):
@@ -133,11 +138,20 @@ class TokenCache:
         _, files, ends = self._passes[source]
         return self._at(position, source, "train", files, ends, epoch)
 
+    def _place(self, source: int, index: int) -> tuple[int, int, np.ndarray]:
+        """(pass, position in it, blocks of each file in it) of the block that a source has at `index`."""
+        ends = self._ends[source]
+        cycle, position = divmod(index, int(ends[-1]))
+        version = int(np.searchsorted(ends, position, side="right"))
+        position -= int(ends[version - 1]) if version else 0
+        return cycle * len(ends) + version, position, self._sizes["train"][source][version]
+
     def _at(self, position: int, source: int, split: str, files: np.ndarray, ends: np.ndarray, epoch: int) -> Block:
         """The block at `position` of a pass over `files`, at whose `ends` so many blocks have come."""
         number = int(np.searchsorted(ends, position, side="right"))
         begin = int(ends[number - 1]) if number else 0
-        return self._read(Shard(source, split, int(files[number])), position - begin, epoch)
+        version = epoch % len(self._sizes[split][source])
+        return self._read(Shard(source, split, int(files[number]), version), position - begin, epoch)
 
     def validation(self, limit: int | None) -> Iterator[Block]:
         """The held-out blocks of `TextReader.validation`, in its order."""
@@ -154,7 +168,7 @@ class TokenCache:
     def _files_read(self, source: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
         """(the files from which `validation` draws, in the order of a pass; the blocks up to the end of each), both
         (files,)."""
-        sizes = self._sizes["validation"][source]
+        [sizes] = self._sizes["validation"][source]
         files = np.array(file_order(source, len(sizes), seed=self.seed, epoch=0), dtype=np.int64)
         ends = np.cumsum(sizes[files])
         whole = limit is None or self.corpus.sources[source].validation_files
@@ -213,10 +227,10 @@ class TokenCache:
         return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
 
     def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
-        """What was read, split, held out and skipped in the one pass that was packed, by source."""
+        """What was read, split, held out and skipped in the first pass, by source."""
         table = {source.name: dict.fromkeys(COUNTS, 0) for source in self.corpus.sources}
         for shard in self.manifest["shards"]:
-            if shard["part"] == split:
+            if shard["part"] == split and not shard.get("version"):
                 for name, number in shard["counts"].items():
                     table[shard["source"]][name] += number
         return table
@@ -224,14 +238,15 @@ class TokenCache:
     def passes(self, positions: int) -> dict[str, float]:
         """How often each source has been seen when `positions` blocks are consumed."""
         taken = taken_of_source(self.corpus.shares, positions)
-        sizes = [int(sizes.sum()) for sizes in self._sizes["train"]]
-        return {s.name: round(n / size, 4) for s, n, size in zip(self.corpus.sources, taken, sizes, strict=True)}
+        places = [self._place(number, count) for number, count in enumerate(taken)]
+        shares = [round(epoch + position / int(sizes.sum()), 4) for epoch, position, sizes in places]
+        return {source.name: share for source, share in zip(self.corpus.sources, shares, strict=True)}
 
 
 def tokens_per_pass(folder: str | Path) -> int | None:
-    """Tokens of a cache's training blocks; None where it is not complete."""
+    """Tokens of the training blocks of a cache's first pass; None where it is not complete."""
     shards = (_read_manifest(Path(folder)) or {"shards": []})["shards"]
-    return sum(s["counts"]["tokens"] for s in shards if s["part"] == "train") or None
+    return sum(s["counts"]["tokens"] for s in shards if s["part"] == "train" and not s.get("version")) or None
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -249,7 +264,8 @@ def _fault(folder: Path, corpus: Corpus, made_from: str) -> str | None:
         return f"{durable.MANIFEST} is missing, or is not what was written"
     if manifest["made_from"] != made_from:
         return f"{durable.MANIFEST} is that of another cache"
-    if [shard["path"] for shard in manifest["shards"]] != [shard_path(corpus, shard) for shard in shards_of(corpus)]:
+    paths = [shard_path(corpus, shard) for shard in shards_of(folder, corpus)]
+    if [shard["path"] for shard in manifest["shards"]] != paths:
         return f"{durable.MANIFEST} names other shards than the corpus has files"
     for shard in manifest["shards"]:
         try:
@@ -262,15 +278,19 @@ def _fault(folder: Path, corpus: Corpus, made_from: str) -> str | None:
 
 
 def shard_path(corpus: Corpus, shard: Shard) -> str:
-    return f"{corpus.sources[shard.source].name}/{shard.split}-{shard.file:05d}.arrow"
+    version = f"-{shard.version}" if shard.version else ""
+    return f"{corpus.sources[shard.source].name}/{shard.split}-{shard.file:05d}{version}.arrow"
 
 
-def shards_of(corpus: Corpus) -> list[Shard]:
-    """All shards: a training shard for each file, a validation shard for each file with held-out text."""
+def shards_of(folder: Path, corpus: Corpus) -> list[Shard]:
+    """All shards of a cache: a training shard for each file (of pairs, for each of its versions), a validation shard
+    for each file with held-out text."""
+    versions = {"train": VERSIONS if "_pair" in _read_fingerprint(folder)["input_format"] else 1, "validation": 1}
     found = []
     for number, source in enumerate(corpus.sources):
-        for split in ("train", "validation"):
-            found += [Shard(number, split, file) for file in range(len(corpus.files(source, split)[1]))]
+        for split, count in versions.items():
+            files = range(len(corpus.files(source, split)[1]))
+            found += [Shard(number, split, file, version) for version in range(count) for file in files]
     return found
 
 
@@ -352,7 +372,7 @@ def _pack_missing(
     """Pack one machine's files whose shards are not there or not whole, with a progress bar."""
     corpus = reader.corpus
     # packing a file makes the shards of both splits, unless its source has validation files
-    shards = shards_of(corpus)
+    shards = shards_of(folder, corpus)
     files = [file for file in shards if file.split == "train" or corpus.sources[file.source].validation_files]
     to_pack = [
         file
@@ -386,12 +406,14 @@ def _pack_missing(
             )
     if to_pack:
         elapsed_s = time.monotonic() - started_s
-        logger.info(f"Packed {len(to_pack)} files, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}")
+        logger.info(
+            f"Packed {counted(len(to_pack), 'file')}, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s: {folder}"
+        )
 
 
 def _made_with(corpus: Corpus, file: Shard) -> list[Shard]:
     """The shards that packing a file makes: also the shard of the documents held out of it."""
-    separate = corpus.sources[file.source].validation_files or file.split == "validation"
+    separate = corpus.sources[file.source].validation_files or file.split == "validation" or file.version
     return [file] if separate else [file, file._replace(split="validation")]
 
 
@@ -416,6 +438,7 @@ def _origin(corpus: Corpus, shard: Shard, made_from: str) -> dict[str, Any]:
         "source": corpus.sources[shard.source].name,
         "part": shard.split,
         "file": shard.file,
+        **({"version": shard.version} if shard.version else {}),
     }
 
 
@@ -469,7 +492,7 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> 
     rows |= {other: _held_out_rows(held_out, corpus.left_out) for other in _made_with(corpus, file)[1:]}
     tokens = 0
     for shard, documents in rows.items():
-        state = SourceState()
+        state = SourceState(epoch=shard.version)
         blocks = reader.pack_rows(documents, state, encode)
         _write_shard(folder, made_from, shard, reader, blocks, state)
         tokens += state.pack.tokens
@@ -578,7 +601,7 @@ def _as_arrays(batch: pa.RecordBatch) -> dict[str, tuple[np.ndarray | None, np.n
 def finish(folder: Path, corpus: Corpus, made_from: str) -> bool:
     """Write the manifest where all shards are there; returns whether they are."""
     shards = []
-    for shard in shards_of(corpus):
+    for shard in shards_of(folder, corpus):
         facts = _facts(folder, corpus, shard, made_from)
         if facts is None:
             return False

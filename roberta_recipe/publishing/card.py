@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe.hardware import Machine
 from roberta_recipe.input_files import resolve_path
+from roberta_recipe.log import counted
 from roberta_recipe.publishing import markdown, minimal_pairs
 from roberta_recipe.record import (
     BlimpRecord,
@@ -158,9 +159,9 @@ def scored_on(summary: Summary, metric: str = "") -> str:
     """Split and number of examples that the scores are of, or those of a single metric."""
     counts = summary["scored_examples"]
     if metric in counts:
-        return f"{next(iter(counts))}, {counts[metric]:,} examples"
+        return f"{next(iter(counts))}, {counted(counts[metric], 'example')}"
     splits = {name: count for name, count in counts.items() if name.startswith("validation")}
-    return "; ".join(f"{split}, {count:,} examples" for split, count in splits.items())
+    return "; ".join(f"{split}, {counted(count, 'example')}" for split, count in splits.items())
 
 
 def of_baseline(summary: Summary, metric: str) -> str:
@@ -173,7 +174,7 @@ def of_baseline(summary: Summary, metric: str) -> str:
 def device_of(hardware: Machine) -> str:
     """What a run ran on: its GPUs, or the cores of its processor, by its name where the record has it."""
     cores = hardware["cpu_cores"]
-    on_cpu = f"{cores} core{'s' * (cores > 1)} of {hardware.get('processor') or hardware['machine']}"
+    on_cpu = f"{counted(cores, 'core')} of {hardware.get('processor') or hardware['machine']}"
     return ", ".join(hardware["gpus"]) or on_cpu
 
 
@@ -250,9 +251,9 @@ def _training(record: RunRecord) -> str:
     return (
         "## Training\n\n"
         + _table(("", ""), rows)
-        + f"\n\n{record['steps']:,} steps, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device}, {record['tokens_per_second']:,} tokens/s. Made with {used}{commit}. "
-        "`preset.yaml` repeats the run."
+        + f"\n\n{counted(record['steps'], 'step')}, {record['tokens_seen']:,} tokens, "
+        f"{record['train_seconds'] / 3600:.2f} hours on {device}, {record['tokens_per_second']:,} tokens/s. "
+        f"Made with {used}{commit}. `preset.yaml` repeats the run."
     )
 
 
@@ -357,7 +358,7 @@ def _of_task(summary: Summary) -> list[EvalResult]:
             dataset_config=dataset["hub_config"],
             dataset_split=dataset["split"],
             metric_type=dataset["hub_metrics"][metric],
-            metric_name=f"{metric}, median of {seeds} seed{'s' * (seeds > 1)}",
+            metric_name=f"{metric}, median of {counted(seeds, 'seed')}",
             metric_value=round(value, 4),
         )
         for metric, value in scores["medians"].items()

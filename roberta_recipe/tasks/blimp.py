@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, parse_json, read_text, resolve_path
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.record import BlimpScores
 from roberta_recipe.tasks import protocol, pseudo_likelihood
@@ -239,7 +239,7 @@ def while_training(
         return None
     pairs = read(data_dir, PAIRS_WHILE_TRAINING)
     pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.positions(model.config))
-    logger.info(f"BLiMP       {len(pairs.good):,} pairs, {pairs.paradigms}, at each evaluation")
+    logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}, {pairs.paradigms}, at each evaluation")
     return functools.partial(measure, pairs=pairs, tokenizer=tokenizer)
 
 

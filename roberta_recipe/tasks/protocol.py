@@ -23,7 +23,7 @@ from roberta_recipe.args import fixed_values, parse, setting, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.hardware import free_memory
-from roberta_recipe.log import is_first_process, logger
+from roberta_recipe.log import counted, is_first_process, logger
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
@@ -280,7 +280,7 @@ def run_all(
         one_setting = len({run.rate_and_batch for run in runs}) == 1
         if after_run and one_setting and len(records) < len(runs) and not was_finished:
             best = picked_setting(summarise(runs[: len(records)], records, job.metric))["best_run"]
-            after_run(Path(best), f"Best of {len(records)} runs of {len(runs)}")
+            after_run(Path(best), f"Best of {counted(len(records), 'run')} of {len(runs)}")
     return records
 
 

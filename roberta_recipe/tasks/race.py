@@ -19,7 +19,7 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, read_input_json
-from roberta_recipe.log import Bar
+from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.training.finetune_trainer import padded_to
@@ -97,7 +97,8 @@ def read_folder(
             f"{level}/{path.name}": list(_of_file(path, rows[path], level)) for path in paths if path not in twice
         }
         if not any(passages.values()):
-            raise InputError(f"{folder}: none of its {len(paths):,} passages has a question; get RACE's files again")
+            count = counted(len(paths), "passage")
+            raise InputError(f"{folder}: {count}, and none has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
         if without_questions is not None:
             without_questions += [name for name, asked in passages.items() if not asked]

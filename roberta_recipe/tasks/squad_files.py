@@ -12,6 +12,7 @@ from typing import Any
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, parse_json, read_input_json, read_text
+from roberta_recipe.log import counted
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def checked(questions: list[Question], where: str, version_2: bool | None) -> li
             "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
         )
     if len(unanswerable) == len(questions):
-        raise InputError(f"{where}: none of its {len(questions):,} questions has an answer")
+        raise InputError(f"{where}: {counted(len(questions), 'question')}, and none has an answer")
     if version_2 and not unanswerable:
         raise InputError(
             f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; leave out "

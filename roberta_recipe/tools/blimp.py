@@ -24,7 +24,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
-from roberta_recipe.log import duration, logger, set_up_logging
+from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.publishing import markdown, minimal_pairs
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training import environment, predictions, weights
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     durable.make_folder(args.output_dir)
     check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     name, config = args.model_name_or_path, model.config
-    logger.info(f"BLiMP       {len(pairs.good):,} pairs" + f", partial: {pairs.partial}" * bool(pairs.partial))
+    logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}" + f", partial: {pairs.partial}" * bool(pairs.partial))
     own, controls = measure(model, tokenizer, pairs, args.methods, args.bf16), []
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")

@@ -16,6 +16,7 @@ from roberta_recipe import durable, presets
 from roberta_recipe.args import RecipeParser, flags_of
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
+from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.tasks.protocol import FinetuneArguments
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
@@ -175,7 +176,8 @@ def compare(a: Run, b: Run) -> tuple[bool, list[str]]:
 def _described(letter: str, run: Run) -> str:
     state = "finished" if run.finished else "not finished"
     return (
-        f"{letter}           {run.folder}: {run.last_step:,} steps, {state}, {run_digests(run)} with digests of weights"
+        f"{letter}           {run.folder}: {counted(run.last_step, 'step')}, {state}, {run_digests(run)} with "
+        "digests of weights"
     )
 
 

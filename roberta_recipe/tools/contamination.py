@@ -26,7 +26,7 @@ from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, read_corpus
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import Bar, logger, set_up_logging
+from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.tasks import glue, race
 from roberta_recipe.tasks.squad_files import read_file
 
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if not texts:
         raise InputError("no evaluation set: name glue_dir, squad_file, race_dir or held_out")
     index = Index(texts, args.ngram)
-    logger.info(f"{len(texts):,} texts, {len(index.hashes):,} {args.ngram}-grams")
+    logger.info(f"{counted(len(texts), 'text')}, {counted(len(index.hashes), f'{args.ngram}-gram')}")
     counts = look_up_corpus(index, corpus, args.max_documents)
     summary = summarise(texts, args.ngram, list(counts))
     print(table(summary, args.ngram))

@@ -24,7 +24,7 @@ from roberta_recipe.data import token_cache
 from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
-from roberta_recipe.log import duration, set_up_logging
+from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.training import (
     batch,
@@ -421,9 +421,9 @@ def table(estimate: Estimate) -> str:
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
         f"Model       {parameter_count(config, estimate.objective):,} parameters, vocabulary {config.vocab_size:,}",
-        f"Batch       {estimate.blocks // estimate.max_steps:,} sequences = {estimate.hardware.count} processes x "
-        f"{estimate.micro_batch} x {estimate.accumulation} accumulated",
-        f"Steps       {estimate.max_steps:,} optimizer steps",
+        f"Batch       {counted(estimate.blocks // estimate.max_steps, 'sequence')} = "
+        f"{counted(estimate.hardware.count, 'process')} x {estimate.micro_batch} x {estimate.accumulation} accumulated",
+        f"Steps       {counted(estimate.max_steps, 'optimizer step')}",
         f"Data        {estimate.blocks:,} blocks, at most {_in_unit(estimate.tokens, {'B': 1e9, 'M': 1e6}, 3)} tokens, "
         f"{epochs}",
         f"Compute     {estimate.flops / estimate.tokens / 1e9:.3f} GFLOP a token by formula, "
@@ -432,7 +432,7 @@ def table(estimate: Estimate) -> str:
         *(f"  {name:<12}{getattr(memory, name) / GIB:9.2f} GiB" for name in names),
         *([f"  {'on the host':<12}{memory.host / GIB:9.2f} GiB a process"] if memory.host else []),
         f"  {verdict}",
-        f"  largest micro-batch that fits, of the powers of two that divide the batch: {largest} sequences",
+        f"  largest micro-batch that fits, of the powers of two that divide the batch: {counted(largest, 'sequence')}",
         f"Time        {time} at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
         f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
         f"Cost        {dollars(estimate.cost)} at ${estimate.gpu_hour_price:,.2f} a GPU hour",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from roberta_recipe import durable, significance
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import duration, logger
+from roberta_recipe.log import counted, duration, logger
 from roberta_recipe.publishing import markdown
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.record import RECORD_NAME, finite, read_record
@@ -69,7 +69,7 @@ def _compared(
         if name in compared:
             one = compared[name]
             verdict = significance.verdict(
-                better * one.difference, corrected[name], one.least_p * len(others), claims[name]
+                better * one.difference, corrected[name], one.least_p * len(others), claims[name], one.welch_p
             )
         elif name != first and not listed.search:
             verdict = OTHER_WORDS if name in apart else _why_none(of, scores[first])
@@ -152,8 +152,9 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
         test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
         count = len(listed.settings) - 1
         said.append(
-            f"p: exact permutation {test}, two-sided, with Holm's correction over {count} "
-            f"comparison{'s' * (count > 1)} of a figure; a difference is called one up to 0.05 (docs/statistics.md)."
+            f"p: exact permutation {test}, two-sided, with Holm's correction over "
+            f"{counted(count, 'comparison')} of a figure; a difference is called one up to 0.05, where Welch's t-test "
+            "agrees or standard deviations are within four times of each other (docs/statistics.md)."
         )
     said += _readings(listed)
     said += _runs(records)

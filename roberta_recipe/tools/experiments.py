@@ -26,7 +26,7 @@ from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.log import duration, logger, set_up_logging
+from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.started import continue_with
 from roberta_recipe.tools import estimate, experiment_checks, experiment_list, experiment_table
 from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
@@ -270,7 +270,7 @@ def costs(listed: Experiments, hardware: str) -> list[str]:
         days, dollars = days + cost.days, dollars + cost.cost
     seeds = len(listed.seeds)
     all_of_it = f"{seeds * days:,.1f} days on {hardware}, {estimate.dollars(seeds * dollars)}"
-    return [*said, f"All rows with {seeds} seeds: {all_of_it} (assumptions: the estimate's)\n"]
+    return [*said, f"All rows with {counted(seeds, 'seed')}: {all_of_it} (assumptions: the estimate's)\n"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -316,7 +316,8 @@ def run(listed: Experiments, jobs: int) -> None:
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")
     runner = Runner(listed, jobs)
     finished = len(listed.rows) - len(runner.waiting)
-    logger.info(f"{listed.path}: {len(listed.rows)} rows, {finished} of them finished; {jobs} side by side\n")
+    rows = counted(len(listed.rows), "row")
+    logger.info(f"{listed.path}: {rows}, {finished} of them finished; {jobs} side by side\n")
     runner.run()
     finished = sum(not row.to_do() for row in listed.rows)
     if runner.signals and finished < len(listed.rows):

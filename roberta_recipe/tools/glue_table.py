@@ -3,8 +3,9 @@
     python -m roberta_recipe.tools.glue_table --folder runs/glue                     # or: make glue-all
     python -m roberta_recipe.tools.glue_table --folder runs/glue --submission        # or: make glue-submission
 
-A task is finished where `<folder>/<task>/summary.json` is. The submission, `<folder>/submission.zip`, needs the files
-of every task, which `finetune_glue.py --do_predict` writes.
+A task is finished where `<folder>/<task>/summary.json` is. A star marks a task that was run otherwise than its preset
+(presets/glue) or section 5.1 has it; a line below the table names the differences. The submission,
+`<folder>/submission.zip`, needs the files of every task, which `finetune_glue.py --do_predict` writes.
 """
 
 import argparse
@@ -13,11 +14,18 @@ from pathlib import Path
 
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import read_text
+from roberta_recipe.input_files import ROOT, read_text
+from roberta_recipe.log import counted
+from roberta_recipe.presets import load_yaml
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
 from roberta_recipe.tasks import glue, summary_text
 
 PAPER_SEEDS = 5  # section 5.1
+PRESETS = ROOT / "presets" / "glue"
+# of a preset: what is fine-tuned, and flags that are no part of the protocol; of `--sweep`, what the grid sets
+_NOT_PROTOCOL = ("model_name_or_path", "output_dir", "seeds", "spacy_model", "report_to", "logging_steps", "eval_steps")
+_NOT_PROTOCOL += ("per_device_train_batch_size", "per_device_eval_batch_size", "save_strategy", "save_total_limit")
+_OF_GRID = ("learning_rate", "global_batch_size", "max_steps", "warmup_steps")
 COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
 
 
@@ -36,14 +44,16 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     below = glue.SWEEP_FOLDER if args.sweep else ""
     summaries = finished_tasks(args.folder, below)
     medians = {name: percent(picked_setting(summary)["median"]) for name, summary in summaries.items()}
-    rows = {"RoBERTa-large, Table 5": glue.PAPER["large"], "RoBERTa-base, fairseq": glue.PAPER["base"], "ours": medians}
+    differing = {name: found for name, summary in summaries.items() if (found := _differs(summary, args.sweep))}
+    ours = {name: median + "*" * (name in differing) for name, median in medians.items()}
+    rows = {"RoBERTa-large, Table 5": glue.PAPER["large"], "RoBERTa-base, fairseq": glue.PAPER["base"], "ours": ours}
     print(" " * 24 + "".join(f"{name:>9}" for name in COLUMNS))
     for title, row in rows.items():
-        missing = "not run" if row is medians else "-"
+        missing = "not run" if row is ours else "-"
         print(f"{title:<24}" + "".join(f"{row.get(name, missing):>9}" for name in COLUMNS))
+    for name, found in differing.items():
+        print(f"* {name}, not beside Table 5: {'; '.join(found)}")
     for name, summary in summaries.items():
-        if found := _differs(summary):
-            print(f"{name}: {'; '.join(found)}")
         for line in summary_text.of_tests(summary):
             print(f"{name}: {line}")
     if args.submission:
@@ -75,15 +85,20 @@ def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
     return finished
 
 
-def _differs(summary: Summary) -> list[str]:
-    """In what a task was run otherwise than for Table 5, in words."""
-    found = []
+def _differs(summary: Summary, sweep: bool) -> list[str]:
+    """Differences from the protocol of Table 5 and from the task's preset, in words."""
+    found, args = [], summary["resolved_args"]
     if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
-        found.append(f"the median of {seeds} seed{'s' * (seeds > 1)}, the paper's is of {PAPER_SEEDS}")
+        found.append(f"the median of {counted(seeds, 'seed')}, the paper's is of {PAPER_SEEDS}")
     if summary["dataset"]["hub_id"] is None:
         found.append("rows that are not GLUE's")
-    if count := summary["resolved_args"].get("max_train_samples"):
-        found.append(f"trained on the first {count:,} examples")
+    if count := args.get("max_train_samples"):
+        found.append(f"trained on the first {counted(count, 'example')}")
+    protocol = {"layer_decay": 1.0, "random_weights": False, **load_yaml(PRESETS / f"{summary['task']}.yaml")}
+    for name in [name for name in protocol if name not in (*_NOT_PROTOCOL, *(_OF_GRID * sweep))]:
+        if args.get(name) != protocol[name]:
+            ours = "num_train_epochs" if name == "max_steps" and args["max_steps"] == -1 else name
+            found.append(f"{ours}={args.get(ours)} for {name}={protocol[name]}")
     return found
 
 

@@ -34,7 +34,7 @@ from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import Bar, logger, set_up_logging
+from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.significance import error_of_ratio, with_error
 from roberta_recipe.training import environment, predictions, weights
 
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     print(
         f"masked whole words, {SHARE:.0%} of windows of {WINDOW}: {word} bits a word, {character} bits a character "
-        f"({figures['words']:,} words of {figures['documents']:,} documents, {figures['pieces_per_word']:.2f} pieces a "
-        "word)"
+        f"({figures['words']:,} words of {counted(figures['documents'], 'document')}, "
+        f"{figures['pieces_per_word']:.2f} pieces a word)"
     )
     others = (f"{name} {of['bits_per_word']:.2f}" for name, of in figures["readings"].items())
     print(f"bits a word by how a window is put to the model: {', '.join(others)}; the lower is taken")

@@ -3,6 +3,8 @@ returns a log line or None."""
 
 import math
 
+from roberta_recipe.log import counted
+
 _TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
 _TRAINED_SHARE = 0.4  # of the matrix rate that training reaches on a GPU: assumed
 _TOKENS_ENOUGH = 16_384  # of a micro-batch, 32 x 512: assumed
@@ -18,8 +20,8 @@ def on_tokenization(
         return None
     return (
         f"Tokenization is the bottleneck: each process and data worker tokenizes the whole text, some "
-        f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores each, and {processes} processes can train some "
-        f"{trained / 1e6:.2f} M tokens/s. Pack the text once, then start with --token_cache DIR: "
+        f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores each, and {counted(processes, 'process')} "
+        f"can train some {trained / 1e6:.2f} M tokens/s. Pack the text once, then start with --token_cache DIR: "
         f"python -m roberta_recipe.tools.pack --config {preset} --token_cache DIR"
     )
 

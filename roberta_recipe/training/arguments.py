@@ -141,7 +141,11 @@ class RecipeTrainingArguments(TrainingArguments):
         named = self.optim
         if named in optimizers.OWN:  # which Trainer does not know
             self.optim = "adamw_torch"
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError:  # accelerate's, where a DeepSpeed file has another precision: `check_deepspeed` names all
+            if not getattr(self, "deepspeed_plugin", None):
+                raise
         if named in optimizers.OWN:
             self.optim = named
         if self.logging_strategy == "no":

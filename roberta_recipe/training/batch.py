@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from roberta_recipe.arithmetic import largest_divisor, round_up
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import give_back_freed_memory, is_out_of_memory
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 
 def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
@@ -23,8 +23,8 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         below, above = global_batch_size // at_once * at_once, round_up(global_batch_size, at_once)
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise InputError(
-            f"global_batch_size={global_batch_size} is not divisible by {processes} processes x {per_device} per "
-            f"device = {at_once}; the nearest divisible sizes are {nearest}, or choose another "
+            f"global_batch_size={global_batch_size} is not divisible by {counted(processes, 'process')} x {per_device} "
+            f"per device = {at_once}; the nearest divisible sizes are {nearest}, or choose another "
             "per_device_train_batch_size"
         )
     return global_batch_size // at_once
@@ -65,11 +65,6 @@ def lower_to_memory(
     `auto_find_batch_size` asks for this search; Trainer's own search would shrink the global batch.
     """
     args.auto_find_batch_size = False
-    if args.deepspeed_plugin:
-        raise InputError(
-            "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
-            "per_device_train_batch_size (python -m roberta_recipe.tools.estimate says what fits)"
-        )
     if args.activation_checkpointing:  # as Trainer does when it trains
         kept = dict(args.activation_checkpointing_kwargs or {})
         own = {name: kept.pop(name) for name in ("every_n_layers", "offload") if name in kept}

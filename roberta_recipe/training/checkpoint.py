@@ -13,7 +13,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import layout_values
 from roberta_recipe.data.stream import SourceState
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.presets import check_type
 from roberta_recipe.training.processes import from_first_process
 
@@ -113,12 +113,12 @@ def layout(args: TrainingArguments) -> dict[str, Any]:
     """How a run is spread out and computed, which may change between two starts of it: the rounding and the draws of
     dropout depend on it. Processes and ZeRO stage may not change under DeepSpeed."""
     plugin = args.deepspeed_plugin
-    on_gpu = args.device.type == "cuda"
+    on_gpu, threads = args.device.type == "cuda", counted(torch.get_num_threads(), "thread")
     return {
         "processes": args.world_size,
         "zero_stage": plugin.zero_stage if plugin else None,
         "deepspeed_config": durable.fingerprint(plugin.deepspeed_config) if plugin else None,
-        "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {threads}",
         "torch": torch.__version__,
         **layout_values(args),
         **{name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
@@ -221,4 +221,4 @@ def _fault_of_state(state: dict[str, Any]) -> str | None:
 
 def _in_words(layout: dict[str, Any]) -> str:
     stage = f" under ZeRO {layout['zero_stage']}" if layout["zero_stage"] is not None else " without DeepSpeed"
-    return f"{layout['processes']} process{'es' * (layout['processes'] > 1)}{stage}"
+    return f"{counted(layout['processes'], 'process')}{stage}"

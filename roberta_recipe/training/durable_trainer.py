@@ -21,7 +21,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import (
-    InputError,
     RunError,
     Stopped,
     first_line,
@@ -100,15 +99,7 @@ class DurableTrainer(Trainer):
         # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
         args.push_to_hub = False
         self._layout = layout(args)  # before Trainer fills in what a DeepSpeed configuration leaves open
-        try:
-            super().__init__(args=args, **kwargs)
-        except ValueError as error:
-            if "DeepSpeed config values" not in str(error):
-                raise
-            raise InputError(
-                "the DeepSpeed configuration, or what accelerate was told beside it, contradicts the preset: "
-                + " ".join(str(error).split())
-            ) from None
+        super().__init__(args=args, **kwargs)
         self.fingerprint, self.objectives, resumed = fingerprint, objectives, resumed or {}
         self.left_out: tuple[str, ...] = ()  # of the weights that are saved: how their names begin
         self.resumes: int = resumed.get("resumes", 0) + 1 if resumed else 0

@@ -2,21 +2,23 @@
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import DeepSpeedPlugin, HfDeepSpeedConfig
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory, local_processes
-from roberta_recipe.input_files import read_input_json
+from roberta_recipe.input_files import read_input_json, taken_apart
 from roberta_recipe.log import logger
 from roberta_recipe.record import HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
 from roberta_recipe.started import by_launcher, threads_are_the_users
@@ -43,6 +45,7 @@ def set_up_process() -> None:
     keep_freed_memory()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         remove_stale_locks(Path(get_default_build_root()))
+        check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
@@ -133,6 +136,7 @@ def check_precision(args: TrainingArguments) -> None:
         logger.warning("bf16=true: this processor has no bf16 and emulates it, many times slower than --bf16 false")
 
 
+_SECTIONS_OF_FLAGS = ("optimizer", "scheduler", "amp")  # of a DeepSpeed configuration
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment
 
 
@@ -166,17 +170,42 @@ def check_launcher(args: TrainingArguments) -> None:
         )
 
 
+def check_deepspeed_file(path: str) -> None:
+    """Raise `InputError` for a DeepSpeed configuration that accelerate cannot read; "none" is no file."""
+    if path != "none":
+        content = read_input_json(path)
+        with taken_apart(path, "a DeepSpeed configuration"):
+            DeepSpeedPlugin(hf_ds_config=HfDeepSpeedConfig(content)).set_mixed_precision("no")
+
+
 def check_deepspeed(args: TrainingArguments) -> None:
     """Raise `InputError` for a DeepSpeed configuration by flag, which would be resolved before the batch is derived,
-    and for one with an optimizer or a schedule, which would take the place of the preset's."""
+    and for the values of the launcher's that differ from `args`, whose batch is derived: all in one line."""
     if args.deepspeed:
         raise InputError(
             f"deepspeed={args.deepspeed}: name a launch file instead, e.g. accelerate launch --config_file "
             "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
         )
-    for name in ("optimizer", "scheduler"):
-        if name in deepspeed_settings(args):
-            raise InputError(f"the DeepSpeed configuration has a section {name!r}; leave it out: the preset says it")
+    if not args.deepspeed_plugin:
+        return
+    if args.auto_find_batch_size:
+        raise InputError(
+            "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
+            "per_device_train_batch_size (python -m roberta_recipe.tools.estimate says what fits)"
+        )
+    config = HfTrainerDeepSpeedConfig(deepspeed_settings(args))  # a copy: "auto" stays for Trainer to fill in
+    config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare
+    config.trainer_config_process(args)
+    found = [f"the section {name!r}, which the flags replace" for name in _SECTIONS_OF_FLAGS if name in config.config]
+    for line in config.mismatches:  # "- ds fp16.enabled=True vs hf fp16|fp16_full_eval=False"
+        line = line.removeprefix("- ds ").replace("train_batch_size (calculated)", "global_batch_size")
+        found.append(re.sub(r"\|\w+(?==)", "", line).replace(" vs hf ", " against "))
+    if found:
+        raise InputError(
+            f'the DeepSpeed configuration contradicts the flags: {"; ".join(found)}. There, write "auto" for values '
+            "(a missing gradient_accumulation_steps is 1, a missing gradient_clipping 0) and leave sections out, or "
+            "change the flags"
+        )
 
 
 def take_trackers(args: TrainingArguments) -> list[TrainerCallback]:

@@ -313,6 +313,7 @@ class FinetuneTrainer(DurableTrainer):
                 if of_checkpoint:
                     self.model_folder.rename(self._best_of_checkpoint)
                 durable.move_into_place(aside, Path(self.args.output_dir, BEST_NAME))
+                shutil.rmtree(aside.parent, ignore_errors=True)
         except Exception as error:
             failure = write_failure(error)
         self._end_writing(failure, f"the best epoch (step {self.state.global_step})")

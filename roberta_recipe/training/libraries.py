@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from roberta_recipe.args import flags_of, hand_over
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores
+from roberta_recipe.log import counted
 from roberta_recipe.training import optimizers
 
 _MOST_WORKERS = 16  # data workers a core; they are processes
@@ -27,7 +28,7 @@ def check(args: TrainingArguments) -> None:
     if args.dataloader_num_workers > _MOST_WORKERS * cpu_cores():
         raise InputError(
             f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
-            f"{cpu_cores()} cores; one or two feed a device"
+            f"{counted(cpu_cores(), 'core')}; one or two feed a device"
         )
     if args.dataloader_prefetch_factor == 0:  # which torch looks at when the workers have started
         raise InputError("dataloader_prefetch_factor=0 must be at least 1; leave it out for torch's 2")

@@ -17,13 +17,13 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, phrases, token_cache, tokenization
+from roberta_recipe.data import mask_units, masking, order, phrases, token_cache, tokenization
 from roberta_recipe.data.formats import PAIRS
-from roberta_recipe.data.mask_units import LENGTHS, Unit
+from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import (
@@ -78,7 +78,10 @@ class TextArguments:
         "content",
     )
     token_cache: str | None = setting(
-        None, "Folder for the packed corpus: made where it is not complete, then read in place of the text.", "free"
+        None,
+        "Folder for the packed corpus: made where it is not complete, then read in place of the text. Formats of pairs "
+        "are packed in ten versions, for ten passes: ten times the disk and the packing time.",
+        "free",
     )
     shuffle_window: int = setting(
         4096,
@@ -125,7 +128,7 @@ class BlockArguments:
         "fixed",
         shown=True,
     )
-    masking_unit: Unit = setting(
+    masking_unit: mask_units.Unit = setting(
         "token",
         "What is masked together: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or named "
         "entities or noun phrases, which spaCy finds, and as many words.",
@@ -254,10 +257,10 @@ def check_masks(args: MlmArguments) -> None:
             f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
             f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
         )
-    if args.mask_count == "exact" and args.masking_unit in (*LENGTHS, *phrases.UNITS):
+    if args.mask_count == "exact" and args.masking_unit in (*mask_units.LENGTHS, *phrases.UNITS):
         raise InputError(
             f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
-            "positions, which is exact already"
+            "positions"
         )
 
 
@@ -325,7 +328,6 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    environment.check_deepspeed(training_args)
     optimization.check(training_args)
     libraries.check(training_args)
 
@@ -395,10 +397,13 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     of_split = {split: cache.count_table(split).values() for split in ("train", "validation")}
     total = {split: {name: sum(row[name] for row in rows) for name in COUNTS} for split, rows in of_split.items()}
     held = "; ".join(
-        f"{split} {row['blocks']:,} blocks, {row['tokens']:,} tokens of {row['documents']:,} documents"
+        f"{split} {counted(row['blocks'], 'block')}, {row['tokens']:,} tokens of "
+        f"{counted(row['documents'], 'document')}"
         for split, row in total.items()
     )
     lines = [f"Cache       {args.token_cache}: {held}"]
+    if "_pair" in args.input_format:
+        lines.append(f"Versions    {VERSIONS} of the training pairs, one a pass in turn; the counts are of the first")
     named = {
         "split_sentences": "sentences split, as they are longer than a block",
         "empty_documents": "documents without text",
@@ -411,7 +416,9 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     if args.global_batch_size:
         positions = training_args.max_steps * args.global_batch_size
         passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
-        lines.append(f"Passes      in {training_args.max_steps:,} steps of {args.global_batch_size:,} blocks: {passes}")
+        lines.append(
+            f"Passes      in {counted(training_args.max_steps, 'step')} of {args.global_batch_size:,} blocks: {passes}"
+        )
     logger.info("\n".join(lines))
 
 
@@ -470,7 +477,7 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
     blocks = list(reader.validation(args.max_eval_samples))
     if len(blocks) < training_args.per_device_eval_batch_size:
         raise InputError(
-            f"validation has {len(blocks)} blocks, less than one batch of per_device_eval_batch_size="
+            f"validation has {counted(len(blocks), 'block')}, less than one batch of per_device_eval_batch_size="
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
@@ -567,7 +574,7 @@ def saving_in_words(training_args: MlmTrainingArguments) -> str:
     if training_args.save_strategy == "no":
         return "none before the end, unless it is told to stop (--save_strategy steps --save_steps N)"
     every, limit = training_args.save_steps, training_args.save_total_limit
-    return f"every {f'{every:,} steps' if every >= 1 else f'{every:.1%} of the run'}" + (
+    return f"every {counted(every, 'step') if every >= 1 else f'{every:.1%} of the run'}" + (
         f", the last {limit} are kept" if limit else ""
     )
 
@@ -581,7 +588,7 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
     print(
         f"\nvalidation loss {with_error(loss, error)} nats "
         f"({shown}{perplexity_with_error(metrics['eval_perplexity'], error)}, "
-        f"{metrics['eval_bits']:.{decimals}f} bits; {metrics['eval_documents']:,} documents), "
+        f"{metrics['eval_bits']:.{decimals}f} bits; {counted(metrics['eval_documents'], 'document')}), "
         f"{abs(entropy - loss):.{decimals}f} {side} the unigram entropy of {entropy:.3f}"
     )
     if "eval_blimp" in metrics:
@@ -591,8 +598,8 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         print(
             f"    {name:<16} {with_error(source['loss'], error)} nats, "
             f"{shown}{perplexity_with_error(source['perplexity'], error)}; unigram entropy of its own text "
-            f"{source['unigram_entropy']:.3f}; {source['blocks']:,} blocks in {source['documents']:,} documents, "
-            f"{source['tokens']:,} tokens"
+            f"{source['unigram_entropy']:.3f}; {counted(source['blocks'], 'block')} in "
+            f"{counted(source['documents'], 'document')}, {source['tokens']:,} tokens"
         )
 
 
@@ -621,6 +628,7 @@ def run_fingerprint(
         **flags.fixed_values(args),
         **flags.fixed_values(training_args),
         "objectives": list(model.objectives),
+        **({"mask_revision": mask_units.REVISION} if args.masking_unit in mask_units.LENGTHS else {}),
         "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
         "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, TrainingArguments
 
 from roberta_recipe.hardware import forget_peak_memory, matrix_rate
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.training import attention
 
 # families whose layers have the matrix products of BERT's, and whose configs have its names
@@ -60,7 +60,7 @@ class Throughput:
         forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
         if self.args.process_index == 0:
             on_gpu, threads = device.type == "cuda", torch.get_num_threads()
-            where = torch.cuda.get_device_name() if on_gpu else f"{threads} threads"
+            where = torch.cuda.get_device_name() if on_gpu else counted(threads, "thread")
             logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def _probed(self, again: bool) -> float:

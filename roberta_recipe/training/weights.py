@@ -18,6 +18,7 @@ from roberta_recipe.data.identity import identify
 from roberta_recipe.data.tokenization import is_of_tokenizer
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.log import counted
 from roberta_recipe.training import sharing
 
 MODEL_ARGUMENT = "model_name_or_path"
@@ -188,7 +189,7 @@ def _module(key: str) -> str:
 def _listed(keys: Any) -> str:
     """The first name and the number of the others."""
     first, *others = sorted(keys)
-    return f"{first} and {len(others)} other{'s' * (len(others) != 1)}" if others else first
+    return f"{first} and {counted(len(others), 'other')}" if others else first
 
 
 def _reason(error: Exception) -> str:
