@@ -138,14 +138,19 @@ def test_a_submission_of_the_official_sizes(tmp_path, capsys):
             path = tmp_path / ("mnli" if name == "ax" else name) / "submission" / file
             glue.write_predictions(path, glue.answers(task, predictions))
         few = name == "rte"
-        of_data = {"dataset": {"hub_id": glue.HUB_DATASET}, "resolved_args": {"max_train_samples": 9} if few else {}}
+        folder = "mnli" if name == "ax" else name
+        said = {**load_yaml(ROOT / "presets" / "glue" / f"{folder}.yaml"), "layer_decay": 1.0, "random_weights": False}
+        of_data = {
+            "dataset": {"hub_id": glue.HUB_DATASET},
+            "resolved_args": said | ({"max_train_samples": 9} if few else {}),
+        }
         setting = {"median": 0.5, "seeds": dict.fromkeys("1" if few else "12345", 0.5)}
-        summary = {"settings": [setting], "picked": 0, "task": "mnli" if name == "ax" else name, **of_data}
-        durable.write_sealed(tmp_path / summary["task"] / "summary.json", summary)
+        summary = {"settings": [setting], "picked": 0, "task": folder, **of_data}
+        durable.write_sealed(tmp_path / folder / "summary.json", summary)
     glue_table.main(["--folder", str(tmp_path), "--submission"])
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if ": " in line][:-1] == [
-        "rte: the median of 1 seed, the paper's is of 5; trained on the first 9 examples"
+        "* rte, not beside Table 5: the median of 1 seed, the paper's is of 5; trained on the first 9 examples"
     ]
     nli = ["contradiction", "entailment", "neutral"]
     official = {

@@ -376,7 +376,7 @@ def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeyp
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     run = Forked(lambda: train(preset, *big, "--auto_find_batch_size"), tmp_path / "log")
     assert run.end() == 0 and "trying per_device_train_batch_size=512" in run.log, run.log
-    assert "Batch       1024 sequences = 1 process x " in run.log
+    assert "Batch       1,024 sequences = 1 process x " in run.log
 
 
 # Reading
