@@ -42,8 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
         show_progress=sys.stderr.isatty(),
     )
     counts: Counter[str] = Counter()
-    with ended_by_signals():
-        backend.train_from_iterator(_without_long_words(texts, counts), trainer)
+    ended_by_signals(lambda: backend.train_from_iterator(_without_long_words(texts, counts), trainer))
     if counts:
         logger.warning(
             f"Long words  {counts['cuts']:,} cuts in runs of {_LONG:,} and more letters, digits, signs or blanks; "

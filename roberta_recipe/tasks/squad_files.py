@@ -143,6 +143,6 @@ def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[d
     return found, [name for name in wanted if name not in values], sorted(values.keys() - asked)
 
 
-def references(questions: list[Question]) -> list[dict[str, Any]]:
-    """Gold answers as the metric takes them."""
-    return [{"id": question.id, "answers": [text for text, _ in question.answers]} for question in questions]
+def gold_answers(questions: list[Question]) -> dict[str, list[str]]:
+    """The texts of the right answers by question id, as `squad_scores` takes them."""
+    return {question.id: [text for text, _ in question.answers] for question in questions}
