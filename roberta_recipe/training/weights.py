@@ -15,7 +15,7 @@ from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
 from roberta_recipe.data.identity import identify
-from roberta_recipe.data.tokenization import is_of_tokenizer
+from roberta_recipe.data.tokenization import FILES
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
 from roberta_recipe.log import counted
@@ -32,9 +32,7 @@ def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
     """Raise `InputError` where a checkpoint's folder has a manifest, and its files are not what it says; those
     of its tokenizer, which need not be used, are checked when they are loaded."""
     folder = resolve_path(name)
-    if (folder / durable.MANIFEST).is_file() and (
-        fault := durable.fault(folder, only=lambda file: not is_of_tokenizer(file))
-    ):
+    if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
         raise InputError(
             f"{argument}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, delete "
             f"{folder / durable.MANIFEST}"
