@@ -164,7 +164,7 @@ def _said_of_signal(ended: BaseException) -> tuple[str, int]:
     return f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
 
 
-def ended_by_signals(call: Callable[[], Any]) -> Any:
+def interruptible(call: Callable[[], Any]) -> Any:
     """The result of a long call of a library that releases the GIL, from another thread: SIGTERM and Ctrl-C, which
     reach Python code of the main thread alone, end the process at once. For work that writes nothing."""
     with ThreadPoolExecutor(1) as thread:

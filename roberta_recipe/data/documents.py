@@ -42,9 +42,9 @@ class BadShard(InputError):
 def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[Text]:
     """The text of each document of one file, from row `start` on; `BadRow` for a row that cannot be read.
 
-    A read that fails for a reason that may pass (an I/O error; most errors of a remote file) is tried again, from the
-    row that it had come to, after each of `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and
-    `InputError` for a file that is not as the preset says; both name it.
+    Transient errors (I/O errors; most errors of remote files) are retried from the current row, after each of
+    `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and `InputError` for a file that contradicts the
+    preset; both name it.
     """
     if source.filters is not None and format != "parquet":
         raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")

@@ -44,8 +44,8 @@ _ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt; `padding_side` is the right, as
-    batches are padded there.
+    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt. `padding_side` becomes "right", as
+    batches are padded on the right.
 
     Raises `InputError` where there is none, where it is not what this recipe wrote (by the folder's manifest, if it
     has one), or where it lacks a token that is needed (all of masked-LM training's).
@@ -133,9 +133,9 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, in which only the tokens of the standard roles are special. Other special tokens (the user's
-    `[E1]`) become plain added tokens, as `split_special_tokens`, by which `</s>` in a text is text, splits all that are
-    special; a tokenizer that is configured to split them keeps them so."""
+    """The backend's JSON, with only the tokens of the standard roles marked special. `split_special_tokens`, which
+    keeps `</s>` in a text plain text, splits every special token, so the user's own (`[E1]`) become plain added tokens;
+    a tokenizer that is configured to split them still does."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -164,8 +164,8 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a fast tokenizer that encodes text as `corpus_backend` does, for the features of fine-tuning; other
-    attributes, as `mask_token_id`, are to be read from the original."""
+    """A copy of a fast tokenizer with `corpus_backend`, for the features of fine-tuning. Read other attributes, as
+    `mask_token_id`, from the original."""
     copied = copy.copy(tokenizer)
     copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
     return copied

@@ -1,6 +1,6 @@
 """SQuAD's files: questions with their answers, and the predictions that are scored against them.
 
-Needs no library of training, so that `tools/squad_score.py` starts at once. A position in a context counts the
+Imports no library of training, so that `tools/squad_score.py` starts at once. A position in a context counts the
 characters of a Python string.
 """
 

@@ -104,9 +104,8 @@ def positions(config: PreTrainedConfig) -> int | None:
 def fitted(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """While a tokenizer is saved beside a model: what truncates without a length of its own (`pipeline`) cuts to
-    `max_length`, by default the model's positions. Afterwards, and in fingerprints, the tokenizer is as it was
-    loaded."""
+    """Sets `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
+    by default the model's positions. Restored afterwards: fingerprints have the loaded value."""
     before = tokenizer.model_max_length
     tokenizer.model_max_length = max_length or positions(config) or before
     try:
