@@ -423,7 +423,7 @@ def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArgumen
 
 
 def paper_line(name: str, qnli_form: str = "classification") -> str:
-    """The paper's figures of a task; for a ranking, what its validation score owes to the validation labels."""
+    """The paper's figures of a task; for a ranking, also a note that its threshold is tuned on the validation set."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
     paper = f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)" if known else ""
     tuned = "Questions with a single pair: their threshold is tuned on the validation rows that it scores"

@@ -65,17 +65,16 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
-    empty: dict[str, list[str]] = {split: [] for split in splits}  # passages without questions
-    copies: dict[str, list[str]] = {split: [] for split in splits}  # files that hold a passage once more
+    left_out: dict[str, dict[str, str]] = {split: {} for split in splits}  # files without questions, and copies
     with training_args.main_process_first():  # one process downloads
-        data = {split: read_split(args, split, empty[split], copies[split]) for split in splits}
+        data = {split: read_split(args, split, left_out[split]) for split in splits}
     articles = {question.article for question in data["train"]}
     overlap = sum(question.article in articles for question in data["validation"])
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
     features = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
-    found = announce(args, data, empty, copies, features, overlap)
+    found = announce(args, data, left_out, features, overlap)
 
     # 4. Every run of the protocol that is not finished yet.
     job = job_of(args, data, features, tokenizer, found)
@@ -125,13 +124,10 @@ def levels_of(args: RaceArguments) -> tuple[str, ...]:
     return race.LEVELS if args.level == "all" else (args.level,)
 
 
-def read_split(
-    args: RaceArguments, split: str, empty: list[str] | None = None, copies: list[str] | None = None
-) -> list[race.Question]:
-    """The questions of "train", "validation" or "test"; passages without questions are put into `empty`, files that
-    hold a passage once more into `copies`."""
+def read_split(args: RaceArguments, split: str, left_out: dict[str, str] | None = None) -> list[race.Question]:
+    """The questions of "train", "validation" or "test"; files that give none are put into `left_out`."""
     if args.data_dir:
-        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), empty, copies)
+        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), left_out)
     else:
         questions = race.read_hub(split, levels_of(args))
     count = args.max_train_samples
@@ -150,7 +146,7 @@ def make_features(args: RaceArguments, questions: list[race.Question], tokenizer
     return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
 
 
-def announce(args: RaceArguments, data, empty, copies, features: dict[str, race.Features], overlap: int) -> dict:
+def announce(args: RaceArguments, data, left_out, features: dict[str, race.Features], overlap: int) -> dict:
     """Log what will run, in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
@@ -159,9 +155,8 @@ def announce(args: RaceArguments, data, empty, copies, features: dict[str, race.
         for level in dict.fromkeys(question.level for question in questions):
             of_level = np.array([question.level == level for question in questions])
             lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
-            without, twice = (
-                [name for name in some[split] if name.startswith(f"{level}/")] for some in (empty, copies)
-            )
+            of_files = [(name, why) for name, why in left_out[split].items() if name.startswith(f"{level}/")]
+            without, twice = ([name for name, of in of_files if of == why] for why in (race.EMPTY, race.COPY))
             asked = {question.passage for question in questions if question.level == level}
             counts[f"{split}_{level}"] = row = {
                 "passages": len(asked) + len(without),

@@ -331,7 +331,7 @@ def measure(args: SquadArguments, predicted: dict[str, squad.Spans], questions) 
 def official(args: SquadArguments, predicted, threshold: float | None, questions) -> dict[str, float]:
     """The official scores in per cent; the answer is empty where the probability of no answer is above `threshold`."""
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
-    gold = {row["id"]: row["answers"] for row in squad_files.references(questions)}
+    gold = squad_files.gold_answers(questions)
     if not args.version_2_with_negative:
         return squad_scores.score_1(texts, gold)
     return squad_scores.score_2(texts, gold, {name: spans.no_answer for name, spans in predicted.items()})
@@ -366,7 +366,7 @@ def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], question
 
 def no_answer_to_all(questions: list[squad_files.Question]) -> Baseline:
     """What the empty answer to every question of 2.0 scores."""
-    answers = {row["id"]: row["answers"] for row in squad_files.references(questions)}
+    answers = squad_files.gold_answers(questions)
     scores = squad_scores.score_2(dict.fromkeys(answers, ""), answers)
     return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}
 

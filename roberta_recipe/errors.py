@@ -1,18 +1,17 @@
 """Errors that end a command in one line with an exit code. Any other exception keeps its traceback: it is a bug."""
 
-import contextlib
 import errno
 import functools
 import os
 import re
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from roberta_recipe.credentials import redact
@@ -20,7 +19,6 @@ from roberta_recipe.started import continue_with
 
 _FOR_FIRST_PROCESS_S = 3.0  # in which the launcher ends the others, once the first has failed
 _COMES_AGAIN_S = 0.02
-_FOR_HANDLERS_S = 1.0  # for Python's own handlers of a signal
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
@@ -166,32 +164,16 @@ def _said_of_signal(ended: BaseException) -> tuple[str, int]:
     return f"ended by {by}; what was saved is whole. {continue_with()}", Stopped.EXIT_CODES[by]
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """While open, SIGTERM and Ctrl-C end the process within a second, also in a long call of a library without the GIL,
-    which keeps Python's signal handlers waiting: a thread reads the wake-up file descriptor. For the main thread, and
-    work that writes nothing."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    closed = threading.Event()
-    threading.Thread(target=_end_by_signal, args=(reader, closed), daemon=True).start()
-    before = signal.set_wakeup_fd(writer.fileno())
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        closed.set()
-        writer.close()
-
-
-def _end_by_signal(reader: socket.socket, closed: threading.Event) -> None:
-    with reader:
-        while number := reader.recv(1):  # a byte is the number of a signal; none as the writer is closed
-            ended = {signal.SIGTERM: _Terminated(), signal.SIGINT: KeyboardInterrupt()}.get(number[0])
-            if ended and not closed.wait(_FOR_HANDLERS_S):
-                message, code = _said_of_signal(ended)
-                print(redact(message), file=sys.stderr, flush=True)
-                os._exit(code)
+def interruptible(call: Callable[[], Any]) -> Any:
+    """The result of a long call of a library that releases the GIL, from another thread: SIGTERM and Ctrl-C, which
+    reach Python code of the main thread alone, end the process at once. For work that writes nothing."""
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(call).result()
+        except (KeyboardInterrupt, _Terminated) as ended:
+            message, code = _said_of_signal(ended)
+            print(redact(message), file=sys.stderr, flush=True)
+            os._exit(code)  # the thread cannot be ended
 
 
 def _print_once(line: str, code: int) -> None:

@@ -258,9 +258,9 @@ def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
     for number in range(6):
         empty = {"questions": [], "options": [], "answers": []} if number in (0, 2, 5) else {}
         write(tmp_path / "train" / "high", f"{number}.txt", {**passage(number, "gaps"), **empty})
-    found: list[str] = []
+    found: dict[str, str] = {}
     questions = race.read_folder(tmp_path, "train", ("high",), found)
-    assert found == ["high/0.txt", "high/2.txt", "high/5.txt"]
+    assert found == dict.fromkeys(["high/0.txt", "high/2.txt", "high/5.txt"], race.EMPTY)
     assert [question.passage for question in questions[::3]] == [f"high/{number}.txt" for number in (1, 3, 4)]
     assert len(questions) == 9 and questions == race.read_folder(tmp_path, "train", ("high",))
 
@@ -274,10 +274,10 @@ def test_copies_of_a_file_count_once_and_are_named(flags, tmp_path, data_dir, ca
         number = next(digits for digits in ("8", "9", "10") if digits in name)
         shutil.copy(folder / f"{number}.txt", folder / name)
     (folder / "._8.txt").write_bytes(b"\x00\x05\x16\x07\x00")
-    copies: list[str] = []
-    questions = race.read_folder(tmp_path / "data", "train", race.LEVELS, copies=copies)
+    left_out: dict[str, str] = {}
+    questions = race.read_folder(tmp_path / "data", "train", race.LEVELS, left_out)
     assert questions == race.read_folder(data_dir, "train", race.LEVELS) and len(questions) == 48
-    assert sorted(copies) == sorted(f"high/{name}" for name in names)
+    assert left_out == dict.fromkeys((f"high/{name}" for name in names), race.COPY)
     finetune_race.main(flags("--data_dir", tmp_path / "data", "--max_steps", 1))
     assert "train, high: 8; copies of another file left out: 4, high/" in capsys.readouterr().err
     counts = record_of(tmp_path / "race")["features"]

@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from roberta_recipe.presets import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
-_SAVED = {"dataset_info.json", "state.json"}  # of a folder of `save_to_disk`
 _NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache has it
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
@@ -239,27 +238,21 @@ def _local_paths(path: Path) -> tuple[list[str], list[str]]:
     """The files below a folder, a file itself, or the files that a glob finds; and the hidden files of a folder, which
     a glob does not find either."""
     if path.is_dir():
-        return _files_below(path)
+        return _without_hidden([*_files_below(str(path))], str(path))
     return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), []
 
 
-def _files_below(folder: Path) -> tuple[list[str], list[str]]:
-    """The files below a folder, those behind links too, and the hidden ones: a name below the folder begins with a dot.
-    A folder that links lead to again is searched once."""
-    found, hidden, searched = [], [], set()
+def _files_below(folder: str) -> Iterator[str]:
+    """The files below a folder, those behind links too; a folder that links lead to again is searched once, and once
+    more as a hidden one, so that a hidden link hides nothing."""
+    searched = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(parent)) in searched:
+        folders.sort()
+        if (place := (os.path.realpath(parent), "/." in parent[len(folder) :])) in searched:
             folders.clear()
             continue
-        searched.add(real)
-        for name in names:
-            if os.path.isfile(path := os.path.join(parent, name)):
-                (hidden if name.startswith(".") else found).append(path)
-        for name in [name for name in folders if name.startswith(".")]:
-            folders.remove(name)
-            hidden += [f"{below}/{file}" for below, _, files in os.walk(f"{parent}/{name}") for file in files]
-        folders.sort()
-    return found, hidden
+        searched.add(place)
+        yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
 
 
 def _remote_paths(pattern: str) -> tuple[list[str], list[str]]:
@@ -273,28 +266,33 @@ def _remote_paths(pattern: str) -> tuple[list[str], list[str]]:
     else:
         paths = [path]
     asked_for = "/." in path[len(root) :]  # by a pattern such as `.x*`
-    hidden = {p for p in paths if "/." in p[len(root) :] and not asked_for}
-    return [system.unstrip_protocol(p) for p in paths if p not in hidden], [*hidden]
+    shown, hidden = (paths, []) if asked_for else _without_hidden(paths, root)
+    return [system.unstrip_protocol(path) for path in shown], hidden
+
+
+def _without_hidden(paths: list[str], folder: str) -> tuple[list[str], list[str]]:
+    """The paths below a folder, and apart from them those in which a name below it begins with a dot."""
+    hidden = {path for path in paths if "/." in path[len(folder) :]}
+    return [path for path in paths if path not in hidden], [*hidden]
 
 
 def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
     """`paths`, but of a folder of `Dataset.save_to_disk` the files alone that its state.json lists: the others are
     metadata, and caches of `map`. Raises `InputError` for a folder of `DatasetDict`, which would mix the splits."""
-    by_folder: dict[str, set[str]] = {}
-    for path in paths:
-        folder, _, file = path.rpartition("/")
-        by_folder.setdefault(folder, set()).add(file)
-    for folder, files in by_folder.items():
-        files |= {name for name in _SAVED if os.path.isfile(f"{folder}/{name}")}  # beside what a glob finds
-        if "dataset_dict.json" in files:
-            splits = _saved_json(f"{folder}/dataset_dict.json", lambda saved: [*saved["splits"]])
+    listed = set(paths)
+    for folder in sorted({path.rpartition("/")[0] for path in paths}):
+        of_splits, state, info = (
+            f"{folder}/{file}" for file in ("dataset_dict.json", "state.json", "dataset_info.json")
+        )
+        if of_splits in listed:
+            splits = _saved_json(of_splits, lambda saved: [*saved["splits"]])
             raise InputError(
                 f"source {name!r}: {folder} is a DatasetDict of the splits {', '.join(splits)}; name the folder of one "
                 f"split: {folder}/{splits[0]}"
             )
-        if files >= _SAVED:
-            kept = _saved_json(f"{folder}/state.json", lambda saved: {one["filename"] for one in saved["_data_files"]})
-            paths = [path for path in paths if path.rpartition("/")[0] != folder or path[len(folder) + 1 :] in kept]
+        if all(path in listed or os.path.isfile(path) for path in (state, info)):  # a glob may have found neither
+            kept = _saved_json(state, lambda saved: {one["filename"] for one in saved["_data_files"]})
+            paths = [path for path in paths if path.rpartition("/")[0] != folder or path.rpartition("/")[2] in kept]
     return paths
 
 

@@ -2,8 +2,8 @@
 
 import glob
 import hashlib
+import io
 import itertools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,9 +42,9 @@ class BadShard(InputError):
 def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[Text]:
     """The text of each document of one file, from row `start` on; `BadRow` for a row that cannot be read.
 
-    A read that fails for a reason that may pass (an I/O error; most errors of a remote file) is tried again, from the
-    row that it had come to, after each of `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and
-    `InputError` for a file that is not as the preset says; both name it.
+    Transient errors (I/O errors; most errors of remote files) are retried from the current row, after each of
+    `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and `InputError` for a file that contradicts the
+    preset; both name it.
     """
     if source.filters is not None and format != "parquet":
         raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
@@ -57,6 +57,11 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
     while True:
         try:
             for text in _read_rows(source, format, path, row):
+                if not isinstance(text, Text):
+                    raise InputError(
+                        f"source {source.name!r}: column {source.text_column!r} of {path} holds "
+                        f"{type(text).__name__}, not text"
+                    )
                 if text is not None:
                     with_value = row
                 elif row - with_value == _MOST_WITHOUT:
@@ -75,11 +80,11 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
                 raise _bad_shard(source, path, row, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[Text]:
-    """One attempt at `read_file`: Parquet, and what else a Hub dataset has, is streamed by `datasets`."""
+def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[Any]:
+    """One attempt at `read_file`. Parquet and the other formats of Hub datasets are streamed by `datasets`."""
     if format in READERS:
         with open_file(path) as stream:
-            yield from _texts(source, path, READERS[format](stream, source.text_column, start))
+            yield from READERS[format](stream, source.text_column, start)
         return
     options: dict[str, Any] = {}
     if format == "parquet":
@@ -98,22 +103,10 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[T
         options |= {"data_files": [pattern], "split": "train", "cache_dir": cache}
         rows = datasets.load_dataset(format, streaming=True, **options)
         # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
-        batches = (rows.skip(start) if start else rows).iter(batch_size=1)
-        yield from _texts(source, path, (_value_of(row, source.text_column) for row in batches))
-
-
-def _value_of(row: dict[str, list[Any]], column: str) -> Any:
-    if column not in row:
-        raise NoColumn(sorted(row))
-    return row[column][0]
-
-
-def _texts(source: Source, path: str, values: Iterator[Any]) -> Iterator[Text]:
-    for value in values:
-        if not isinstance(value, Text):
-            kind = type(value).__name__
-            raise InputError(f"source {source.name!r}: column {source.text_column!r} of {path} holds {kind}, not text")
-        yield value
+        for row in (rows.skip(start) if start else rows).iter(batch_size=1):
+            if source.text_column not in row:
+                raise NoColumn(sorted(row))
+            yield row[source.text_column][0]
 
 
 def text_file_rule(corpus: Corpus) -> dict[str, str]:
@@ -147,13 +140,20 @@ def _no_value(source: Source, format: str, path: str, first: int, last: int) -> 
     )
 
 
-def _parquet_rows(path: str) -> int | None:
-    """The number of rows of a Parquet file, as its footer has it; None where it cannot be read."""
+def _parquet_footer(path: str) -> pq.FileMetaData | None:
+    """The footer of a Parquet file; None where it cannot be read, for a reason that reading the file gives."""
     try:
         with open_file(path) as stream:
-            return pq.read_metadata(stream).num_rows
+            return pq.read_metadata(stream)
     except Exception:
         return None
+
+
+def _text_chunks(source: Source, footer: pq.FileMetaData) -> list[pq.ColumnChunkMetaData]:
+    """The text column's chunk of each row group."""
+    groups = map(footer.row_group, range(footer.num_row_groups))
+    chunks = (chunk for group in groups for chunk in map(group.column, range(group.num_columns)))
+    return [chunk for chunk in chunks if chunk.path_in_schema == source.text_column]
 
 
 def text_digest(text: str) -> str:
@@ -212,7 +212,8 @@ def file_rows(
         check_unchanged(corpus, path)
         if corpus.on_bad_shard != "skip":
             raise
-        rest = max((_parquet_rows(path) or number) - number, 0) if format == "parquet" else 0
+        footer = _parquet_footer(path) if format == "parquet" else None
+        rest = max(footer.num_rows - number, 0) if footer else 0
         rows = counted(rest, "row") if rest else "an unknown number of rows"
         logger.warning(f"{bad}; skipped, with what follows row {number} ({rows})")
         yield Row(number, None, empty, other_split, bad_files=1, lost_rows=lost + rest)
@@ -255,20 +256,18 @@ def _text_bytes(source: Source, format: str, path: str) -> int | None:
     """`text_bytes` of a file."""
     if "://" in path or Path(path).suffix.lower() in DECOMPRESSORS:
         return None
+    if format == "parquet":
+        footer = _parquet_footer(path)
+        return footer and sum(chunk.total_uncompressed_size for chunk in _text_chunks(source, footer))
     size = os.path.getsize(path)
-    try:
-        if format == "parquet":
-            footer = pq.read_metadata(path)
-            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-            return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == source.text_column)
-        if format == "json":
-            with open(path, "rb") as stream:
-                lines = list(itertools.islice(stream, _LINES_OF_A_SAMPLE))
-            texts = [json.loads(line).get(source.text_column) or "" for line in lines if line.strip()]
-            size = int(size * len("".join(texts).encode()) / max(sum(map(len, lines)), 1))
-    except Exception:  # reading it says why
-        return None
+    if format == "json":
+        with open(path, "rb") as stream:
+            sample = b"".join(itertools.islice(stream, _LINES_OF_A_SAMPLE))
+        texts = READERS["json"](io.BytesIO(sample), source.text_column)
+        try:
+            size = int(size * sum(len(text.encode()) for text in texts if isinstance(text, str)) / max(len(sample), 1))
+        except ValueError:  # a list that is longer than the sample
+            return None
     return size
 
 
@@ -320,18 +319,13 @@ def _check_held_out(corpus: Corpus) -> None:
 
 
 def _check_parquet(source: Source, path: str) -> None:
-    """Raise `InputError` for a Parquet file whose footer says that the text column is missing or has no value."""
-    try:
-        footer = pq.read_metadata(path)
-    except Exception:
-        return  # reading it says why
+    """Raise `InputError` for a Parquet file without the text column, or with nothing but nulls in it, by its footer."""
+    if not (footer := _parquet_footer(path)):
+        return
     columns = footer.schema.to_arrow_schema().names
     if source.text_column not in columns:
         raise _no_column(source, path, columns)
-    column = footer.schema.names.index(source.text_column) if source.text_column in footer.schema.names else None
-    if column is None or not footer.num_rows:
-        return
-    chunks = [footer.row_group(number).column(column) for number in range(footer.num_row_groups)]
-    nulls = [c.statistics.null_count if c.statistics and c.statistics.has_null_count else 0 for c in chunks]
-    if sum(nulls) == footer.num_rows:
+    statistics = [chunk.statistics for chunk in _text_chunks(source, footer)]
+    nulls = sum(of_chunk.null_count for of_chunk in statistics if of_chunk and of_chunk.has_null_count)
+    if nulls and nulls == footer.num_rows:
         raise _no_value(source, "parquet", path, 0, footer.num_rows - 1)

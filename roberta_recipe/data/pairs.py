@@ -143,8 +143,8 @@ def _take(state: PackState, taken: list[list[int]], sentences: Document) -> None
 
 
 def _draws(state: PackState, text: list[list[int]]) -> np.random.Generator:
-    """What the next pair of the file, or what is kept of a document, is drawn from, given its text: a function of
-    the version, and not that of the same pair of another file."""
+    """The random generator of the next pair of the file (or of what is kept of a document), keyed by its number, its
+    text and the version, so that another file and another version have other draws."""
     number = state.extra.get("pairs", 0)
     state.extra = {**state.extra, "pairs": number + 1}
     checksum = zlib.crc32(np.fromiter(itertools.chain.from_iterable(text), dtype=np.int64).tobytes())

@@ -34,14 +34,14 @@ class BadRow(NamedTuple):
 
 
 class NoColumn(Exception):
-    """The text column is missing; the argument lists the columns of the file."""
+    """The text column is missing; the argument is the list of the file's columns."""
 
 
 Text = str | BadRow | None  # of a row; None where it has no value in the text column
 
 
 def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action: str) -> bool:
-    """Whether a read is to be tried again, after the next of `delays`: False for an error that stays, or the last."""
+    """Whether to retry a read, after sleeping for the next of `delays`: not for a permanent error or after the last."""
     transient = _is_transient(error) if "://" in path else getattr(error, "errno", None) not in (None, errno.ENOENT)
     delay_s = next(delays, None) if transient else None
     if delay_s is None:
@@ -52,7 +52,7 @@ def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action:
 
 
 def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
-    """The result of `attempt`, tried again as reads are. Raises `InputError`."""
+    """The result of `attempt()`, with the retries of reads. Raises `InputError`."""
     delays = iter(RETRY_DELAYS_S)
     while True:
         try:
@@ -64,8 +64,9 @@ def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether a remote file system may answer otherwise later: not after damage, a refusal, an HTTP status 4xx or "no
-    such file", which fsspec raises also from whatever else kept it from looking."""
+    """Whether a later attempt at a remote read may succeed: not for damaged content, missing permissions, an HTTP
+    status 4xx or a missing file. (fsspec raises `FileNotFoundError` from any error of a look-up; then its cause
+    counts.)"""
     if isinstance(error, ValueError | ImportError | PermissionError):  # pyarrow's and json's errors are ValueErrors
         return False
     cause = error.__cause__ or error

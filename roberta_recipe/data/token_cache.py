@@ -62,7 +62,7 @@ _packer: tuple[Any, ...] = ()  # of a packing process: the first arguments of `p
 
 
 class Shard(NamedTuple):
-    """What one file of a source gives to one split, of pairs in one version."""
+    """The blocks of one file of a source for one split; of pairs, in one version."""
 
     source: int
     split: str

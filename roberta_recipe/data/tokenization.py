@@ -4,6 +4,7 @@ Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the
 """
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -33,32 +34,24 @@ def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] |
     return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=MASK_TOKEN, model_max_length=512)
 
 
-# what a tokenizer is loaded from
-_FILES = {
+FILES = {  # of a tokenizer, in a checkpoint's folder
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
 }
-
-
-def is_of_tokenizer(name: str) -> bool:
-    """Whether a file of a checkpoint's folder belongs to its tokenizer."""
-    return name in _FILES
-
-
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
 _ALSO = {"bos_token": "cls_token", "eos_token": "sep_token"}  # BERT's names of them
 _ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt; `padding_side` is the right, as
-    batches are padded there.
+    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt. `padding_side` becomes "right", as
+    batches are padded on the right.
 
     Raises `InputError` where there is none, where it is not what this recipe wrote (by the folder's manifest, if it
     has one), or where it lacks a token that is needed (all of masked-LM training's).
     """
     folder = resolve_path(name_or_path)
-    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=is_of_tokenizer)):
+    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=FILES.__contains__)):
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} is damaged: {found}; make it again, or remove {durable.MANIFEST} if "
             "you changed it yourself"
@@ -70,7 +63,7 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
     except Exception as error:  # for damaged files: of json, of transformers, of the Rust of tokenizers
-        if any((folder / name).is_file() for name in _FILES):
+        if any((folder / name).is_file() for name in FILES):
             raise InputError(
                 f"the tokenizer {str(name_or_path)!r} cannot be read: its files are damaged or incomplete "
                 f"({type(error).__name__}: {first_line(error)}); make or copy it again"
@@ -140,9 +133,9 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, in which only the tokens of the standard roles are special. Other special tokens (the user's
-    `[E1]`) become plain added tokens, as `split_special_tokens`, by which `</s>` in a text is text, splits all that are
-    special; a tokenizer that is configured to split them keeps them so."""
+    """The backend's JSON, with only the tokens of the standard roles marked special. `split_special_tokens`, which
+    keeps `</s>` in a text plain text, splits every special token, so the user's own (`[E1]`) become plain added tokens;
+    a tokenizer that is configured to split them still does."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -171,8 +164,8 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a fast tokenizer that encodes text as `corpus_backend` does, for the features of fine-tuning; other
-    attributes, as `mask_token_id`, are to be read from the original."""
+    """A copy of a fast tokenizer with `corpus_backend`, for the features of fine-tuning. Read other attributes, as
+    `mask_token_id`, from the original."""
     copied = copy.copy(tokenizer)
     copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
     return copied
@@ -180,12 +173,8 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their ids, without special tokens, over all cores."""
-    backend = corpus_backend(tokenizer)
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    return encode
+    encode = functools.partial(corpus_backend(tokenizer).encode_batch_fast, add_special_tokens=False)
+    return lambda texts: [encoding.ids for encoding in encode(texts)]
 
 
 def split_sentences(text: str, language: str = "en") -> list[str]:

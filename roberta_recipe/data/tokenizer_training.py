@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
 from roberta_recipe.data.tokenization import LEADING_TOKENS, build_tokenizer, corpus_encoder
-from roberta_recipe.errors import InputError, ended_by_signals
+from roberta_recipe.errors import InputError, interruptible
 from roberta_recipe.log import logger
 
-_LONG = 1000  # characters; training takes time with the square of a word's length
+_LONG = 1000  # characters; training time grows with the square of a word's length
 _RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of GPT-2's pattern
 
 
@@ -42,8 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
         show_progress=sys.stderr.isatty(),
     )
     counts: Counter[str] = Counter()
-    with ended_by_signals():
-        backend.train_from_iterator(_without_long_words(texts, counts), trainer)
+    interruptible(lambda: backend.train_from_iterator(_without_long_words(texts, counts), trainer))
     if counts:
         logger.warning(
             f"Long words  {counts['cuts']:,} cuts in runs of {_LONG:,} and more letters, digits, signs or blanks; "
@@ -59,8 +58,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
 
 
 def _without_long_words(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
-    """The texts, cut after each `_LONG` characters that are of one class, so that no word is of twice so many; `cuts`
-    and `texts` that have some are added to `counts`."""
+    """The texts, cut inside long words: after each `_LONG` characters of one class (letters, digits, ...), so that no
+    word reaches twice that length. Adds the number of `cuts`, and of `texts` with cuts, to `counts`."""
     for text in texts:
         start = 0
         for end in range(_LONG, len(text), _LONG):

@@ -312,19 +312,15 @@ def _text_table(record: PretrainingRecord) -> str:
 def _score_table(summaries: list[Summary]) -> str:
     rows = []
     for summary in summaries:
-        scores, published = picked_setting(summary), summary["dataset"]["hub_metrics"]
-        spread = f"{percent(scores['lowest'])} to {percent(scores['highest'])}"
-        medians = ", ".join(
-            f"{name} {percent(value)}" for name, value in scores["medians"].items() if name in published
-        )
-        median, seeds = percent(scores["median"]), len(scores["seeds"])
-        task, metric = (summary["dataset"]["name"], scored_on(summary)), summary["metric"]
-        rows.append((*task, metric, median, spread, seeds, of_baseline(summary, metric), medians))
-        for split, tested in summary.get("tests", {}).items():
-            spread = f"{percent(tested['lowest'])} to {percent(tested['highest'])}"
-            medians = ", ".join(f"{name} {percent(value)}" for name, value in tested["medians"].items())
-            where = (task[0], f"{split}, {tested['examples']:,} examples", metric, percent(tested["median"]))
-            rows.append((*where, spread, len(tested["seeds"]), "", medians))
+        dataset, metric, tests = summary["dataset"], summary["metric"], summary.get("tests", {})
+        scored = [(scored_on(summary), picked_setting(summary), of_baseline(summary, metric))]
+        scored += [(f"{split}, {counted(of['examples'], 'example')}", of, "") for split, of in tests.items()]
+        for where, scores, baseline in scored:
+            medians = {name: value for name, value in scores["medians"].items() if name in dataset["hub_metrics"]}
+            shown = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
+            spread = f"{percent(scores['lowest'])} to {percent(scores['highest'])}"
+            median, seeds = percent(scores["median"]), len(scores["seeds"])
+            rows.append((dataset["name"], where, metric, median, spread, seeds, baseline, shown))
     head = ("task", "scored on", "metric", "median", "spread", "seeds", "majority answer", "medians of all metrics")
     explained = "Majority answer: what the most frequent right answer scores when it is given to every example."
     return f"{_table(head, rows)}\n\n{explained}"

@@ -30,6 +30,7 @@ HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
 FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 LETTERS = "ABCD"
+EMPTY, COPY = "without questions", "a copy of another file"  # files of a folder that give no questions
 _TOGETHER = 1000  # texts tokenized in one call
 
 
@@ -69,20 +70,15 @@ def files_of(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Path]:
 
 
 def read_folder(
-    data_dir: Path,
-    split: str,
-    levels: tuple[str, ...],
-    without_questions: list[str] | None = None,
-    copies: list[str] | None = None,
+    data_dir: Path, split: str, levels: tuple[str, ...], left_out: dict[str, str] | None = None
 ) -> list[Question]:
-    """The questions of "train", "validation" or "test", by level and number of the file; the copy of a file ("1 copy")
-    gives none.
+    """The questions of "train", "validation" or "test", by level and number of the file.
 
-    The names of the passages that have no question (two of the official train/high) are put into `without_questions`,
-    those of copies into `copies`. Raises `InputError` that names file and question, two versions of a passage, or a
-    level in which no passage has a question.
+    Files that give none are put into `left_out`, file to `EMPTY` (a passage without questions: two of the official
+    train/high) or `COPY` (of another file: "1 copy.txt"). Raises `InputError` that names file and question, two
+    versions of a passage, or a level in which no passage has a question.
     """
-    questions = []
+    questions, left_out = [], {} if left_out is None else left_out
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
         paths = files_of(data_dir, split, (level,))
@@ -100,10 +96,8 @@ def read_folder(
             count = counted(len(paths), "passage")
             raise InputError(f"{folder}: {count}, and none has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
-        if without_questions is not None:
-            without_questions += [name for name, asked in passages.items() if not asked]
-        if copies is not None:
-            copies += [f"{level}/{path.name}" for path in twice]
+        left_out |= {name: EMPTY for name, asked in passages.items() if not asked}
+        left_out |= {f"{level}/{path.name}": COPY for path in twice}
     return questions
 
 

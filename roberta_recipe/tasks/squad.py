@@ -156,7 +156,8 @@ def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _runs(context: str) -> np.ndarray:
-    """(characters + 1,): the first of the letters, digits, punctuation and symbols that end at a position."""
+    """For each position in the context, (characters + 1,): where the run of letters, digits, punctuation and symbols
+    that ends there begins."""
     visible = [unicodedata.category(character)[0] in "LNPS" for character in context]
     return np.maximum.accumulate(np.where([False, *visible], 0, np.arange(len(context) + 1)))
 
@@ -164,7 +165,7 @@ def _runs(context: str) -> np.ndarray:
 def _begins(starts: np.ndarray, reached: np.ndarray, context: str) -> np.ndarray:
     """First characters of tokens, moved back over the visible characters before them that no token covers: where a
     word gets a space that the text lacks (`add_prefix_space` behind punctuation), `trim_offsets` takes the word's first
-    character for it. `reached`: how far the tokens before reach."""
+    character for it. `reached`: the ends of the tokens before."""
     return np.minimum(starts, np.maximum(reached, _runs(context)[starts]))
 
 

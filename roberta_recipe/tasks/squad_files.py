@@ -1,6 +1,6 @@
 """SQuAD's files: questions with their answers, and the predictions that are scored against them.
 
-Needs no library of training, so that `tools/squad_score.py` starts at once. A position in a context counts the
+Imports no library of training, so that `tools/squad_score.py` starts at once. A position in a context counts the
 characters of a Python string.
 """
 
@@ -143,6 +143,6 @@ def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[d
     return found, [name for name in wanted if name not in values], sorted(values.keys() - asked)
 
 
-def references(questions: list[Question]) -> list[dict[str, Any]]:
-    """Gold answers as the metric takes them."""
-    return [{"id": question.id, "answers": [text for text, _ in question.answers]} for question in questions]
+def gold_answers(questions: list[Question]) -> dict[str, list[str]]:
+    """The texts of the right answers by question id, as `squad_scores` takes them."""
+    return {question.id: [text for text, _ in question.answers] for question in questions}

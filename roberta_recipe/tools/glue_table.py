@@ -3,8 +3,8 @@
     python -m roberta_recipe.tools.glue_table --folder runs/glue                     # or: make glue-all
     python -m roberta_recipe.tools.glue_table --folder runs/glue --submission        # or: make glue-submission
 
-A task is finished where `<folder>/<task>/summary.json` is. A star marks a task that was run otherwise than its preset
-(presets/glue) or section 5.1 has it; a line below the table names the differences. The submission,
+A task is finished where `<folder>/<task>/summary.json` is. A star marks a task that differs from its preset
+(presets/glue) or from section 5.1; a line below the table names the differences. The submission,
 `<folder>/submission.zip`, needs the files of every task, which `finetune_glue.py --do_predict` writes.
 """
 
@@ -22,7 +22,7 @@ from roberta_recipe.tasks import glue, summary_text
 
 PAPER_SEEDS = 5  # section 5.1
 PRESETS = ROOT / "presets" / "glue"
-# of a preset: what is fine-tuned, and flags that are no part of the protocol; of `--sweep`, what the grid sets
+# keys of a preset that are not compared: the model, and flags outside of the protocol; with --sweep, the grid's own
 _NOT_PROTOCOL = ("model_name_or_path", "output_dir", "seeds", "spacy_model", "report_to", "logging_steps", "eval_steps")
 _NOT_PROTOCOL += ("per_device_train_batch_size", "per_device_eval_batch_size", "save_strategy", "save_total_limit")
 _OF_GRID = ("learning_rate", "global_batch_size", "max_steps", "warmup_steps")

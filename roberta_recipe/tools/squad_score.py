@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         if args.version_2_with_negative:
             raise InputError(f"{args.predictions} has {lacks}; the official script of 2.0 scores no such file")
         logger.warning(f"{args.predictions} has {lacks}; they count as wrong")
-    answers = {row["id"]: row["answers"] for row in squad_files.references(questions)}
+    answers = squad_files.gold_answers(questions)
     if args.version_2_with_negative:
         scores = score_2(texts, answers, read_odds(args.null_odds, names) if args.null_odds else None)
     else:

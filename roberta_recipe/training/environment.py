@@ -180,7 +180,8 @@ def check_deepspeed_file(path: str) -> None:
 
 def check_deepspeed(args: TrainingArguments) -> None:
     """Raise `InputError` for a DeepSpeed configuration by flag, which would be resolved before the batch is derived,
-    and for the values of the launcher's that differ from `args`, whose batch is derived: all in one line."""
+    and for a launcher's configuration with values that differ from `args`: all of them in one line. Needs the derived
+    batch."""
     if args.deepspeed:
         raise InputError(
             f"deepspeed={args.deepspeed}: name a launch file instead, e.g. accelerate launch --config_file "

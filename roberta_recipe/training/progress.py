@@ -1,4 +1,4 @@
-"""What a person sees of training: a line for each log entry, and a bar where somebody watches."""
+"""Console progress of training: a line for each log entry, and a progress bar on a terminal."""
 
 import time
 from typing import Any
@@ -65,10 +65,11 @@ class Progress(TrainerCallback):
         self._evaluation.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._close_evaluation()
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
 
-    def on_predict(self, args, state, control, **kwargs):
-        self._close_evaluation()
+    on_predict = on_evaluate
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._bar is not None:
@@ -79,11 +80,6 @@ class Progress(TrainerCallback):
         self._said_s = time.monotonic()
         with tqdm.external_write_mode():  # the line stands above the bar
             logger.info(line)
-
-    def _close_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.close()
-            self._evaluation = None
 
     def _line(self, state, logs: dict[str, Any]) -> str:
         """What is shown of a log entry; empty for the entry at the end of training, which the record has."""

@@ -15,7 +15,7 @@ from transformers import logging as transformers_logging
 
 from roberta_recipe import durable
 from roberta_recipe.data.identity import identify
-from roberta_recipe.data.tokenization import is_of_tokenizer
+from roberta_recipe.data.tokenization import FILES
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
 from roberta_recipe.log import counted
@@ -32,9 +32,7 @@ def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
     """Raise `InputError` where a checkpoint's folder has a manifest, and its files are not what it says; those
     of its tokenizer, which need not be used, are checked when they are loaded."""
     folder = resolve_path(name)
-    if (folder / durable.MANIFEST).is_file() and (
-        fault := durable.fault(folder, only=lambda file: not is_of_tokenizer(file))
-    ):
+    if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
         raise InputError(
             f"{argument}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, delete "
             f"{folder / durable.MANIFEST}"
@@ -106,9 +104,8 @@ def positions(config: PreTrainedConfig) -> int | None:
 def fitted(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """While a tokenizer is saved beside a model: what truncates without a length of its own (`pipeline`) cuts to
-    `max_length`, by default the model's positions. Afterwards, and in fingerprints, the tokenizer is as it was
-    loaded."""
+    """Sets `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
+    by default the model's positions. Restored afterwards: fingerprints have the loaded value."""
     before = tokenizer.model_max_length
     tokenizer.model_max_length = max_length or positions(config) or before
     try:
