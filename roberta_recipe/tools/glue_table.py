@@ -97,7 +97,7 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
     protocol = {"layer_decay": 1.0, "random_weights": False, **load_yaml(PRESETS / f"{summary['task']}.yaml")}
     for name in [name for name in protocol if name not in (*_NOT_PROTOCOL, *(_OF_GRID * sweep))]:
         if args.get(name) != protocol[name]:
-            ours = "num_train_epochs" if name == "max_steps" and args.get(name) == -1 else name
+            ours = "num_train_epochs" if name == "max_steps" and args["max_steps"] == -1 else name
             found.append(f"{ours}={args.get(ours)} for {name}={protocol[name]}")
     return found
 
