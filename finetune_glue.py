@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> Summary:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         print(summary_text.table(summary, paper_line(args.task_name, args.qnli_form)))
 
-    # 6. The test set, as the server takes it; its scores where it has labels.
+    # 6. The test set, as the server takes it.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
     environment.leave_process_group()
@@ -472,9 +472,7 @@ def write_submission(
     args: GlueArguments, task: glue.Task, job: protocol.Job, form: Form, data, runs, summary: Summary, folder: Path
 ) -> None:
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
-    of the best setting; scores on test sets with labels are printed."""
-    for line in summary_text.of_tests(summary):
-        print(line)
+    of the best setting."""
     picked = picked_setting(summary)
     chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
     if args.predict_with == "best":

@@ -89,11 +89,6 @@ def main(argv: list[str] | None = None) -> Summary:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
         print(summary_text.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
-
-    # 6. The test set, whose answers are public.
-    if training_args.do_predict and training_args.process_index == 0:
-        for line in summary_text.of_tests(summary):
-            print(line)
     environment.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")

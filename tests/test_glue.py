@@ -137,16 +137,8 @@ def test_a_submission_of_the_official_sizes(tmp_path, capsys):
             predictions = numbers % len(task.labels) if task.labels else numbers % 11 / 2
             path = tmp_path / ("mnli" if name == "ax" else name) / "submission" / file
             glue.write_predictions(path, glue.answers(task, predictions))
-        few = name == "rte"
-        folder = "mnli" if name == "ax" else name
-        said = {**load_yaml(ROOT / "presets" / "glue" / f"{folder}.yaml"), "layer_decay": 1.0, "random_weights": False}
-        of_data = {
-            "dataset": {"hub_id": glue.HUB_DATASET},
-            "resolved_args": said | ({"max_train_samples": 9} if few else {}),
-        }
-        setting = {"median": 0.5, "seeds": dict.fromkeys("1" if few else "12345", 0.5)}
-        summary = {"settings": [setting], "picked": 0, "task": folder, **of_data}
-        durable.write_sealed(tmp_path / folder / "summary.json", summary)
+        if name != "ax":
+            summary_of(tmp_path, name, **({"max_train_samples": 9, "seeds": 1} if name == "rte" else {}))
     glue_table.main(["--folder", str(tmp_path), "--submission"])
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if ": " in line][:-1] == [
@@ -430,7 +422,7 @@ def summary_of(tmp_path, task, **changes):
     setting = {"learning_rate": 1e-5, "global_batch_size": 16, "seeds": scores, "median": 0.5}
     values = {"task": task, "settings": [setting], "picked": 0, "dataset": {"hub_id": "nyu-mll/glue"}}
     path = tmp_path / task / "summary.json"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     durable.write_sealed(path, {**values, "resolved_args": args})
 
 

@@ -9,7 +9,7 @@ from roberta_recipe.training.finetune_trainer import BEST_NAME, WEIGHTS
 
 def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     """Each setting with its median, spread and seeds, the best marked, and medians of the metrics `others`; the line
-    `paper` below, what one answer to everything scores, and where the best run's files are."""
+    `paper` below, what one answer to everything scores, test sets, and where the best run's files are."""
     metric, settings = summary["metric"], summary["settings"]
     lines = [f"\n{summary['task']}, validation {metric} x 100"]
     lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
@@ -31,7 +31,7 @@ def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     answers, about = best / ANSWERS_NAME, best.parent / SUMMARY_NAME
     files = [f"best epoch  {best / BEST_NAME}"] if (best / BEST_NAME / WEIGHTS).is_file() else []
     files += [f"{name:<12}{path}" for name, path in {"answers": answers, "summary": about}.items() if path.is_file()]
-    return "\n".join([*lines, *filter(None, [paper, _beside_one_answer(summary)]), *files])
+    return "\n".join([*lines, *filter(None, [paper, _beside_one_answer(summary)]), *of_tests(summary), *files])
 
 
 def of_tests(summary: Summary) -> list[str]:
