@@ -265,6 +265,26 @@ def test_a_missing_key_has_a_default_that_may_contradict_a_flag(preset, left_out
         environment.check_deepspeed(_own_file(preset, {}, [left_out])[0])
 
 
+REFUSED = {  # by DeepSpeed itself, which would say so after the text was read
+    "zero_optimization.stage": 7,
+    "zero_optimization.no_such_key": 1,
+    "fp16.initial_scale_power": "x",
+    "torch_autocast": {"enabled": True},
+    "sparse_gradients": True,
+    "tensorboard": "x",
+}
+
+
+@pytest.mark.parametrize("key", [*REFUSED, None])
+def test_a_deepspeed_file_that_deepspeed_refuses_is_refused_in_one_line(preset, key):
+    left_out = ["train_batch_size", "train_micro_batch_size_per_gpu"] * (key is None)
+    args, _ = _own_file(preset, {key: REFUSED[key]} if key else {}, left_out)
+    with pytest.raises(InputError, match="the DeepSpeed configuration") as raised:
+        environment.check_deepspeed(args)
+    assert "\n" not in str(raised.value)
+    assert (key or "train_micro_batch_size_per_gpu").rpartition(".")[2] in str(raised.value), raised.value
+
+
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     agreeing = {"train_batch_size": 8, "gradient_clipping": 0.5, "bf16.enabled": False, "fp16.enabled": "auto"}
     args, before = _own_file(preset, agreeing)

@@ -1,6 +1,7 @@
 """Reading files: cut and damaged archives, bad rows, types that change, hidden files, saved datasets."""
 
 import bz2
+import errno
 import functools
 import gzip
 import http.server
@@ -240,6 +241,52 @@ def test_a_column_that_changes_its_type_after_the_first_chunk(tmp_path):
     assert read(tmp_path / "dates.jsonl") == ["2020-01-01", "2021-02-03T00:00:00Z", "12:30:00"]
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_and_arrow_read_the_text_column_alone(tmp_path, kind):
+    """Beside columns that `datasets` has no type for, or that have its name inside; a row that is not UTF-8 is lost
+    alone (a dictionary's values are checked together)."""
+    texts = [f"Document {number}".encode() for number in range(301)]
+    bad = not pa.types.is_dictionary(kind)
+    texts[150] = b"caf\xe9" if bad else b"Document 150"
+    binary = pa.large_binary() if kind == pa.large_string() else pa.binary()
+    column = pa.array(texts, binary).view(kind) if bad else pa.array([t.decode() for t in texts]).cast(kind)
+    inner = pa.array([{"text": None}] * 301, pa.struct({"text": pa.string()}))
+    others = {"meta": inner, "map": pa.array([[("a", "b")]] * 301, pa.map_(pa.string(), pa.string()))}
+    table = pa.table({**others, "text": column})
+    pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=200)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    for suffix in ("parquet", "arrow"):
+        documents, lost, broken = skipped(tmp_path / f"a.{suffix}")
+        assert [number for number, _ in documents] == [n for n in range(301) if n != 150 or not bad]
+        assert documents[-1] == (300, "Document 300") and (lost, broken) == (int(bad), 0)
+    if not bad:
+        corpus = Corpus("c", [Source("s", files=str(tmp_path / "a.parquet"))], validation_share=0.5)
+        reading.check_sources(corpus)
+
+
+def test_rows_without_the_column_at_the_beginning_are_said_to_be_that(tmp_path):
+    rows = [{"meta": 1}] * 1001 + [{"text": "Text."}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match=r"rows 0 to 999 of .* have no value in column 'text'"):
+        check(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows[:7])))
+    with pytest.raises(InputError, match=r"has no column 'text'; it has \['meta'\]"):
+        check(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EISDIR, errno.ELOOP])
+def test_a_permanent_error_is_not_retried(tmp_path, monkeypatch, code):
+    def refuse(path):
+        raise OSError(code, "refused", path)
+
+    monkeypatch.setattr("roberta_recipe.data.documents.open_file", refuse)
+    monkeypatch.setattr("time.sleep", pytest.fail)
+    (tmp_path / "a.txt").write_text("Text.")
+    with pytest.raises(InputError, match="refused"):
+        read(tmp_path / "a.txt")
+
+
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_a_bad_line_loses_its_document(tmp_path, compression, caplog):
     pieces = [*DOCUMENTS, "Caf\udce9.\nMore of it.", "Five.", "Six\udcff", "", "\udc80", "Seven."]
@@ -293,6 +340,14 @@ def test_a_json_list_of_objects_or_strings(tmp_path):
     with pytest.raises(InputError, match=r"column 'text' of element 2 is int, not text \(row 1\)"):
         read_all = texts_of(files=str(path))
         assert not read_all
+    for content in (
+        json.dumps({"text": "One."}, indent=2),
+        '{\n "text":\n "One."}\n\n{"a": [], "text": "Two."}{"a": 1}',
+    ):
+        path.write_text(content)  # as `jq` writes
+        wanted = ["One.", "Two.", None][: 1 if "Two" not in content else 3]
+        for start in range(4):
+            assert read(path, start) == wanted[start:]
     path.write_text(json.dumps([{"text": "One."}])[:-1])
     assert skipped(path) == ([], 0, 1)
 
@@ -485,6 +540,14 @@ def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
         check(tmp_path / "saved", text_column="body")
     with pytest.raises(InputError, match=r"column 'number' of .* holds int, not text"):
         check(tmp_path / "saved", text_column="number")
+
+
+def test_a_saved_dataset_without_one_of_its_shards_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
+    for where in (tmp_path / "saved", tmp_path, f"file://{tmp_path}/saved"):
+        with pytest.raises(InputError, match=r"data-00001-of-00003.arrow is missing, which .*state.json lists"):
+            texts_of(files=str(where))
 
 
 def test_a_saved_dataset_of_splits_is_refused(tmp_path):

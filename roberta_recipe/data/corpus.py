@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,11 +189,18 @@ def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
     if source.files:
         return _list_files(source.name, source.files)
     try:
-        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
+        with tempfile.TemporaryDirectory() as folder:  # a local dataset needs no cache
+            builder = datasets.load_dataset_builder(
+                source.dataset,
+                source.config,
+                revision=source.revision,
+                cache_dir=folder if Path(source.dataset).exists() else None,
+            )
     except Exception as error:  # the Hub client raises a dozen kinds
+        no_cache = isinstance(error, PermissionError | NotADirectoryError)
         raise InputError(
             f"source {source.name!r}: cannot open dataset {source.dataset!r} (config {source.config!r}, revision "
-            f"{source.revision!r}): {first_line(error)}"
+            f"{source.revision!r}): {first_line(error)}" + "; set HF_HOME to a folder that can be written" * no_cache
         ) from None
     splits = builder.config.data_files or {}
     if source.split not in splits:
@@ -292,6 +300,10 @@ def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
             )
         if all(path in listed or os.path.isfile(path) for path in (state, info)):  # a glob may have found neither
             kept = _saved_json(state, lambda saved: {one["filename"] for one in saved["_data_files"]})
+            if state in listed and (missing := sorted({f"{folder}/{file}" for file in kept} - listed)):
+                raise InputError(
+                    f"source {name!r}: {missing[0]} is missing, which {state} lists; copy the folder again"
+                )
             paths = [path for path in paths if path.rpartition("/")[0] != folder or path.rpartition("/")[2] in kept]
     return paths
 

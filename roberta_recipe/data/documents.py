@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roberta_recipe.data import readers
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, check_validation_files
 from roberta_recipe.data.order import file_order, interleave
 from roberta_recipe.data.readers import (
+    AS_BYTES,
     DECOMPRESSORS,
     READERS,
     BadRow,
     NoColumn,
     Text,
+    decoded,
     json_columns,
     open_file,
     wait_for_retry,
@@ -65,11 +68,14 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
                 if text is not None:
                     with_value = row
                 elif row - with_value == _MOST_WITHOUT:
-                    raise _no_value(source, format, path, with_value + 1, row)
+                    raise _no_value(source, path, with_value + 1, row)
                 yield text
                 row, delays = row + 1, iter(readers.RETRY_DELAYS_S)
             if row and with_value < 0:
-                raise _no_value(source, format, path, 0, row - 1)
+                columns = json_columns(path) if format == "json" else []
+                if columns and source.text_column not in columns:
+                    raise NoColumn(columns)
+                raise _no_value(source, path, 0, row - 1)
             return
         except InputError:
             raise
@@ -87,15 +93,18 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[A
             yield from READERS[format](stream, source.text_column, start)
         return
     options: dict[str, Any] = {}
+    kind = None
     if format == "parquet":
         with open_file(path) as stream:
             if not stream.read(1):
                 return
-            columns = pq.read_schema(stream).names
-        if source.text_column not in columns:
-            raise NoColumn(columns)
+            schema = pq.read_schema(stream)
+        if source.text_column not in schema.names:
+            raise NoColumn(schema.names)
+        kind = schema.field(source.text_column).type
+        features = datasets.Features.from_arrow_schema(pa.schema({source.text_column: AS_BYTES.get(kind, kind)}))
         # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
-        options = {"columns": [source.text_column], "batch_size": 256}
+        options = {"columns": [source.text_column], "features": features, "batch_size": 256}
     if source.filters is not None:
         options["filters"] = [tuple(condition) for condition in source.filters]
     pattern = path if "://" in path else glob.escape(path)  # or brackets in a name would be read as a pattern
@@ -106,7 +115,8 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[A
         for row in (rows.skip(start) if start else rows).iter(batch_size=1):
             if source.text_column not in row:
                 raise NoColumn(sorted(row))
-            yield row[source.text_column][0]
+            [value] = row[source.text_column]
+            yield decoded(value) if kind in AS_BYTES else value
 
 
 def text_file_rule(corpus: Corpus) -> dict[str, str]:
@@ -128,12 +138,7 @@ def _no_column(source: Source, path: str, columns: list[str]) -> InputError:
     return InputError(f"source {source.name!r}: {path} has no column {column!r}; it has {columns} (set text_column)")
 
 
-def _no_value(source: Source, format: str, path: str, first: int, last: int) -> InputError:
-    if format == "json" and first == 0:
-        with open_file(path) as stream:
-            columns = json_columns(stream)
-        if columns and source.text_column not in columns:
-            return _no_column(source, path, columns)
+def _no_value(source: Source, path: str, first: int, last: int) -> InputError:
     return InputError(
         f"source {source.name!r}: rows {first} to {last} of {path} have no value in column {source.text_column!r} "
         "(missing or null); set text_column, or remove the rows"
@@ -328,4 +333,4 @@ def _check_parquet(source: Source, path: str) -> None:
     statistics = [chunk.statistics for chunk in _text_chunks(source, footer)]
     nulls = sum(of_chunk.null_count for of_chunk in statistics if of_chunk and of_chunk.has_null_count)
     if nulls and nulls == footer.num_rows:
-        raise _no_value(source, "parquet", path, 0, footer.num_rows - 1)
+        raise _no_value(source, path, 0, footer.num_rows - 1)

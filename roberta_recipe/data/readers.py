@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +21,17 @@ from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
+_PERMANENT = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _BYTES_PER_READ = 1 << 16  # of a compressed file
 _BYTES_PER_PIECE = 1 << 18  # decompressed at once
 _PZSTD = b"P*M\x18\x04\0\0\0"  # pzstd's skippable frame, four bytes longer, announces the size of the next frame
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
+_BLANKS = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_int=len)  # numbers are not text, and int() refuses those of more than 4,300 digits
+
+
+# Arrow's types of text, and those of its bytes, which need not be UTF-8
+AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class BadRow(NamedTuple):
@@ -42,7 +49,7 @@ Text = str | BadRow | None  # of a row; None where it has no value in the text c
 
 def wait_for_retry(error: Exception, delays: Iterator[float], path: str, action: str) -> bool:
     """Whether to retry a read, after sleeping for the next of `delays`: not for a permanent error or after the last."""
-    transient = _is_transient(error) if "://" in path else getattr(error, "errno", None) not in (None, errno.ENOENT)
+    transient = _is_transient(error) if "://" in path else getattr(error, "errno", None) not in _PERMANENT
     delay_s = next(delays, None) if transient else None
     if delay_s is None:
         return False
@@ -89,7 +96,7 @@ def _zstd_decompressor() -> Any:
         from backports import zstd  # compression.zstd of Python 3.14; its files alone import it
     except ImportError as error:
         raise InputError(f".zst files need backports.zstd ({error}); pip install -r requirements.txt") from None
-    return zstd.ZstdDecompressor()
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 31})  # of `zstd --long=31`
 
 
 # by suffix: a decompressor of one member (zstd: frame, xz: stream), and the byte that may pad the file after a member
@@ -181,23 +188,26 @@ def _checked(text: str, line: int) -> str | BadRow:
 
 
 def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The text column of JSON lines, or of one JSON list of objects or strings."""
+    """The text column of JSON lines, of objects that take several lines, or of one JSON list of objects or strings."""
     for place, value in _json_values(_lines(stream), start):
         yield value if isinstance(value, BadRow) else _text_of(value, column, place)
 
 
-def json_columns(stream: BinaryIO) -> list[str]:
-    """The keys of the first object of a JSON or JSON lines file."""
-    return next((sorted(value) for _, value in _json_values(_lines(stream)) if isinstance(value, dict)), [])
+def json_columns(path: str) -> list[str]:
+    """The keys of the objects of a JSON or JSON lines file."""
+    with open_file(path) as stream:
+        return sorted({key for _, value in _json_values(_lines(stream)) if isinstance(value, dict) for key in value})
 
 
 def _json_values(lines: io.TextIOWrapper, start: int = 0) -> Iterator[tuple[str, Any]]:
     """(place, value) of each row from row `start` on; lines of blanks are no rows."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if not line.isspace())
     first = [*itertools.islice(numbered, 1)]
-    if first and first[0][1].lstrip().startswith("["):
-        values = enumerate(_DECODER.decode(first[0][1] + lines.read()), 1)
-        yield from ((f"element {number}", value) for number, value in itertools.islice(values, start, None))
+    opened = first[0][1].strip() if first else ""
+    if opened == "{" or opened.startswith("["):
+        values = _objects(first[0][1] + lines.read())
+        for number, value in itertools.islice(enumerate(values if opened == "{" else next(values), 1), start, None):
+            yield f"element {number}", value
         return
     for number, line in itertools.islice(itertools.chain(first, numbered), start, None):
         place, value = f"line {number}", _checked(line, number)
@@ -207,6 +217,14 @@ def _json_values(lines: io.TextIOWrapper, start: int = 0) -> Iterator[tuple[str,
             except (ValueError, RecursionError) as error:
                 value = BadRow(f"{place} is not JSON ({getattr(error, 'msg', error)})")
         yield place, value
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """The JSON values of a text, with nothing but white space between them."""
+    position = 0
+    while (position := _BLANKS.match(text, position).end()) < len(text):
+        value, position = _DECODER.raw_decode(text, position)
+        yield value
 
 
 def _text_of(value: Any, column: str, place: str) -> Text:
@@ -224,6 +242,14 @@ def _text_of(value: Any, column: str, place: str) -> Text:
     return value
 
 
+def decoded(text: bytes | None) -> Text:
+    """A value of a text column that was read as bytes."""
+    try:
+        return None if text is None else text.decode()
+    except UnicodeDecodeError as bad:
+        return BadRow(f"its text is not UTF-8 (byte {text[bad.start]:#04x})")
+
+
 def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Any]:
     """The values of a column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `NoColumn`, and
     `EOFError` for a stream without its end, as one cut between two batches is otherwise a shorter stream."""
@@ -237,8 +263,11 @@ def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Any]:
         raise NoColumn(reader.schema.names)
     batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
     for batch in batches:
-        batch.validate(full=True)  # offsets that are damaged may point anywhere in memory
-        yield from (value.as_py() for value in batch[column][start:])
+        batch.validate()
+        values, kind = batch[column], batch[column].type
+        values = values.cast(AS_BYTES.get(kind, kind))
+        values.validate(full=True)  # offsets that are damaged may point anywhere in memory
+        yield from (decoded(value.as_py()) if kind in AS_BYTES else value.as_py() for value in values[start:])
         start = max(start - len(batch), 0)
     if is_stream and stream.seek(-len(_ARROW_END), io.SEEK_END) and stream.read() != _ARROW_END:
         raise EOFError("it ends without Arrow's end-of-stream marker: it was cut, or is not yet complete")

@@ -77,6 +77,11 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
         ) from None
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # which transformers 5 makes of a model's config alone
         raise InputError(f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it has no files of a tokenizer")
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer {str(name_or_path)!r} is {type(tokenizer).__name__}, a slow one, which does not say "
+            "where in a text its tokens are; name a checkpoint with a tokenizer.json"
+        )
     if missing := [name for name in needed if _special(tokenizer, name) is None]:
         raise InputError(
             f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"

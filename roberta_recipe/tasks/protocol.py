@@ -206,11 +206,6 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
     config = weights.read_config(args.model_name_or_path)
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"the tokenizer {name!r} is {type(tokenizer).__name__}, a slow one, which does not say where in a text its "
-            "tokens are; name a checkpoint with a tokenizer.json"
-        )
     rows = getattr(config, "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise InputError(

@@ -78,7 +78,7 @@ def read_folder(
     train/high) or `COPY` (of another file: "1 copy.txt"). Raises `InputError` that names file and question, two
     versions of a passage, or a level in which no passage has a question.
     """
-    questions, left_out = [], {} if left_out is None else left_out
+    questions, left_out, first = [], {} if left_out is None else left_out, {}
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
         paths = files_of(data_dir, split, (level,))
@@ -88,7 +88,7 @@ def read_folder(
                 f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
             )
         rows = {path: read_input_json(path) for path in paths}
-        twice = _copies(rows)
+        twice = _copies(rows, first)
         passages = {
             f"{level}/{path.name}": list(_of_file(path, rows[path], level)) for path in paths if path not in twice
         }
@@ -101,18 +101,18 @@ def read_folder(
     return questions
 
 
-def _copies(rows: dict[Path, Any]) -> list[Path]:
-    """The files that hold the same as a file before them. Raises `InputError` where two have the same id and article,
-    and other questions."""
-    first: dict[tuple[str, str], Path] = {}
+def _copies(rows: dict[Path, Any], first: dict[tuple[str, str], tuple[Path, Any]]) -> list[Path]:
+    """The files that hold the same as a file before them; `first` has the first file of each id and article. Raises
+    `InputError` where two have the same id and article, and other questions."""
     found = []
     for path, row in rows.items():
-        if not isinstance(row, dict) or not row.get("id"):
+        if not isinstance(row, dict):
             continue
-        before = first.setdefault((str(row["id"]), str(row.get("article"))), path)
-        if row != rows[before]:
+        before, its_row = first.setdefault((str(row.get("id")), str(row.get("article")).strip()), (path, row))
+        if row | {"article": ""} == its_row | {"article": ""}:
+            found += [path] * (before != path)
+        elif row.get("id"):
             raise InputError(f"{path} and {before} have the same id {row['id']!r} and article, and differ: keep one")
-        found += [path] * (before != path)
     return found
 
 

@@ -136,7 +136,7 @@ def check_precision(args: TrainingArguments) -> None:
         logger.warning("bf16=true: this processor has no bf16 and emulates it, many times slower than --bf16 false")
 
 
-_SECTIONS_OF_FLAGS = ("optimizer", "scheduler", "amp")  # of a DeepSpeed configuration
+_SECTIONS_OF_FLAGS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a DeepSpeed configuration
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment
 
 
@@ -189,6 +189,8 @@ def check_deepspeed(args: TrainingArguments) -> None:
         )
     if not args.deepspeed_plugin:
         return
+    from deepspeed.runtime.config import DeepSpeedConfig  # two seconds
+
     if args.auto_find_batch_size:
         raise InputError(
             "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
@@ -207,6 +209,12 @@ def check_deepspeed(args: TrainingArguments) -> None:
             "(a missing gradient_accumulation_steps is 1, a missing gradient_clipping 0) and leave sections out, or "
             "change the flags"
         )
+    settings = {name: value for name, value in config.config.items() if name != "train_batch_size"}
+    try:
+        DeepSpeedConfig(settings)
+    except Exception as error:  # pydantic's and DeepSpeed's
+        reason = " ".join(str(error).partition("For further information")[0].split())
+        raise InputError(f"the DeepSpeed configuration is refused by DeepSpeed: {reason}") from None
 
 
 def take_trackers(args: TrainingArguments) -> list[TrainerCallback]:
