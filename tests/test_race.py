@@ -288,6 +288,19 @@ def test_copies_of_a_file_count_once_and_are_named(flags, tmp_path, data_dir, ca
         race.read_folder(tmp_path / "data", "train", race.LEVELS)
 
 
+def test_copies_without_an_id_or_of_another_level_count_once_too(tmp_path, data_dir):
+    shutil.copytree(data_dir, tmp_path / "data")
+    folders = {level: tmp_path / "data" / "train" / level for level in race.LEVELS}
+    row = json.loads((folders["high"] / "8.txt").read_text())
+    write(folders["high"], "8 copy.txt", {**row, "article": row["article"] + " "})
+    write(folders["high"], "81.txt", {name: value for name, value in row.items() if name != "id"})
+    write(folders["high"], "81 copy.txt", {name: value for name, value in row.items() if name != "id"})
+    shutil.copy(next(folders["middle"].iterdir()), folders["high"] / "82.txt")
+    left_out: dict[str, str] = {}
+    race.read_folder(tmp_path / "data", "train", race.LEVELS, left_out)
+    assert left_out == dict.fromkeys(("high/8 copy.txt", "high/81 copy.txt", "high/82.txt"), race.COPY)
+
+
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
