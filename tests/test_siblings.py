@@ -29,10 +29,11 @@ def calls_into_the_library(node):
 def test_main_has_the_same_steps_in_the_same_order():
     steps = [re.findall(r"^    # (\d)\. (.*)$", inspect.getsource(script.main), re.M) for script in SCRIPTS]
     numbers = [[number for number, _ in of_script] for of_script in steps]
-    assert numbers == [["1", "2", "3", "4", "5", "6"]] * len(SCRIPTS)
-    for shared in list(zip(*steps, strict=True))[:5]:
+    assert sorted(numbers) == [["1", "2", "3", "4", "5"]] + [["1", "2", "3", "4", "5", "6"]] * (len(SCRIPTS) - 1)
+    for shared in list(zip(*(of_script[:5] for of_script in steps), strict=True)):
         assert len(set(shared)) == 1, shared
-    assert len({of_script[5] for of_script in steps}) == len(SCRIPTS)  # step 6 writes what only this task has
+    # step 6 writes what only this task has; RACE has nothing of the kind
+    assert len({of_script[5] for of_script in steps if len(of_script) > 5}) == len(SCRIPTS) - 1
 
 
 def test_main_calls_the_library_in_the_same_order():

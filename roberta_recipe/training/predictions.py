@@ -25,11 +25,10 @@ def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel,
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` for a tokenizer that is slow, or has no mask."""
-    if not tokenizer.is_fast or tokenizer.mask_token_id is None:
-        lacks = "mask token" if tokenizer.is_fast else "fast form, which says which tokens are a word"
+    """Raise `InputError` for a tokenizer without a mask token."""
+    if tokenizer.mask_token_id is None:
         raise InputError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}: name the model's own tokenizer, or another "
+            f"the tokenizer {tokenizer.name_or_path!r} has no mask token: name the model's own tokenizer, or another "
             "masked LM"
         )
 
