@@ -35,7 +35,7 @@ $(VENV)/.installed: requirements.txt
 demo: setup       ## a small RoBERTa from raw text in minutes, or what is left of it; `make clean` begins it anew
 	$(LAUNCH) train_mlm.py
 
-test: setup       ## the whole suite, CPU, offline: six to eight minutes on two cores
+test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
