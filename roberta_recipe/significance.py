@@ -170,8 +170,8 @@ def verdict(
     claim: Literal["better", "worse"] | None = None,
     welch_p: float | None = None,
 ) -> Verdict:
-    """What a comparison is called, by its corrected `p`, the `least` that the seeds could give and, of unequal noise,
-    Welch's p; `gain` is above 0 where the score is the better one, `claim` what the source says of it."""
+    """The verdict on a comparison: from its corrected `p`, the `least` p that so many seeds could give, and Welch's p
+    where noise is unequal. `gain`: above 0 where the score is better; `claim`: the direction that the source claims."""
     if least > LEVEL:
         return "too few seeds"
     if p > LEVEL:

@@ -18,3 +18,8 @@ PACKERS = {
     **{f"{name} sop": partial(packer, label=pairs.SOP) for name, packer in PAIRS.items()},
     **{f"{name} in_order": partial(packer, label=pairs.SOP, share_of_ones=0.0) for name, packer in PAIRS.items()},
 }
+
+
+def has_pairs(input_format: str) -> bool:
+    """Whether blocks of a format of `PACKERS` are pairs of segments."""
+    return input_format.split()[0] in PAIRS

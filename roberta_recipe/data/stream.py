@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
 from roberta_recipe.data.documents import Row, file_rows, text_file_rule
-from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data.formats import PACKERS, has_pairs
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
@@ -266,7 +266,7 @@ class TextReader:
             "input_format": self.input_format,
             "max_seq_length": self.max_seq_length,
             **({"phrases": list(self.phrases)} if self.phrases else {}),
-            **({"revision": REVISION} if "_pair" in self.input_format else {}),
+            **({"revision": REVISION} if has_pairs(self.input_format) else {}),
             **corpus_fingerprint(self.corpus),
             **text_file_rule(self.corpus),
         }
@@ -448,5 +448,5 @@ def _sentences(text: str, input_format: str, language: str) -> list[str]:
     """The pieces of a document that are tokenized separately."""
     if input_format == "contiguous":
         return [text]
-    before = " " if "_pair" in input_format else ""  # of sentences that stand side by side in a segment
+    before = " " if has_pairs(input_format) else ""  # of sentences that stand side by side in a segment
     return [before + sentence for sentence in split_sentences(text, language)]

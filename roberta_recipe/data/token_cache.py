@@ -35,6 +35,7 @@ import pyarrow as pa
 from roberta_recipe import durable, lock
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.documents import Row, file_rows, text_digest
+from roberta_recipe.data.formats import has_pairs
 from roberta_recipe.data.order import (
     WINDOWS,
     block_id,
@@ -285,7 +286,7 @@ def shard_path(corpus: Corpus, shard: Shard) -> str:
 def shards_of(folder: Path, corpus: Corpus) -> list[Shard]:
     """All shards of a cache: a training shard for each file (of pairs, for each of its versions), a validation shard
     for each file with held-out text."""
-    versions = {"train": VERSIONS if "_pair" in _read_fingerprint(folder)["input_format"] else 1, "validation": 1}
+    versions = {"train": VERSIONS if has_pairs(_read_fingerprint(folder)["input_format"]) else 1, "validation": 1}
     found = []
     for number, source in enumerate(corpus.sources):
         for split, count in versions.items():

@@ -189,8 +189,6 @@ def check_deepspeed(args: TrainingArguments) -> None:
         )
     if not args.deepspeed_plugin:
         return
-    from deepspeed.runtime.config import DeepSpeedConfig  # two seconds
-
     if args.auto_find_batch_size:
         raise InputError(
             "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
@@ -209,6 +207,9 @@ def check_deepspeed(args: TrainingArguments) -> None:
             "(a missing gradient_accumulation_steps is 1, a missing gradient_clipping 0) and leave sections out, or "
             "change the flags"
         )
+    from deepspeed.runtime.config import DeepSpeedConfig  # two seconds
+
+    # without the batch: until the process group is DeepSpeed's, it takes the run for one process
     settings = {name: value for name, value in config.config.items() if name != "train_batch_size"}
     try:
         DeepSpeedConfig(settings)

@@ -402,7 +402,7 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
         for split, row in total.items()
     )
     lines = [f"Cache       {args.token_cache}: {held}"]
-    if "_pair" in args.input_format:
+    if args.input_format in PAIRS:
         lines.append(f"Versions    {VERSIONS} of the training pairs, one a pass in turn; the counts are of the first")
     named = {
         "split_sentences": "sentences split, as they are longer than a block",
