@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate.utils import DeepSpeedPlugin, HfDeepSpeedConfig
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig  # accelerate.utils has it only where DeepSpeed is installed
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
