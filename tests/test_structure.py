@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 from transformers import TrainingArguments
 
 import finetune_glue
@@ -72,6 +73,29 @@ def test_main_is_a_table_of_contents(script):
     (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     assert main.end_lineno - main.lineno + 1 <= 80
     assert not [node for node in ast.walk(main) if isinstance(node, ast.FunctionDef) and node is not main]
+
+
+WITHOUT_OPTIONAL_PACKAGES = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+hidden = ("deepspeed", "backports.zstd", "pytorch_optimizer")
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name in hidden else find(name, *rest))
+
+import finetune_glue, finetune_race, finetune_squad, train_mlm
+
+for script in (finetune_glue, finetune_race, finetune_squad, train_mlm):
+    try:
+        script.main(["--help"])
+    except SystemExit as ended:
+        assert not ended.code
+"""
+
+
+def test_scripts_start_without_optional_packages():
+    done = run_python("-c", WITHOUT_OPTIONAL_PACKAGES, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") == len(SCRIPTS)
 
 
 def test_flags_of_ours_are_few_and_in_named_groups():
