@@ -202,6 +202,20 @@ def test_another_trainer_than_the_checked_one_is_refused(monkeypatch):
         parts.check_trainer()
 
 
+def test_training_that_is_on_the_plateau_halfway_is_stopped_and_failed(tmp_path, monkeypatch, carried):
+    work, start = work_in(tmp_path, carried, seconds=parts.SECONDS["evaluate"] + 2), Work.start
+    work.results["parts"] = {"profile": {"figures": {}}}
+    monkeypatch.setattr(Work, "start", lambda self, name, _: start(self, name, ["-c", "import time; time.sleep(60)"]))
+    for name, seconds in (("START_S", 0.0), ("END_S", 0.0), ("SAVED_S", 0.2)):
+        monkeypatch.setattr(parts, name, seconds)
+    lines = "unigram entropy 7.227 nats\nstep 1/9  validation  loss 7.394\n"
+    work.log(runs.MODEL).write_text(lines)
+    with pytest.raises(RunError, match="stopped halfway: the validation loss is above the unigram entropy"):
+        parts.train(work)
+    work.log(runs.MODEL).write_text(f"{lines}step 2/9  validation  loss 7.226\n")
+    assert not parts.on_plateau(work)
+
+
 def test_losses_that_the_compiled_encoder_changes_are_an_error():
     found = {"without_dropout": {"losses": [2.0, 1.0]}, "compiled": {"losses": [2.0, 1.005]}}
     (figures,) = profile.same_losses(found)
@@ -223,17 +237,18 @@ def test_both_commands_at_tiny_sizes_give_what_the_ledger_takes(tmp_path, carrie
     assert measured["padded"]["tokens_per_second"] < 0.8 * measured["padded"]["positions_per_second"]
     assert len(measured["eager"]["kernels"]) > 10 and "kernels" not in measured["padded"]
     trained = found["parts"]["train"]["figures"]
+    assert parts.on_plateau(Work(carried, tmp_path / "work", tmp_path / "out", True, 0.0))
     assert trained["compiled"] and [step for step, _ in trained["losses"]] == [3, 6]
     assert set(trained["loss_by_source"]) == set(DOMAINS) and found["half"]["overflow"]["result"] == "not run"
     assert sorted(path.name for path in (tmp_path / "out").iterdir())[-2:] == ["records.tar.xz", "results.json"]
 
     assert run("--tiny", "--finetune", *folders, "--output_dir", tmp_path / "tuned") == 0
     found = json.loads((tmp_path / "tuned" / "results_finetune.json").read_text())["parts"]["fine_tune"]["figures"]
-    assert len(found) == 10 and all(len(of["seeds"]) == 2 and of["median"] is not None for of in found.values())
+    assert len(found) == 6 and all(len(of["seeds"]) == 2 and of["median"] is not None for of in found.values())
     for name, archive in (("out", "records"), ("tuned", "records_finetune")):
         with tarfile.open(tmp_path / name / f"{archive}.tar.xz") as records:
             records.extractall(tmp_path / "records", filter="data")
     assert report.add(tmp_path / "ledger", tmp_path / "records" / runs.MODEL, None).name == runs.MODEL
-    for twin in ("rte", "sst2_1000_random"):
+    for twin in ("mrpc", "sst2_1000_random"):
         added = report.add(tmp_path / "ledger", tmp_path / "records" / "tuned" / twin, runs.MODEL)
         assert added.parent.name == runs.MODEL and sys.getsizeof(added.read_text()) > 1000

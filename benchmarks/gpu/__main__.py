@@ -7,7 +7,7 @@
 Each part has an end of its own. `--output_dir` gets at most eight files below 16 MiB: results.json, written after each
 part, records.tar.xz (logs, run records, curve, tokenizer, as results/report.py --add takes them once unpacked), and the
 weights in bf16. A part that fails leaves the end of its log there and stops no other. The exit code is 1 where a part
-failed, 2 where nothing could be run. It has not been run on a GPU so far.
+failed, 2 where nothing could be run. results/gpu_h200.json has the figures of one H200.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.carry --data DIR --output runs/gpu_carried
 
 DIR holds pretrain/<domain>/{train,valid}-*.parquet (the domains of presets/corpus/five_domains.yaml, a row a document,
-column `text`), glue/{CoLA,MRPC,RTE,SST-2}/{train,dev}.tsv (GLUE's official files) and blimp/*.jsonl (BLiMP's).
+column `text`), glue/{CoLA,MRPC,SST-2}/{train,dev}.tsv (GLUE's official files) and blimp/*.jsonl (BLiMP's).
 
     <output>/text/<domain>/{train,valid}-*.jsonl.bz2   the first documents of each file, the same share of each domain
     <output>/tokenizer                                 trained on this text
@@ -30,7 +30,7 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.presets import load_yaml
 
 CORPUS = "presets/corpus/five_domains.yaml"
-GLUE = ("CoLA", "MRPC", "RTE", "SST-2")
+GLUE = ("CoLA", "MRPC", "SST-2")
 
 
 def main(argv: list[str] | None = None) -> None:
