@@ -13,10 +13,10 @@ H100, BASE = 798e12, 0.602e9  # FLOP/s, FLOPs a token
 
 
 def test_tokenization_is_compared_with_training():
-    assert advice.on_tokenization(16, 8, H100, BASE, "p") is None  # 7.68 M tokens/s for 4.24 M
+    assert advice.on_tokenization(16, 8, H100, BASE, "p") is None  # 7.68 M tokens/s for 3.71 M
     line = advice.on_tokenization(2.5, 8, H100, BASE, "runs/a/preset.yaml")
     assert "each process and data worker tokenizes the whole text, some 1.20 M tokens/s" in line
-    assert "on 2.5 cores each, and 8 processes can train some 4.24 M tokens/s" in line
+    assert "on 2.5 cores each, and 8 processes can train some 3.71 M tokens/s" in line
     assert line.endswith("python -m roberta_recipe.tools.pack --config runs/a/preset.yaml --token_cache DIR")
     assert advice.on_tokenization(2, 1, H100, BASE, "p") is None
 

@@ -350,6 +350,19 @@ def test_the_papers_day():
     )
 
 
+@pytest.mark.parametrize(("name", "dropout"), [("eager", 0.1), ("without_dropout", 0.0)])
+def test_memory_and_utilisation_are_those_of_base_on_an_h200(name, dropout):
+    """Beside results/gpu_h200.json: peak of the allocator, tokens/s."""
+    parts = json.loads((ROOT / "results" / "gpu_h200.json").read_text())["parts"]
+    measured, config = parts["profile"]["figures"][name], preset_config("base", vocab_size=50304)
+    config.update({"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
+    memory = memory_per_gpu(config, micro_batch=128, seq_len=512, mlm_probability=0.15, precision="bf16")
+    assert memory.total / GIB == pytest.approx(measured["peak_gib"], rel=0.005)
+    rate = measured["tokens_per_second"] * flops_per_token(config, 512, 0.15)
+    assert measured["utilisation"] == pytest.approx(rate / parts["machine"]["figures"]["matrix_rate"], rel=1e-3)
+    assert rate / estimate.DEVICES["H200"].peak_flops == pytest.approx(estimate.DEFAULT_UTILISATION, abs=0.04)
+
+
 def test_report():
     config = preset_config("base", vocab_size=50304)
     shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}

@@ -6,7 +6,7 @@ import math
 from roberta_recipe.log import counted
 
 _TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
-_TRAINED_SHARE = 0.4  # of the matrix rate that training reaches on a GPU: assumed
+_TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 _TOKENS_ENOUGH = 16_384  # of a micro-batch, 32 x 512: assumed
 
 
