@@ -69,10 +69,11 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    corpus = read_corpus(args)
-    with training_args.main_process_first():  # one process makes what is cached
+    with training_args.main_process_first():  # one process collects docstrings and hashes files, the others read them
+        corpus = corpora.resolve(read_corpus(args))
         announce_demonstration(argv, args, corpus)
         check_sources(corpus)
+        corpus = corpora.identified(corpus, kept_in=args.token_cache or training_args.output_dir)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
     model = build_model(args, training_args, tokenizer)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-import datasets
 import numpy as np
 
 from roberta_recipe import durable
-from roberta_recipe.data import identity, token_cache
-from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, corpus_fingerprint
+from roberta_recipe.data import corpus as corpora
+from roberta_recipe.data import token_cache
+from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, identified, resolve
 from roberta_recipe.data.order import batches_of
 from roberta_recipe.data.stream import SourceState
 from roberta_recipe.data.token_cache import Shard, TokenCache
@@ -51,7 +51,7 @@ def write_cache(folder: Path, files: int) -> Corpus:
     texts = [folder / f"{number}.txt" for number in range(files)]
     for path in texts:
         path.write_text(path.name)
-    corpus = Corpus("random", [Source("random", files=[str(path) for path in texts])])
+    corpus = resolve(Corpus("random", [Source("random", files=[str(path) for path in texts])]))
     cache, rng = folder / "cache", np.random.default_rng(0)
     made_from = token_cache.claim(cache, {"input_format": "random tokens"})
     for shard in token_cache.shards_of(cache, corpus):
@@ -96,8 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
-        datasets.config.HF_DATASETS_CACHE = folder / "hf"
-        identity._SETTLED_NS = -(10**9)  # the files are young, and do not change
+        corpora._SETTLED_NS = -(10**9)  # the files are young, and do not change
         corpus = write_cache(folder, max(1, round(args.gb * 1e9 / (BLOCKS_PER_FILE * 2 * LENGTH))))
         manifest = durable.read_json(folder / "cache" / durable.MANIFEST)
         size = sum(shard["bytes"] for shard in manifest["shards"])
@@ -117,17 +116,17 @@ def main() -> None:
         with open(folder / "big.txt", "wb") as stream:
             for _ in range(round(args.gb * 1e9 / 1e7)):
                 stream.write(np.random.default_rng(0).bytes(10_000_000))
-        text = Source("text", files=str(folder / "big.txt"))
-        first_s, first = timed(lambda: corpus_fingerprint(Corpus("c", [text])))
-        again_s, again = timed(lambda: corpus_fingerprint(Corpus("c", [text])))
+        text = resolve(Corpus("c", [Source("text", files=str(folder / "big.txt"))]))
+        first_s, first = timed(lambda: identified(text, folder / "run"))
+        again_s, again = timed(lambda: identified(text, folder / "run"))
         assert first == again
         print(f"text file of {args.gb:g} GB: first start {first_s:.2f} s, next start {again_s * 1e3:.1f} ms")
         (folder / "many").mkdir()
         for number in range(10_000):
             (folder / "many" / f"{number}.txt").write_text("x")
-        many = Corpus("c", [Source("many", files=str(folder / "many"))])
-        first_s, _ = timed(many.identities)
-        again_s, _ = timed(Corpus("c", many.sources).identities)
+        many = resolve(Corpus("c", [Source("many", files=str(folder / "many"))]))
+        first_s, many = timed(lambda: identified(many, folder / "other run"))
+        again_s, _ = timed(lambda: identified(many, folder / "other run"))
         unchanged_s, _ = timed(lambda: check_unchanged(many))
         print(
             f"10,000 files: first start {first_s:.2f} s, next start {again_s:.2f} s, all compared before a checkpoint "

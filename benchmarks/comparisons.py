@@ -192,7 +192,7 @@ def make_inputs(folder: Path) -> tuple[Path, ...]:
         from roberta_recipe.data.documents import check_sources, sample_documents
         from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 
-        corpus = corpora.read_corpus("presets/corpus/docstrings.yaml")
+        corpus = corpora.resolve(corpora.read_corpus("presets/corpus/docstrings.yaml"))
         check_sources(corpus)
         texts = [text for _, text in sample_documents(corpus, "train", max_bytes=8_000_000, seed=0)]
         values = json.loads((ROOT / "presets" / "model" / "mini.json").read_text())

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--max_seq_length", type=int, default=512)
     args = parser.parse_args()
 
-    corpus = corpora.read_corpus(args.corpus)
+    corpus = corpora.resolve(corpora.read_corpus(args.corpus))
     max_bytes = int(args.mb * 1e6)
     check_sources(corpus)  # the docstrings are collected before the clock starts
     reading_s, texts = timed(

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
 from roberta_recipe import hardware
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
@@ -51,6 +52,11 @@ def connect(self, address, connect=socket.socket.connect):
 socket.socket.connect = connect
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)  # a busy machine fails no test
 hypothesis.settings.load_profile("suite")
+
+
+def corpus_of(name, sources, **settings):
+    """A corpus with its files found and hashed, as a run has it; the hashes are kept nowhere."""
+    return corpora.identified(corpora.resolve(corpora.Corpus(name, sources, **settings)), kept_in=os.devnull)
 
 
 def pytest_addoption(parser):

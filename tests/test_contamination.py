@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roberta_recipe import durable
-from roberta_recipe.data.corpus import read_corpus
+from roberta_recipe.data.corpus import read_corpus, resolve
 from roberta_recipe.data.documents import documents, file_rows, text_digest
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import contamination
@@ -144,7 +144,7 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     assert "1 of 7 held-out documents are near-duplicates" in capsys.readouterr().out
 
     preset.write_text(json.dumps({"sources": [source], "leave_out": str(listed)}))
-    without = read_corpus(preset)
+    without = resolve(read_corpus(preset))
     rows = list(file_rows(without, without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
     assert [row.text for row in rows] == [*held_out[1:], None] and rows[0].held_out == 1
     assert len(list(documents(without, without.sources[0], "train", seed=0))) == 30
@@ -152,7 +152,7 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     assert again["near_duplicates"] == result["near_duplicates"] == json.loads(listed.read_text())["documents"]
     listed.write_text("[]")
     with pytest.raises(InputError, match="contamination --held_out"):
-        list(file_rows(read_corpus(preset), without.sources[0], "validation", f"{tmp_path}/held_out.jsonl"))
+        resolve(read_corpus(preset))
     with pytest.raises(InputError, match="leave_out goes with held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])
     for name in ("output", "leave_out"):

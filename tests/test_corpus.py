@@ -14,27 +14,37 @@ import datasets
 import fsspec
 import pyarrow as pa
 import pytest
-from conftest import make_documents, write_jsonl, write_parquet, write_text
+from conftest import corpus_of, make_documents, write_jsonl, write_parquet, write_text
 
 from roberta_recipe import durable
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data import identity, token_cache
-from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, corpus_fingerprint, read_corpus
+from roberta_recipe.data import token_cache
+from roberta_recipe.data.corpus import (
+    Corpus,
+    Source,
+    corpus_fingerprint,
+    identified,
+    identify,
+    read_corpus,
+    resolve,
+)
 from roberta_recipe.data.documents import sample_documents
 from roberta_recipe.data.order import batches_of, interleave, taken_of_source
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.record import HASHES_NAME
 
 TEXTS = make_documents(60, seed=4)
 
 
 def texts_of(of_split="train", seed=0, epoch=0, share=0.01, **source):
-    corpus = Corpus("c", [Source("s", **source)], validation_share=share)
+    corpus = resolve(Corpus("c", [Source("s", **source)], validation_share=share))
     return list(reading.documents(corpus, corpus.sources[0], of_split, seed=seed, epoch=epoch))
 
 
 def check(files, **source):
-    reading.check_sources(Corpus("c", [Source("s", files=str(files), **source)]))
+    reading.check_sources(resolve(Corpus("c", [Source("s", files=str(files), **source)])))
 
 
 # Sources
@@ -104,7 +114,8 @@ def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):
     found = {}
     for kind, write in {"jsonl": write_jsonl, "txt": write_text, "parquet": write_parquet}.items():
         source = Source("s", files=write(tmp_path / f"a.{kind}", TEXTS))
-        reader = TextReader(Corpus("c", [source]), tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
+        corpus = corpus_of("c", [source])
+        reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
         found[kind] = reader.fingerprint()
         former = {name: value for name, value in found[kind].items() if name != "text_files"}
         (tmp_path / kind).mkdir()
@@ -115,8 +126,7 @@ def test_a_fingerprint_says_how_text_files_are_read(tmp_path, tokenizer):
         else:
             assert token_cache.claim(tmp_path / kind, found[kind]) and former == found[kind]
     source = Source("s", files=str(tmp_path / "a.parquet"), validation_files=str(tmp_path / "a.txt"))
-    assert reading.text_file_rule(Corpus("c", [source])).items() <= found["txt"].items()
-    assert reading.text_file_rule(Corpus("c", [source])) and "text_files" in found["txt"]
+    assert corpus_fingerprint(corpus_of("c", [source]))["text_files"] == found["txt"]["text_files"]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -249,11 +259,11 @@ def test_docstrings_are_documents(tmp_path, monkeypatch):
 
 @pytest.fixture
 def big_file(tmp_path):
-    """A JSONL file of some 900 KB, and its corpus."""
+    """A JSONL file of some 900 KB, and what makes its corpus."""
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(3000, seed=1))
     assert path.stat().st_size > 800_000
-    return path, lambda: Corpus("c", [Source("s", files=str(path))])
+    return path, lambda **settings: corpus_of("c", [Source("s", files=str(path))], **settings)
 
 
 def change_the_middle(path):
@@ -271,45 +281,49 @@ def test_a_change_in_the_middle_of_a_file_is_another_corpus(big_file):
     assert path.stat().st_size == size and corpus_fingerprint(corpus()) != before
 
 
-def test_a_file_is_hashed_once_until_it_changes(big_file, tmp_path, monkeypatch):
-    path, corpus = big_file
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    hashed, once = [], identity._identity
-    monkeypatch.setattr(identity, "_identity", lambda name, bar: hashed.append(name) or once(name, bar))
-    young = corpus_fingerprint(corpus())
-    assert corpus_fingerprint(corpus()) == young and len(hashed) == 2  # a file so young may change and keep its times
-    monkeypatch.setattr(identity, "_SETTLED_NS", -(10**9))
-    first, memo = corpus_fingerprint(corpus()), tmp_path / "cache" / "roberta_recipe" / "file_hashes.json"
-    assert corpus_fingerprint(corpus()) == first == young and len(hashed) == 3 and memo.exists()
-    memo.write_bytes(memo.read_bytes().replace(b"sum", b"sun"))
-    assert corpus_fingerprint(corpus()) == first and len(hashed) == 4
-    known = durable.read_sealed(memo)["files"]
-    durable.write_sealed(memo, {"files": {name: [*value[:-1], "0" * 32] for name, value in known.items()}})
-    assert corpus_fingerprint(corpus()) != first and len(hashed) == 4  # it is really taken from there
+def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, monkeypatch):
+    path, kept = big_file[0], tmp_path / "run" / HASHES_NAME
+    hashed, once = [], corpora._identity
+    monkeypatch.setattr(corpora, "_identity", lambda name, bar: hashed.append(name) or once(name, bar))
+    corpus = resolve(Corpus("c", [Source("s", files=str(path))]))
+
+    def fingerprint(folder="run"):
+        return corpus_fingerprint(identified(corpus, tmp_path / folder))
+
+    young = fingerprint()
+    assert fingerprint() == young and len(hashed) == 2  # a file so young may change and keep its times
+    monkeypatch.setattr(corpora, "_SETTLED_NS", -(10**9))
+    first = fingerprint()
+    assert fingerprint() == first == young and len(hashed) == 3 and kept.exists()
+    assert fingerprint("another") == first and len(hashed) == 4  # of another run
+    kept.write_bytes(kept.read_bytes().replace(b"sum", b"sun"))
+    assert fingerprint() == first and len(hashed) == 5
+    known = durable.read_sealed(kept)["files"]
+    changed = {name: [[*values[:-1], "0" * 32], stamp] for name, (values, stamp) in known.items()}
+    durable.write_sealed(kept, {"files": changed})
+    assert fingerprint() != first and len(hashed) == 5  # it is really taken from there
     change_the_middle(path)
-    assert corpus_fingerprint(corpus()) != first and len(hashed) == 5
+    assert fingerprint() != first and len(hashed) == 6
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_refused(big_file, monkeypatch):
     path, corpus = big_file
-    monkeypatch.setattr(identity, "_BYTES_PER_READ", 100_000)
+    monkeypatch.setattr(corpora, "_BYTES_PER_READ", 100_000)
 
     class Bar:
         def update(self, count):
             os.utime(path, ns=(0, 0))
 
-    monkeypatch.setattr(identity, "_SHOWN_BYTES", 0)
-    monkeypatch.setattr(identity, "Bar", lambda **_: contextlib.nullcontext(Bar()))
+    monkeypatch.setattr(corpora, "_SHOWN_BYTES", 0)
+    monkeypatch.setattr(corpora, "Bar", lambda **_: contextlib.nullcontext(Bar()))
     with pytest.raises(InputError, match=r"a.jsonl changed while it was read"):
-        corpus_fingerprint(corpus())
+        corpus()
 
 
 def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
     path, make = big_file
-    corpus, content = make(), path.read_bytes()
-    check_unchanged(corpus)  # nothing is known of it, so nothing can have changed
-    reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
-    reader.fingerprint()
+    content = path.read_bytes()
+    reader = TextReader(make(), tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
     reader.check_unchanged()
     os.utime(path, ns=(0, 0))  # other times, the same content
     reader.check_unchanged()
@@ -328,9 +342,7 @@ def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
 def test_a_file_that_is_cut_in_mid_run_is_not_passed_over(big_file):
     """`on_bad_shard: skip` is for files that were bad from the beginning."""
     path, make = big_file
-    corpus = make()
-    corpus.on_bad_shard = "skip"
-    corpus_fingerprint(corpus)
+    corpus = make(on_bad_shard="skip")
     path.write_bytes(path.read_bytes()[:400_000])  # ends within a line
     with pytest.raises(RunError, match=r"a.jsonl was changed"):
         list(reading.documents(corpus, corpus.sources[0], "train", seed=0))
@@ -339,10 +351,10 @@ def test_a_file_that_is_cut_in_mid_run_is_not_passed_over(big_file):
 def test_a_remote_file_is_known_by_what_its_server_tells():
     with fsspec.open("memory://identity/a.txt", "w") as stream:
         stream.write("One.")
-    (name, size, version) = identity.identify(["memory://identity/a.txt"])["memory://identity/a.txt"].values
+    (name, size, version) = identify(["memory://identity/a.txt"], {})["memory://identity/a.txt"].values
     assert (name, size, version) == ("memory://identity/a.txt", 4, None)
     of_hub = "hf://datasets/org/data@0123/a.parquet"
-    assert identity.identify([of_hub])[of_hub].values == [of_hub]
+    assert identify([of_hub], {})[of_hub].values == [of_hub]
 
 
 @pytest.mark.parametrize("own_source", [True, False])
@@ -355,9 +367,9 @@ def test_a_validation_file_that_is_trained_on_is_refused(tmp_path, own_source):
         Source("b", files=other, weight=1.0, validation_files=None if own_source else str(copy)),
     ]
     with pytest.raises(InputError, match=r"validation file .*held_out.parquet is the training file .*1.parquet"):
-        reading.check_sources(Corpus("c", sources))
+        reading.check_sources(resolve(Corpus("c", sources)))
     write_parquet(copy, TEXTS)
-    reading.check_sources(Corpus("c", sources))
+    reading.check_sources(resolve(Corpus("c", sources)))
 
 
 # Mixture
@@ -397,7 +409,7 @@ def test_sample_of_the_mixture(tmp_path):
         Source("b", files=write_parquet(tmp_path / "b.parquet", make_documents(300, seed=6)), size_gb=1.0),
     ]
     sizes = Counter()
-    for name, text in sample_documents(Corpus("c", sources), "train", max_bytes=40_000, seed=0):
+    for name, text in sample_documents(resolve(Corpus("c", sources)), "train", max_bytes=40_000, seed=0):
         sizes[name] += len(text.encode())
     assert 40_000 <= sum(sizes.values()) < 41_000 and abs(sizes["a"] / sum(sizes.values()) - 0.75) < 0.03
 
@@ -422,7 +434,7 @@ def test_a_preset_names_its_folder_by_a_variable(tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
     for folder in ("here", "elsewhere"):
         monkeypatch.setenv("MY_DOMAINS", str(tmp_path / folder))
-        corpus = read_corpus(preset)
+        corpus = identified(resolve(read_corpus(preset)), tmp_path / "run")
         texts = [
             list(reading.documents(corpus, corpus.sources[0], split, seed=0, epoch=0))
             for split in ("train", "validation")
@@ -456,7 +468,7 @@ def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, m
     assert args["token_cache"] and shares == pytest.approx([*record["passes"].values()], abs=5e-5)
     assert [source.files for source in corpus.sources] == [f"/nowhere/{name}/train-*" for name in counts]
     with pytest.raises(InputError, match=r"source 'books': '/nowhere/books/train-\*' does not exist"):
-        corpus.files(corpus.sources[0], "train")
+        resolve(corpus)
 
 
 def test_corpus_presets_of_the_repository(root, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import os
 import sys
 import typing
 
@@ -15,6 +16,7 @@ from transformers.training_args import OptimizerNames
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.args import Flag, fixed_values, flags_of, layout_values
+from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tasks import protocol
@@ -150,7 +152,7 @@ def test_values_that_break_the_gradient_or_follow_evaluations_are_refused(preset
 
 def fingerprint(argv):
     (args, training_args), _ = train_mlm.read_arguments(argv)
-    corpus = pretraining.read_corpus(args)
+    corpus = identified(resolve(pretraining.read_corpus(args)), kept_in=os.devnull)
     tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
     model = pretraining.build_model(args, training_args, tokenizer)
     reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))

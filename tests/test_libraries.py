@@ -95,11 +95,11 @@ def test_all_that_a_shorter_length_asks_for_is_in_one_message():
 def test_a_source_that_holds_out_nothing_is_said_before_packing(tmp_path, caplog):
     for name, count in (("few", 2), ("many", 600)):
         write_jsonl(tmp_path / f"{name}.jsonl", make_documents(count, seed=1))
-    corpus = corpora.corpus_of_files([str(tmp_path / "few.jsonl")], None, "text")
+    corpus = corpora.resolve(corpora.corpus_of_files([str(tmp_path / "few.jsonl")], None, "text"))
     with pytest.raises(InputError, match="no document is held out of train_file, so there is nothing"):
         check_sources(corpus)
     sources = [corpora.Source(name, files=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in ("few", "many")]
-    check_sources(corpora.Corpus("mixture", sources))
+    check_sources(corpora.resolve(corpora.Corpus("mixture", sources)))
     assert "source 'few' holds out no document" in caplog.text and "'many'" not in caplog.text
 
 

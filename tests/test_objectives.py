@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import KeepGradients, end_well, forked_ranks, make_documents, write_parquet
+from conftest import KeepGradients, corpus_of, end_well, forked_ranks, make_documents, write_parquet
 from toy_objective import ToyArguments, ToyModel, halves
 
 import train_mlm
 from roberta_recipe.data import formats, token_cache
-from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator, fixed_masks
 from roberta_recipe.data.stream import TextReader, TrainBlocks
 from roberta_recipe.errors import InputError
@@ -33,7 +33,7 @@ def toy_config(config):
 def reader(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(formats.PACKERS, "halves", halves)
     path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
-    corpus = Corpus("c", [Source("s", files=path)], validation_share=0.3)
+    corpus = corpus_of("c", [Source("s", files=path)], validation_share=0.3)
     return TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1, shuffle_window=16)
 
 

@@ -18,13 +18,13 @@ import fsspec
 import pyarrow as pa
 import pytest
 from backports import zstd
-from conftest import make_documents, write_jsonl, write_parquet, write_text
+from conftest import corpus_of, make_documents, write_jsonl, write_parquet, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 from test_corpus import PIECES, TEXTS, check, texts_of
 
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data.corpus import Corpus, Source, read_corpus
+from roberta_recipe.data.corpus import Corpus, Source, identified, read_corpus, resolve
 from roberta_recipe.data.order import batches_of
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError
@@ -56,7 +56,7 @@ def read(path, start=0, **source):
 def skipped(path, start=0, **source):
     """(row number, text) of the documents of a file under `on_bad_shard: skip`, lost rows, and files that broke off."""
     source = Source("s", files=str(path), **source)
-    corpus = Corpus("c", [source], validation_share=1e-9, on_bad_shard="skip")
+    corpus = corpus_of("c", [source], validation_share=1e-9, on_bad_shard="skip")
     rows = list(reading.file_rows(corpus, source, "train", str(path), start))
     documents = [(row.number, row.text) for row in rows if row.text is not None]
     return documents, sum(row.lost_rows for row in rows), sum(row.bad_files for row in rows)
@@ -261,7 +261,7 @@ def test_parquet_and_arrow_read_the_text_column_alone(tmp_path, kind):
         assert [number for number, _ in documents] == [n for n in range(301) if n != 150 or not bad]
         assert documents[-1] == (300, "Document 300") and (lost, broken) == (int(bad), 0)
     if not bad:
-        corpus = Corpus("c", [Source("s", files=str(tmp_path / "a.parquet"))], validation_share=0.5)
+        corpus = corpus_of("c", [Source("s", files=str(tmp_path / "a.parquet"))], validation_share=0.5)
         reading.check_sources(corpus)
 
 
@@ -308,7 +308,7 @@ def test_lost_rows_are_in_the_counts_of_a_run(tmp_path, tokenizer, suffix):
     rows = [json.dumps({"text": text}) for text in texts] if suffix == ".jsonl" else texts
     rows[7] = rows[30] = rows[59] = "Caf\udce9"
     path.write_bytes("\n\n".join(rows).encode(errors="surrogateescape"))
-    corpus = Corpus("c", [Source("s", files=str(path))], validation_share=1e-9, on_bad_shard="skip")
+    corpus = corpus_of("c", [Source("s", files=str(path))], validation_share=1e-9, on_bad_shard="skip")
     reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
     blocks = reader.blocks(batches_of(0, 8, 1, 0))
     while (counts := reader.count_table()["s"])["passes"] < 2:
@@ -454,13 +454,13 @@ def url(monkeypatch):
 
 
 @pytest.mark.parametrize(("pattern", "name"), [("*.txt", "a.txt"), ("a.txt", "a.txt"), ("b.jsonl.gz", "b.jsonl.gz")])
-def test_a_server_that_is_not_there_for_a_moment_is_asked_again(url, pattern, name, caplog):
+def test_a_server_that_is_not_there_for_a_moment_is_asked_again(url, pattern, name, caplog, tmp_path):
     for status, failures in ((503, 2), (429, 1), (500, 3)):
         Failing.status, Failing.failures = status, failures
-        corpus = Corpus("c", [Source("s", files=url + pattern)])
+        corpus = resolve(Corpus("c", [Source("s", files=url + pattern)]))
         assert corpus.files(corpus.sources[0], "train")[1] == [url + name]
         Failing.failures = failures
-        assert len(corpus.identities()) == 1
+        assert len(identified(corpus, tmp_path).identities) == 1
         Failing.failures = failures
         assert len(texts_of(files=url + pattern, share=1e-9)) == (2 if name == "a.txt" else 1)
     assert "503" in caplog.text and "again in 0.01 s" in caplog.text

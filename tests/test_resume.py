@@ -16,14 +16,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Forked, forked_ranks, make_documents, run_python, write_parquet
+from conftest import Forked, corpus_of, forked_ranks, make_documents, run_python, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError, first_line, says_no_room
@@ -340,7 +340,7 @@ def test_a_trial_of_a_batch_is_what_training_does(config, tokenizer, tmp_path, a
 
 def test_a_trial_of_a_batch_predicts_as_many_positions_as_training_does(tokenizer, tmp_path, train_file):
     """Of any block: a mask that all its copies share would predict a third more or less."""
-    corpus = Corpus("c", [Source("s", files=train_file)])
+    corpus = corpus_of("c", [Source("s", files=train_file)])
     reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
     collator, args = MlmCollator(tokenizer, mlm_probability=0.15, seed=0), SimpleNamespace(max_seq_length=64)
     for block in itertools.islice(reader.blocks([(range(20),)]), 20):
@@ -403,7 +403,7 @@ class FailsAtFirst(LocalFileSystem):
 
 def texts_of(files, on_bad_shard="stop"):
     source = Source("s", files=files)
-    whole = Corpus("c", [source], validation_share=1e-9, on_bad_shard=on_bad_shard)
+    whole = corpus_of("c", [source], validation_share=1e-9, on_bad_shard=on_bad_shard)
     return list(reading.documents(whole, source, "train", seed=0))
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import make_documents, write_parquet
+from conftest import corpus_of, make_documents, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from roberta_recipe.data import documents as reading
-from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.order import batches_of, source_of
 from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader, TrainBlocks, packed, unpacked
@@ -48,7 +48,7 @@ def first(blocks, count=200):
 @pytest.fixture
 def one_source(tmp_path):
     paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(80, seed=n)) for n in range(4)]
-    return Corpus("c", [Source("s", files=paths)])
+    return corpus_of("c", [Source("s", files=paths)])
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def three_sources(tmp_path):
             texts = make_documents(count, seed=ord(name) + number, sentences=length)
             write_parquet(tmp_path / f"{name}{number}.parquet", ["", None, *texts[:5], " ", *texts[5:], ""])
         sources.append(Source(name, files=str(tmp_path / f"{name}*.parquet"), weight=weight))
-    return Corpus("c", sources, validation_share=0.1)
+    return corpus_of("c", sources, validation_share=0.1)
 
 
 @pytest.mark.parametrize("input_format", ["full_sentences", "contiguous"])
@@ -91,7 +91,7 @@ def test_a_sentence_of_which_a_normalizer_leaves_nothing_is_none(wordpiece, tmp_
     found = []
     for name, of_name in (("plain", texts), ("odd", ["\u200b", *odd, "\u00ad\n\ufeff"])):
         source = Source("s", files=write_parquet(tmp_path / f"{name}.parquet", of_name))
-        corpus = Corpus("c", [source], validation_share=1e-9)
+        corpus = corpus_of("c", [source], validation_share=1e-9)
         blocks = first_pass(corpus, wordpiece, input_format=input_format, shuffle_window=0)
         found.append([block["input_ids"].tolist() for block in blocks])
     assert found[0] == found[1] and len(found[0]) > 5
@@ -132,7 +132,7 @@ def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
         "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
         "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
     }
-    corpus = Corpus("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
+    corpus = corpus_of("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
     tokens = Counter()
     for block in itertools.islice(blocks_of(corpus, tokenizer), 400):
         tokens[source_of(block["block_id"])] += len(block["input_ids"])
@@ -224,7 +224,7 @@ def test_empty_documents_are_skipped_and_counted(three_sources, tokenizer):
 
 def test_an_empty_source_is_no_endless_search(tmp_path, tokenizer):
     write_parquet(tmp_path / "blank.parquet", ["", " ", None])
-    corpus = Corpus("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
+    corpus = corpus_of("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
     with pytest.raises(InputError, match=r"source 's' is empty"):
         next(blocks_of(corpus, tokenizer))
 

@@ -16,11 +16,11 @@ import psutil
 import pyarrow as pa
 import pytest
 import torch
-from conftest import Forked, make_documents, write_parquet
+from conftest import Forked, corpus_of, make_documents, write_parquet
 
 from roberta_recipe import durable, lock
 from roberta_recipe.data import stream, token_cache
-from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.data.formats import PACKERS
 from roberta_recipe.data.order import batches_of, place_of
@@ -43,7 +43,7 @@ def corpus(tmp_path):
         Source("a", files=str(tmp_path / "a*.parquet"), weight=1.0),
         Source("b", files=str(tmp_path / "b*.parquet"), weight=3.0, validation_files=str(tmp_path / "valid.parquet")),
     ]
-    return Corpus("c", sources, validation_share=0.2)
+    return corpus_of("c", sources, validation_share=0.2)
 
 
 def reader_of(corpus, tokenizer, **changes):
@@ -93,7 +93,7 @@ def test_pairs_have_ten_versions_from_text_and_from_the_cache(name, tokenizer, t
     for number in range(3):
         write_parquet(tmp_path / f"{number}.parquet", make_documents(20, seed=number))
     sources = [Source("a", files=str(tmp_path / "[01].parquet")), Source("b", files=str(tmp_path / "2.parquet"))]
-    corpus = Corpus("c", sources, validation_share=0.2)
+    corpus = corpus_of("c", sources, validation_share=0.2)
     reader = reader_of(corpus, tokenizer, input_format=name)
     assert token_cache.build(tmp_path / "cache", reader, num_proc=1)
     cache = TokenCache(tmp_path / "cache", corpus, seed=5, shuffle_window=16)
@@ -132,7 +132,7 @@ def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer
     source = corpus.sources[0]
     texts = list(documents(corpus, source, "validation", seed=0))
     (tmp_path / "near.json").write_text(json.dumps({"documents": [text_digest(text) for text in texts[::2]]}))
-    corpus = Corpus("c", corpus.sources, validation_share=0.2, leave_out=str(tmp_path / "near.json"))
+    corpus = corpus_of("c", corpus.sources, validation_share=0.2, leave_out=str(tmp_path / "near.json"))
     reader = reader_of(corpus, tokenizer)
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
     cache = TokenCache(tmp_path / "cache", corpus, seed=5)
@@ -148,7 +148,7 @@ def test_validation_of_so_many_blocks_reads_as_many_files_as_hold_them(tmp_path,
         write_parquet(tmp_path / f"own{number}.parquet", make_documents(9, seed=100 + number))
     share = Source("share", files=str(tmp_path / "[0-9]*.parquet"))
     own = Source("own", files=str(tmp_path / "0.parquet"), validation_files=str(tmp_path / "own*.parquet"))
-    corpus, opened = Corpus("c", [share, own], validation_share=0.2), []
+    corpus, opened = corpus_of("c", [share, own], validation_share=0.2), []
     reader = reader_of(corpus, tokenizer)
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
     cache = TokenCache(tmp_path / "cache", corpus, seed=5)
@@ -200,7 +200,7 @@ def test_a_cache_of_something_else_is_refused(corpus, tokenizer, tmp_path):
         with pytest.raises(InputError, match=rf"{name} was {was!r}, is {now!r}"):
             token_cache.build(tmp_path / "cache", reader_of(corpus, tokenizer, **{name: now}), num_proc=1)
     write_parquet(tmp_path / "a1.parquet", make_documents(5, seed=99))
-    changed = Corpus("c", corpus.sources, validation_share=0.2)
+    changed = corpus_of("c", corpus.sources, validation_share=0.2)
     with pytest.raises(InputError, match=r"source a was '3 files, \w+', is '3 files, \w+'"):
         token_cache.build(tmp_path / "cache", reader_of(changed, tokenizer), num_proc=1)
     with pytest.raises(InputError, match="holds other files"):
@@ -221,7 +221,7 @@ def everything(folder, corpus):
 def small(tmp_path, tokenizer):
     """(corpus, reader, folder of its complete cache): a file, 18 blocks and 3 held out."""
     path = write_parquet(tmp_path / "a.parquet", make_documents(30, seed=3))
-    corpus = Corpus("c", [Source("a", files=path)], validation_share=0.2)
+    corpus = corpus_of("c", [Source("a", files=path)], validation_share=0.2)
     reader = reader_of(corpus, tokenizer, max_seq_length=128)
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
     return corpus, reader, tmp_path / "cache"
@@ -288,7 +288,7 @@ def test_a_shard_or_block_of_another_place_is_refused(corpus, tokenizer, tmp_pat
     # the first file again, by another name: another corpus, whose blocks have the same tokens
     shutil.copy(tmp_path / "a0.parquet", tmp_path / "c0.parquet")
     files = [str(tmp_path / f"{name}.parquet") for name in ("a1", "a2", "c0")]
-    elsewhere = Corpus("c", [Source("a", files=files, weight=1.0), corpus.sources[1]], validation_share=0.2)
+    elsewhere = corpus_of("c", [Source("a", files=files, weight=1.0), corpus.sources[1]], validation_share=0.2)
     token_cache.build(tmp_path / "other", reader_of(elsewhere, tokenizer), num_proc=1)
     token_cache.ensure(folder, reader, num_proc=1)
     assert len(everything(folder, corpus)) > 100

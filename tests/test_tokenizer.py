@@ -111,7 +111,7 @@ def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tm
 
 def test_the_bar_of_a_text_far_below_the_sample_ends_where_the_text_ends(tmp_path, monkeypatch):
     path, bars = write_text(tmp_path / "text.txt", make_documents(50, seed=1)), []
-    corpus = corpora.corpus_of_files([path], None, "text")
+    corpus = corpora.resolve(corpora.corpus_of_files([path], None, "text"))
     monkeypatch.setattr(train_tokenizer, "Bar", lambda **how: bars.append(tqdm(**how, disable=False)) or bars[-1])
     text = "".join(train_tokenizer.sample(corpus, argparse.Namespace(sample_mb=1000, seed=0), Counter()))
     assert bars[0].n == bars[0].total == len(text.encode()) > 1000

@@ -16,6 +16,7 @@ from transformers import AutoModelForMaskedLM
 import train_mlm
 from roberta_recipe import record as records
 from roberta_recipe.data import masking, tokenizer_training
+from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import evaluate, pack
 from roberta_recipe.training import batch, checkpoint, pretraining, progress
@@ -165,7 +166,7 @@ def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer)
     """The definition is computed by the stock class on the saved checkpoint, block by block."""
     record = train(preset, "--output_dir", tmp_path / "a")
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
-    _, reader = pretraining.build_readers(args, training_args, pretraining.read_corpus(args), tokenizer)
+    _, reader = pretraining.build_readers(args, training_args, resolve(pretraining.read_corpus(args)), tokenizer)
     blocks = pretraining.validation_blocks(args, training_args, reader)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
     total = predicted = 0

@@ -7,6 +7,7 @@ tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The la
 """
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 import time
@@ -69,9 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     started_s = time.monotonic()
     if args.train_file:
-        corpus = corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column)
+        corpus = corpora.resolve(corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column))
     else:
-        corpus = corpora.read_corpus(args.corpus)
+        corpus = corpora.resolve(corpora.read_corpus(args.corpus))
 
     others = {args.compare_with: tokenization.load_tokenizer(args.compare_with)} if args.compare_with else {}
     sizes: Counter[str] = Counter()
@@ -111,7 +112,7 @@ def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validat
     """Compression of the held-out text of each source, by each tokenizer."""
     print(f"\n{'held-out text':<16}{'MB':>6}  {'tokenizer':<32}{'bytes/token':>12}{'tokens/word':>12}")
     for source in corpus.sources:
-        alone = corpora.Corpus(name=source.name, sources=[source], validation_share=corpus.validation_share)
+        alone = dataclasses.replace(corpus, sources=[source])
         held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
         texts = [text for _, text in Bar(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
         for name, tokenizer in tokenizers.items():

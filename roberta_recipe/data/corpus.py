@@ -1,27 +1,32 @@
-"""The sources of a corpus (paper, section 3.2), their shares of the mixture, and their files."""
+"""The sources of a corpus (paper, section 3.2): their files, the content of these, and their shares of the mixture."""
 
+import contextlib
 import functools
 import glob
+import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import fsspec
 
+from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
-from roberta_recipe.data.identity import Identity, identify, is_unchanged
-from roberta_recipe.data.readers import DECOMPRESSORS, open_file, with_retries
-from roberta_recipe.durable import fingerprint
+from roberta_recipe.data.readers import DECOMPRESSORS, READERS, open_file, with_retries
 from roberta_recipe.errors import InputError, RunError, first_line
+from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
-from roberta_recipe.log import logger
+from roberta_recipe.log import Bar, logger
 from roberta_recipe.presets import check_mapping, load_yaml
+from roberta_recipe.record import HASHES_NAME
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
@@ -29,9 +34,14 @@ _NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache h
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_BYTES_PER_READ = 1 << 20
+_SHOWN_BYTES = 1 << 30  # so much to hash has a progress bar
+_THREADS = 8  # a disk's worth; hashing frees Python's lock
+_SETTLED_NS = 2_000_000_000  # file times may tick this slowly, so a younger file may change and keep its times
+_ETAGS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # of fsspec's file systems, the most telling first
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
     """One entry of a corpus preset. Exactly one of `dataset`, `files`, `builtin` says where it is."""
 
@@ -67,9 +77,16 @@ class Source:
                 raise InputError(f"source {self.name!r}: {key} is {getattr(self, key)}, and must be above 0 and finite")
 
 
-@dataclass
+class Identity(NamedTuple):
+    """A file's content."""
+
+    values: list[Any]  # name, size, SHA-256; of a remote file URL, size, version; of an unreadable one name, reason
+    stamp: list[int] | None  # size, times, inode; None for a remote file
+
+
+@dataclass(frozen=True)
 class Corpus:
-    """A checked corpus preset: its sources, and how much is held out of sources without validation files."""
+    """A corpus preset. `resolve` fills `found` and `left_out`, `identified` fills `identities`."""
 
     name: str
     sources: list[Source]
@@ -78,58 +95,59 @@ class Corpus:
     # held-out documents to leave out, as `tools/contamination.py --held_out --leave_out FILE` has written them
     leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # rows that cannot be read, files that break off
-    _files: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
-    _identities: dict[str, Identity] = field(default_factory=dict, repr=False)
+    found: Mapping[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
+    left_out: frozenset[str] = frozenset()  # `text_digest` of each document of `leave_out`
+    identities: Mapping[str, Identity] = field(default_factory=dict, repr=False)  # by path
 
-    @functools.cached_property
-    def left_out(self) -> frozenset[str]:
-        """`text_digest` of each document of `leave_out`. Raises `InputError`."""
-        if self.leave_out is None:
-            return frozenset()
-        found = read_input_json(resolve_path(self.leave_out))
-        documents = found.get("documents") if isinstance(found, dict) else None
-        if not isinstance(documents, list) or not all(isinstance(digest, str) for digest in documents):
+    def __post_init__(self):
+        names = [source.name for source in self.sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"corpus {self.name!r}: two sources are named {twice[0]!r}; names must differ")
+        kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in self.sources}
+        if len(self.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
+            raise InputError(f"corpus {self.name!r}: every source needs a share, all by size_gb or all by weight")
+        for source, share in zip(self.sources, self.shares, strict=True):
+            if not share >= _LEAST_SHARE:
+                raise InputError(
+                    f"corpus {self.name!r}: source {source.name!r} has a share of {share:.2g} of the mixture, and the "
+                    f"least is {_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
+                )
+        if not re.fullmatch("[a-z]{2,3}", self.language):
             raise InputError(
-                f"leave_out={self.leave_out}: make it with python -m roberta_recipe.tools.contamination --held_out "
-                "--leave_out FILE"
+                f"corpus {self.name!r}: language is {self.language!r}, and must be a code such as en or de"
             )
-        return frozenset(documents)
+        if not 0 < self.validation_share < 1:
+            raise InputError(
+                f"corpus {self.name!r}: validation_share is {self.validation_share}, and must be between 0 and 1"
+            )
 
     @property
     def shares(self) -> list[float]:
-        """What each source gets of the mixture; they sum to 1."""
+        """Share of the mixture by source; they sum to 1."""
         sizes = [source.size_gb or source.weight or 1.0 for source in self.sources]
         return [size / sum(sizes) for size in sizes]
 
     def files(self, source: Source, split: str) -> tuple[str, list[str]]:
-        """Format and files of a source's split ("train" or "validation"), looked up once."""
-        separate = split == "validation" and source.validation_files is not None
-        key = (source.name, "validation" if separate else "train")
-        if key not in self._files:
-            self._files[key] = _locate(source, separate)
-        return self._files[key]
-
-    def identities(self) -> dict[str, Identity]:
-        """What every file holds, hashed once: what this run takes for its text."""
-        files = [path for s in self.sources for split in ("train", "validation") for path in self.files(s, split)[1]]
-        self._identities |= identify([path for path in dict.fromkeys(files) if path not in self._identities])
-        return self._identities
+        """Format (a builder of `datasets`) and sorted paths of a source's split ("train" or "validation")."""
+        return self.found[source.name, split]
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """The corpus that a preset describes, its variables replaced. Opens no source. Raises `InputError`."""
+    """The corpus of a preset, its variables replaced; no source is opened. Raises `InputError`."""
     values = load_yaml(path)
     sources = values.pop("sources", None)
     if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
         raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and where it is")
     where = [f"{path}, source {entry.get('name', number)}" for number, entry in enumerate(sources, 1)]
     checked = [check_mapping(entry, [Source], name) for entry, name in zip(sources, where, strict=True)]
-    if unnamed := [name for entry, name in zip(checked, where, strict=True) if "name" not in entry]:
-        raise InputError(f"{unnamed[0]} has no name; name it with `name:`")
     for entry, name in zip(checked, where, strict=True):
+        if "name" not in entry:
+            raise InputError(f"{name} has no name; name it with `name:`")
         entry |= {key: _with_variables(entry[key], name) for key in ("files", "validation_files") if entry.get(key)}
-    settings = check_mapping(values, [Corpus], str(path), without=("name", "sources", "_files", "_identities"))
-    return check_corpus(Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings))
+    settings = check_mapping(
+        values, [Corpus], str(path), without=("name", "sources", "found", "left_out", "identities")
+    )
+    return Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings)
 
 
 def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
@@ -146,44 +164,46 @@ def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
     return _VARIABLE.sub(lambda found: glob.escape(os.environ[found[1]]), patterns)
 
 
-def check_corpus(corpus: Corpus) -> Corpus:
-    """`corpus`, or an `InputError` for names given twice, shares of two kinds or too small to be meant, a validation
-    share out of range, or a language that is no code."""
-    names = [source.name for source in corpus.sources]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"corpus {corpus.name!r}: two sources are named {twice[0]!r}; names must differ")
-    kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in corpus.sources}
-    if len(corpus.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
-        raise InputError(f"corpus {corpus.name!r}: every source needs a share, all by size_gb or all by weight")
-    for source, share in zip(corpus.sources, corpus.shares, strict=True):
-        if not share >= _LEAST_SHARE:
-            raise InputError(
-                f"corpus {corpus.name!r}: source {source.name!r} has a share of {share:.2g} of the mixture, and the "
-                f"least is {_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
-            )
-    if not re.fullmatch("[a-z]{2,3}", corpus.language):
-        raise InputError(
-            f"corpus {corpus.name!r}: language is {corpus.language!r}, and must be a code such as en or de"
-        )
-    if not 0 < corpus.validation_share < 1:
-        raise InputError(
-            f"corpus {corpus.name!r}: validation_share is {corpus.validation_share}, and must be between 0 and 1"
-        )
-    return corpus
-
-
 def corpus_of_files(
     train_file: list[str], validation_file: list[str] | None, text_column: str, language: str = "en"
 ) -> Corpus:
     """The corpus of `--train_file` and `--validation_file`: one source."""
     source = Source(name="train_file", files=train_file, validation_files=validation_file, text_column=text_column)
-    return check_corpus(Corpus(name="train_file", sources=[source], language=language))
+    return Corpus(name="train_file", sources=[source], language=language)
 
 
-def _locate(source: Source, separate_validation: bool) -> tuple[str, list[str]]:
-    """Format (a builder of `datasets`) and the sorted files of a source. Raises `InputError`."""
-    if separate_validation:
-        return _list_files(source.name, source.validation_files)
+def resolve(corpus: Corpus) -> Corpus:
+    """`corpus` with its files, and the digests of the documents left out. Raises `InputError`."""
+    found = {}
+    for source in corpus.sources:
+        found[source.name, "train"] = found[source.name, "validation"] = _locate(source)
+        if source.validation_files is not None:
+            found[source.name, "validation"] = _list_files(source.name, source.validation_files)
+        for format, paths in (found[source.name, "train"], found[source.name, "validation"]):
+            if source.filters is not None and format != "parquet":
+                raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
+            chained = [path for path in paths if "://" not in path and "::" in path]
+            if chained and format not in READERS:
+                raise InputError(
+                    f"source {source.name!r}: rename {chained[0]}; datasets reads a '::' in a name as a chain of "
+                    "protocols"
+                )
+    left_out = _documents_left_out(corpus.leave_out) if corpus.leave_out is not None else []
+    return replace(corpus, found=found, left_out=frozenset(left_out))
+
+
+def _documents_left_out(path: str) -> list[str]:
+    found = read_input_json(resolve_path(path))
+    documents = found.get("documents") if isinstance(found, dict) else None
+    if not isinstance(documents, list) or not all(isinstance(digest, str) for digest in documents):
+        raise InputError(
+            f"leave_out={path}: make it with python -m roberta_recipe.tools.contamination --held_out --leave_out FILE"
+        )
+    return documents
+
+
+def _locate(source: Source) -> tuple[str, list[str]]:
+    """Format and the sorted files of a source's training split. Raises `InputError`."""
     if source.builtin:
         return "parquet", [str(docstring_file())]
     if source.files:
@@ -218,10 +238,11 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if "://" in pattern:
             attempt, action = functools.partial(_remote_paths, pattern), f"source {name!r}: listing {pattern!r}"
-            paths, hidden = with_retries(attempt, pattern, action)
+            paths, folder = with_retries(attempt, pattern, action)
         else:
-            paths, hidden = _local_paths(resolve_path(pattern))
-        paths = _of_saved_datasets(name, paths)
+            paths, folder = _local_paths(resolve_path(pattern))
+        hidden = {path for path in paths if folder is not None and "/." in path[len(folder) :]}
+        paths = _of_saved_datasets(name, [path for path in paths if path not in hidden])
         readable = {p: f for p in paths if (f := _format_of(p))}
         passed_over = sum(_format_of(p) is not None for p in hidden)
         if not readable:
@@ -242,12 +263,11 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     return next(iter(found.values())), sorted(found)
 
 
-def _local_paths(path: Path) -> tuple[list[str], list[str]]:
-    """The files below a folder, a file itself, or the files that a glob finds; and the hidden files of a folder, which
-    a glob does not find either."""
+def _local_paths(path: Path) -> tuple[list[str], str | None]:
+    """The files below a folder, and the folder; a file itself, or the files of a glob, which finds no hidden ones."""
     if path.is_dir():
-        return _without_hidden([*_files_below(str(path))], str(path))
-    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), []
+        return [*_files_below(str(path))], str(path)
+    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), None
 
 
 def _files_below(folder: str) -> Iterator[str]:
@@ -263,25 +283,18 @@ def _files_below(folder: str) -> Iterator[str]:
         yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
 
 
-def _remote_paths(pattern: str) -> tuple[list[str], list[str]]:
-    """The paths below a URL (s3://, gs://, https://, ...), and the hidden ones."""
+def _remote_paths(pattern: str) -> tuple[list[str], str | None]:
+    """The paths below a URL (s3://, gs://, https://, ...), and its folder; None where it asks for hidden files."""
     system, path = fsspec.core.url_to_fs(pattern)
-    root = path[: path.index("*")].rpartition("/")[0] if "*" in path else path.rstrip("/")
+    folder = path[: path.index("*")].rpartition("/")[0] if "*" in path else path.rstrip("/")
     if "*" in path:
         paths = system.glob(path)
     elif system.info(path)["type"] == "directory" or not _format_of(path):  # http: a folder's URL is a file's too
         paths = system.find(path)
     else:
         paths = [path]
-    asked_for = "/." in path[len(root) :]  # by a pattern such as `.x*`
-    shown, hidden = (paths, []) if asked_for else _without_hidden(paths, root)
-    return [system.unstrip_protocol(path) for path in shown], hidden
-
-
-def _without_hidden(paths: list[str], folder: str) -> tuple[list[str], list[str]]:
-    """The paths below a folder, and apart from them those in which a name below it begins with a dot."""
-    hidden = {path for path in paths if "/." in path[len(folder) :]}
-    return [path for path in paths if path not in hidden], [*hidden]
+    asked_for = "/." in path[len(folder) :]  # by a pattern such as `.x*`
+    return [system.unstrip_protocol(path) for path in paths], None if asked_for else system.unstrip_protocol(folder)
 
 
 def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
@@ -320,24 +333,95 @@ def _format_of(path: str) -> str | None:
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
 
+def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
+    """A resolved corpus with the content of its files, hashed once and kept in the folder `kept_in`; hashed again where
+    size, times or inode differ. Raises `InputError` for a file that changes meanwhile."""
+    path, started_ns = Path(kept_in, HASHES_NAME), time.time_ns()
+    try:
+        known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
+    except (OSError, ValueError, KeyError):  # there is none, or it is damaged
+        known = {}
+    found = identify([name for _, names in corpus.found.values() for name in names], known)
+    kept = {
+        name: one
+        for name, one in found.items()
+        if one.stamp and len(one.values) == 3 and max(one.stamp[1:3]) < started_ns - _SETTLED_NS
+    }
+    if kept != known:
+        with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
+            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_sealed(path, {"files": kept})
+    return replace(corpus, identities=found)
+
+
+def identify(paths: Iterable[str], known: Mapping[str, Identity]) -> dict[str, Identity]:
+    """The identity of each file; those not `known` by their size, times and inode are hashed by a few threads.
+
+    A remote file is its URL, size and version as the server has them; `hf://` names hold the revision. Raises
+    `InputError` for a file that changes meanwhile.
+    """
+    stamps = {path: _stamp(path) for path in paths}
+    new = [path for path, stamp in stamps.items() if path not in known or known[path].stamp != stamp]
+    size = sum(stamps[path][0] for path in new if stamps[path])
+    with (
+        Bar(total=size, unit="B", unit_scale=True, desc="Hashing files", disable=size < _SHOWN_BYTES or None) as bar,
+        ThreadPoolExecutor(min(_THREADS, cpu_cores())) as threads,
+    ):
+        made = dict(zip(new, threads.map(lambda path: _identity(path, bar), new), strict=True))
+    return {path: made.get(path) or known[path] for path in stamps}
+
+
+def _stamp(path: str) -> list[int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _identity(path: str, bar: Bar) -> Identity:
+    if path.startswith("hf://"):
+        return Identity([path], None)
+    if "://" in path:
+        system, inner = fsspec.core.url_to_fs(path)
+        info = with_retries(lambda: system.info(inner), path, f"looking up {path}")
+        version = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
+        return Identity([path, info.get("size"), version], None)
+    before, digest, buffer = _stamp(path), hashlib.sha256(), bytearray(_BYTES_PER_READ)
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                bar.update(count)
+    except OSError as error:
+        return Identity([os.path.basename(path), error.strerror], before)
+    if before is None or _stamp(path) != before:
+        raise InputError(f"{path} changed while it was read; start again when it is complete")
+    return Identity([os.path.basename(path), before[0], digest.hexdigest()[:32]], before)
+
+
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
-    """What two corpora must agree in to give the same blocks: the sources' settings, and their files by name and
-    content (`identify`)."""
-    contents, identities = {}, corpus.identities()
+    """What two `identified` corpora must agree in to give the same blocks: the sources' settings, and their files by
+    name and content."""
+    contents = {}
     for source in corpus.sources:
         files = [corpus.files(source, split)[1] for split in ("train", "validation")]
-        content = [source.text_column, source.filters, [[identities[path].values for path in paths] for paths in files]]
-        contents[f"source {source.name}"] = f"{len(files[0])} files, {fingerprint(content)}"
-    left_out = {"leave_out": fingerprint(sorted(corpus.left_out))} if corpus.left_out else {}
-    return {**contents, **left_out, "validation_share": corpus.validation_share, "language": corpus.language}
+        values = [[corpus.identities[path].values for path in paths] for paths in files]
+        digest = durable.fingerprint([source.text_column, source.filters, values])
+        contents[f"source {source.name}"] = f"{len(files[0])} files, {digest}"
+    if corpus.left_out:
+        contents["leave_out"] = durable.fingerprint(sorted(corpus.left_out))
+    if any(format == "text" for format, _ in corpus.found.values()):
+        contents["text_files"] = "a line of blanks separates documents"  # former versions took it for text
+    return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
-    """Raise `RunError` where a local file of the corpus (or the file `path`) is no longer what `Corpus.identities`
-    found: a few microseconds a file."""
-    for name in [path] if path is not None else list(corpus._identities):
-        before = corpus._identities.get(name)
-        if before is not None and not is_unchanged(name, before):
+    """Raise `RunError` where a local file of an `identified` corpus (or its file `path`) has another content than then:
+    a few microseconds a file."""
+    before = corpus.identities if path is None else {path: corpus.identities[path]} if corpus.identities else {}
+    for name, now in identify(before, before).items():
+        if now.values != before[name].values:
             raise RunError(
                 f"{name} was changed, replaced or removed while this run reads it; what was saved is of the text as it "
                 "was. Put that file back and start the same command again, or begin another run in another output_dir"
@@ -345,19 +429,22 @@ def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
 
 
 def check_validation_files(corpus: Corpus) -> None:
-    """Raise `InputError` where a validation file is a training file too, by its content."""
-    identities, train = corpus.identities(), {}
-    for source in corpus.sources:
-        train |= {str(_content(path, identities[path])): path for path in corpus.files(source, "train")[1]}
-    for source in corpus.sources:
-        for path in corpus.files(source, "validation")[1] if source.validation_files else ():
-            if identities[path].values[1:2] != [0] and (same := train.get(str(_content(path, identities[path])))):
-                raise InputError(
-                    f"source {source.name!r}: the validation file {path} is the training file {same}, so its loss "
-                    "would be that of text trained on; name held-out text, or leave the validation file out: a share "
-                    "of the documents is then held out"
-                )
+    """Raise `InputError` where a validation file is a training file too, by its content: files of one size are
+    hashed."""
+    train = [path for source in corpus.sources for path in corpus.files(source, "train")[1]]
+    held_out = {path: s for s in corpus.sources if s.validation_files for path in corpus.files(s, "validation")[1]}
+    sizes = {_size(path) for path in train} & {_size(path) for path in held_out} - {0}
+    content = identify([path for path in (*train, *held_out) if _size(path) in sizes], corpus.identities)
+    trained_on = {str(content[path].values[1:]): path for path in train if path in content}
+    for path, source in held_out.items():
+        if path in content and (same := trained_on.get(str(content[path].values[1:]))):
+            raise InputError(
+                f"source {source.name!r}: the validation file {path} is the training file {same}, so its loss would be "
+                "that of text trained on; name held-out text, or leave the validation file out: a share of the "
+                "documents is then held out"
+            )
 
 
-def _content(path: str, identity: Identity) -> Any:
-    return identity.values[1:] if identity.stamp else path
+def _size(path: str) -> int | str:
+    """The size of a local file; a remote file has its URL instead, as one of another URL is another file."""
+    return path if "://" in path else os.path.getsize(path)

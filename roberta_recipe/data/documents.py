@@ -1,5 +1,6 @@
-"""The documents of a corpus (paper, section 3.2), read file by file, with what is held out and what cannot be read."""
+"""The documents of a corpus (paper, section 3.2), read file by file; held-out documents; checks before training."""
 
+import contextlib
 import glob
 import hashlib
 import io
@@ -17,18 +18,7 @@ import pyarrow.parquet as pq
 from roberta_recipe.data import readers
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, check_validation_files
 from roberta_recipe.data.order import file_order, interleave
-from roberta_recipe.data.readers import (
-    AS_BYTES,
-    DECOMPRESSORS,
-    READERS,
-    BadRow,
-    NoColumn,
-    Text,
-    decoded,
-    json_columns,
-    open_file,
-    wait_for_retry,
-)
+from roberta_recipe.data.readers import AS_BYTES, DECOMPRESSORS, READERS, BadRow, NoColumn, Text, decoded, open_file
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import counted, logger
 
@@ -45,18 +35,12 @@ class BadShard(InputError):
 def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[Text]:
     """The text of each document of one file, from row `start` on; `BadRow` for a row that cannot be read.
 
-    Transient errors (I/O errors; most errors of remote files) are retried from the current row, after each of
-    `RETRY_DELAYS_S`. Raises `BadShard` for a file that cannot be read, and `InputError` for a file that contradicts the
-    preset; both name it.
+    Transient errors of our readers (I/O errors; most errors of remote files) are retried from the current row, after
+    each of `RETRY_DELAYS_S`; `datasets` retries its own reads. Raises `BadShard` for a file that cannot be read, and
+    `InputError` for a file that contradicts the preset; both name it.
     """
-    if source.filters is not None and format != "parquet":
-        raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
-    if format not in READERS and "://" not in path and "::" in path:
-        raise InputError(
-            f"source {source.name!r}: rename {path}; datasets reads a '::' in a name as a chain of protocols"
-        )
     row, delays = start, iter(readers.RETRY_DELAYS_S)
-    with_value = -1 if start == 0 else start - 1  # the last row that has a value; those before `start` are not known
+    with_value = start - 1  # the last row that has a value; those before `start` are not known
     while True:
         try:
             for text in _read_rows(source, format, path, row):
@@ -72,9 +56,6 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
                 yield text
                 row, delays = row + 1, iter(readers.RETRY_DELAYS_S)
             if row and with_value < 0:
-                columns = json_columns(path) if format == "json" else []
-                if columns and source.text_column not in columns:
-                    raise NoColumn(columns)
                 raise _no_value(source, path, 0, row - 1)
             return
         except InputError:
@@ -82,7 +63,8 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
         except NoColumn as error:
             raise _no_column(source, path, *error.args) from None
         except Exception as error:  # pyarrow, json, zlib, fsspec: each has its own exceptions
-            if not wait_for_retry(error, delays, path, f"source {source.name!r}: reading {path} at row {row}"):
+            action = f"source {source.name!r}: reading {path} at row {row}"
+            if format not in READERS or not readers.wait_for_retry(error, delays, path, action):
                 raise _bad_shard(source, path, row, f"{type(error).__name__}: {first_line(error)}") from error
 
 
@@ -95,18 +77,13 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[A
     options: dict[str, Any] = {}
     kind = None
     if format == "parquet":
-        with open_file(path) as stream:
-            if not stream.read(1):
-                return
-            schema = pq.read_schema(stream)
-        if source.text_column not in schema.names:
-            raise NoColumn(schema.names)
-        kind = schema.field(source.text_column).type
+        if (kind := _parquet_type(source, path)) is None:
+            return
         features = datasets.Features.from_arrow_schema(pa.schema({source.text_column: AS_BYTES.get(kind, kind)}))
         # the other columns are not even fetched; a row group may hold gigabytes, or (then it has no size) nothing
         options = {"columns": [source.text_column], "features": features, "batch_size": 256}
-    if source.filters is not None:
-        options["filters"] = [tuple(condition) for condition in source.filters]
+        if source.filters is not None:
+            options["filters"] = [tuple(condition) for condition in source.filters]
     pattern = path if "://" in path else glob.escape(path)  # or brackets in a name would be read as a pattern
     with tempfile.TemporaryDirectory() as cache:  # stays empty; the cache below HF_HOME may not be writable
         options |= {"data_files": [pattern], "split": "train", "cache_dir": cache}
@@ -114,16 +91,9 @@ def _read_rows(source: Source, format: str, path: str, start: int) -> Iterator[A
         # `iter`, since `__iter__` would divide the rows among the workers of a DataLoader
         for row in (rows.skip(start) if start else rows).iter(batch_size=1):
             if source.text_column not in row:
-                raise NoColumn(sorted(row))
+                raise _no_column(source, path, sorted(row))
             [value] = row[source.text_column]
             yield decoded(value) if kind in AS_BYTES else value
-
-
-def text_file_rule(corpus: Corpus) -> dict[str, str]:
-    """For fingerprints: how text files are read, where a corpus has some; others are unlike those of former versions,
-    which took a line of blanks for text."""
-    formats = {corpus.files(source, split)[0] for source in corpus.sources for split in ("train", "validation")}
-    return {"text_files": "a line of blanks separates documents"} if "text" in formats else {}
 
 
 def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
@@ -145,8 +115,24 @@ def _no_value(source: Source, path: str, first: int, last: int) -> InputError:
     )
 
 
+def _parquet_type(source: Source, path: str) -> pa.DataType | None:
+    """The type of the text column by a Parquet file's footer; None of an empty file. Raises `InputError` where there is
+    no such column, or nothing but nulls in it."""
+    with open_file(path) as stream:
+        if not stream.read(1):
+            return None
+        footer = pq.read_metadata(stream)
+    schema = footer.schema.to_arrow_schema()
+    if source.text_column not in schema.names:
+        raise _no_column(source, path, schema.names)
+    statistics = [chunk.statistics for chunk in _text_chunks(source, footer)]
+    if footer.num_rows and footer.num_rows == sum(s.null_count for s in statistics if s and s.has_null_count):
+        raise _no_value(source, path, 0, footer.num_rows - 1)
+    return schema.field(source.text_column).type
+
+
 def _parquet_footer(path: str) -> pq.FileMetaData | None:
-    """The footer of a Parquet file; None where it cannot be read, for a reason that reading the file gives."""
+    """The footer of a Parquet file; None where it cannot be read."""
     try:
         with open_file(path) as stream:
             return pq.read_metadata(stream)
@@ -250,8 +236,6 @@ def text_bytes(corpus: Corpus) -> int | None:
     Parquet the text column as its footer has it, of JSON lines the share that the text has of the first lines."""
     sizes = []
     for source in corpus.sources:
-        if not source.files:  # the Hub's, or made here
-            return None
         format, files = corpus.files(source, "train")
         sizes += [_text_bytes(source, format, path) for path in files]
     return None if None in sizes else sum(sizes)
@@ -271,28 +255,41 @@ def _text_bytes(source: Source, format: str, path: str) -> int | None:
         texts = READERS["json"](io.BytesIO(sample), source.text_column)
         try:
             size = int(size * sum(len(text.encode()) for text in texts if isinstance(text, str)) / max(len(sample), 1))
-        except ValueError:  # a list that is longer than the sample
+        except (ValueError, NoColumn):  # a list that is longer than the sample
             return None
     return size
 
 
 def check_sources(corpus: Corpus) -> None:
-    """Raise `InputError` for what cannot be read, before training: the first document of every source, and of local
-    files the Parquet columns, or the first `_CHECKED_BYTES` of other formats; then hash the files, so that one
-    process does it before the others. Files that cannot be read are left for `on_bad_shard: skip` to pass over."""
+    """Raise `InputError`, before training, for a local file that cannot be read at its beginning, a source without a
+    document to train on, a validation file that is trained on, and a corpus that holds out nothing (a source alone is
+    warned of). Files that cannot be read are left for `on_bad_shard: skip` to pass over."""
+    without = []
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
         for path in files:
             if "://" not in path:
-                _check_parquet(source, path) if format == "parquet" else _check_rows(corpus, source, format, path)
+                _check_file(corpus, source, format, path)
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
-    _check_held_out(corpus)
+        if not any("://" in path for path in corpus.files(source, "validation")[1]):  # up to the first, or the whole
+            without += [source.name] * (next(documents(corpus, source, "validation", seed=0), None) is None)
+    advice = "name validation files, or raise validation_share in a corpus preset"
+    if len(without) == len(corpus.sources):
+        raise InputError(
+            f"no document is held out of {', '.join(without)}, so there is nothing to validate on; {advice}"
+        )
+    for name in without:
+        logger.warning(f"source {name!r} holds out no document, so it is not measured; {advice}")
     check_validation_files(corpus)
 
 
-def _check_rows(corpus: Corpus, source: Source, format: str, path: str) -> None:
-    """Raise `InputError` for what cannot be read in the first `_CHECKED_BYTES` of a file."""
+def _check_file(corpus: Corpus, source: Source, format: str, path: str) -> None:
+    """Raise `InputError` for what cannot be read in the first `_CHECKED_BYTES` of a file; of Parquet, in its footer."""
+    if format == "parquet":
+        with contextlib.suppress(OSError, pa.ArrowException):  # damage is named, or passed over, as the file is read
+            _parquet_type(source, path)
+        return
     size = 0
     try:
         for row, text in enumerate(read_file(source, format, path)):
@@ -304,33 +301,3 @@ def _check_rows(corpus: Corpus, source: Source, format: str, path: str) -> None:
     except BadShard:
         if corpus.on_bad_shard == "stop":
             raise
-
-
-def _check_held_out(corpus: Corpus) -> None:
-    """Raise `InputError` where no source holds out a document, and warn of each that does not: of local files, read up
-    to their first document of validation (the whole of a source that has none)."""
-    without = []
-    for source in corpus.sources:
-        files = corpus.files(source, "validation")[1]
-        if not any("://" in path for path in files):
-            without += [source.name] * (next(documents(corpus, source, "validation", seed=0), None) is None)
-    advice = "name validation files, or raise validation_share in a corpus preset"
-    if len(without) == len(corpus.sources):
-        raise InputError(
-            f"no document is held out of {', '.join(without)}, so there is nothing to validate on; {advice}"
-        )
-    for name in without:
-        logger.warning(f"source {name!r} holds out no document, so it is not measured; {advice}")
-
-
-def _check_parquet(source: Source, path: str) -> None:
-    """Raise `InputError` for a Parquet file without the text column, or with nothing but nulls in it, by its footer."""
-    if not (footer := _parquet_footer(path)):
-        return
-    columns = footer.schema.to_arrow_schema().names
-    if source.text_column not in columns:
-        raise _no_column(source, path, columns)
-    statistics = [chunk.statistics for chunk in _text_chunks(source, footer)]
-    nulls = sum(of_chunk.null_count for of_chunk in statistics if of_chunk and of_chunk.has_null_count)
-    if nulls and nulls == footer.num_rows:
-        raise _no_value(source, path, 0, footer.num_rows - 1)

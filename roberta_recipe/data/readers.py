@@ -188,15 +188,15 @@ def _checked(text: str, line: int) -> str | BadRow:
 
 
 def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The text column of JSON lines, of objects that take several lines, or of one JSON list of objects or strings."""
+    """The text column of JSON lines, of objects that take several lines, or of one JSON list of objects or strings.
+    Raises `NoColumn` at the end of a file of objects that all lack it."""
+    keys: set[str] = set()
     for place, value in _json_values(_lines(stream), start):
+        if isinstance(value, dict) and column not in keys:
+            keys.update(value)
         yield value if isinstance(value, BadRow) else _text_of(value, column, place)
-
-
-def json_columns(path: str) -> list[str]:
-    """The keys of the objects of a JSON or JSON lines file."""
-    with open_file(path) as stream:
-        return sorted({key for _, value in _json_values(_lines(stream)) if isinstance(value, dict) for key in value})
+    if keys and column not in keys and not start:
+        raise NoColumn(sorted(keys))
 
 
 def _json_values(lines: io.TextIOWrapper, start: int = 0) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
-from roberta_recipe.data.documents import Row, file_rows, text_file_rule
+from roberta_recipe.data.documents import Row, file_rows
 from roberta_recipe.data.formats import PACKERS, has_pairs
 from roberta_recipe.data.order import (
     REPEATS,
@@ -268,7 +268,6 @@ class TextReader:
             **({"phrases": list(self.phrases)} if self.phrases else {}),
             **({"revision": REVISION} if has_pairs(self.input_format) else {}),
             **corpus_fingerprint(self.corpus),
-            **text_file_rule(self.corpus),
         }
 
     def check_unchanged(self) -> None:

@@ -52,6 +52,7 @@ from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import Bar, counted, logger
+from roberta_recipe.record import HASHES_NAME
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
@@ -304,7 +305,7 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     folder, path, wanted = Path(folder), Path(folder) / FINGERPRINT, {**_FORMAT, **fingerprint}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in folder.iterdir()} - {path.name}
+        names = {entry.name for entry in folder.iterdir()} - {path.name, HASHES_NAME}
         others = [name for name in names if not (durable.is_aside(name) or name.startswith(lock.LOCK_NAME))]
         if not path.exists():
             if others:

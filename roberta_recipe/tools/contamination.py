@@ -12,6 +12,7 @@ of the evaluation sets' n-grams. A core reads about 7 MB of text a second.
 """
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import regex
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
-from roberta_recipe.data.corpus import Corpus, read_corpus
+from roberta_recipe.data.corpus import Corpus, read_corpus, resolve
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
@@ -236,7 +237,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             durable.check_output_file(Path(path), name)
     corpus = read_corpus(args.corpus)
     if args.leave_out:
-        corpus.leave_out = None  # a list that the preset has already is of the documents that belong into the new one
+        # a list that the preset has already is of the documents that belong into the new one
+        corpus = dataclasses.replace(corpus, leave_out=None)
+    corpus = resolve(corpus)
     texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
     texts += held_out_texts(corpus) if args.held_out else []
     if not texts:

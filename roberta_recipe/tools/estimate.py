@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from roberta_recipe.args import setting
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import token_cache
+from roberta_recipe.data.corpus import Corpus, resolve
 from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
@@ -359,6 +360,14 @@ def main(argv: list[str] | None = None) -> Estimate:
     return cost
 
 
+def corpus_bytes(corpus: Corpus) -> float | None:
+    """Bytes of the text by its sizes in the preset, else by its files; None of text that is not here yet."""
+    sizes = [source.size_gb for source in corpus.sources]
+    if all(sizes):
+        return 1e9 * sum(sizes)
+    return text_bytes(resolve(corpus)) if all(source.files for source in corpus.sources) else None
+
+
 def read_estimate(argv: list[str]) -> Estimate:
     """What the preset costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named."""
     argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
@@ -376,8 +385,6 @@ def read_estimate(argv: list[str]) -> Estimate:
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     at_once = micro_batch * hardware.count
     sequences = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
-    corpus = pretraining.read_corpus(args)
-    sizes = [source.size_gb for source in corpus.sources]
     in_cache = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
     return Estimate(
         config=config,
@@ -395,7 +402,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         utilisation=chosen.utilisation,
         gpu_hour_price=chosen.gpu_hour_price,
         tokens_per_pass=in_cache,
-        corpus_bytes=1e9 * sum(sizes) if all(sizes) else None if in_cache else text_bytes(corpus),
+        corpus_bytes=None if in_cache else corpus_bytes(pretraining.read_corpus(args)),
         max_train_samples=args.max_train_samples,
     )
 

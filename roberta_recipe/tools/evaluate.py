@@ -15,6 +15,7 @@ import tempfile
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import masking, tokenization
+from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
@@ -67,9 +68,11 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     args.tokenizer_name = named or args.model_name_or_path
     pretraining.check_text(args)
     pretraining.check_training(training_args)
-    corpus = pretraining.read_corpus(args)
     with training_args.main_process_first():
+        corpus = resolve(pretraining.read_corpus(args))
         check_sources(corpus)
+        if args.token_cache:
+            corpus = identified(corpus, kept_in=args.token_cache)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
     # a finished model has no heads of other objectives
     model = pretraining.build_model(args, training_args, tokenizer, class_of=modeling.masked_lm_class)

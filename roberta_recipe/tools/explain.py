@@ -21,7 +21,7 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.data import block_text, order, tokenization
-from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.data.corpus import Corpus, identified, resolve
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
@@ -51,9 +51,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))] if folder else []
     known = [*states, *(finished_record(folder) if folder else [])]
     args.global_batch_size = global_batch_size(args, known)
-    corpus, tokenizer = pretraining.read_corpus(args), tokenization.load_tokenizer(args.tokenizer_name)
+    corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
+    corpus = identified(corpus, kept_in=args.token_cache or folder) if folder else corpus
     reader = build_reader(args, training_args, corpus, tokenizer)
-    check_settings(folder, known, {**flags.fixed_values(args), **pretraining.data_fingerprint(training_args, reader)})
+    if folder:
+        data = pretraining.data_fingerprint(training_args, reader)
+        check_settings(folder, known, {**flags.fixed_values(args), **data})
     blocks = build_blocks(folder, args, training_args, reader, explain.step, states, known)
     collator = pretraining.build_collator(args, training_args, tokenizer)
     return print_step(folder, args, explain, blocks, collator)
@@ -108,7 +111,7 @@ def build_reader(args: MlmArguments, training_args: MlmTrainingArguments, corpus
     return reader
 
 
-def check_settings(folder: Path | None, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
+def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
     """Raise `InputError` where the settings that blocks and masks depend on are not those of the whole run."""
     for entry in known:
         before = {name: entry["fingerprint"].get(name) for name in now}

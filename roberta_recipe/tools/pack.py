@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from roberta_recipe.args import setting
 from roberta_recipe.data import token_cache, tokenization
+from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import cpu_cores
@@ -41,8 +42,9 @@ def main(argv: list[str] | None = None) -> bool:
     if packing.num_proc is not None and packing.num_proc < 1:
         raise InputError(f"num_proc={packing.num_proc} must be at least 1")
     machine, machines = share_of_machine(packing.machine)
-    corpus = pretraining.read_corpus(args)
+    corpus = resolve(pretraining.read_corpus(args))
     check_sources(corpus)
+    corpus = identified(corpus, kept_in=args.token_cache)
     reader = pretraining.text_reader(args, corpus, tokenization.load_tokenizer(args.tokenizer_name), seed=0)
     num_proc = packing.num_proc or cpu_cores()
     complete = token_cache.build(args.token_cache, reader, num_proc=num_proc, machine=machine, machines=machines)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
-from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus
+from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus, resolve
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
@@ -245,9 +245,7 @@ def check_text(args: argparse.Namespace) -> Corpus:
     """The corpus of the held-out text, with the files that `text_file` names found. Raises `InputError`."""
     if not args.text_file:
         return read_corpus(args.corpus)
-    corpus = corpus_of_files(args.text_file, args.text_file, "text")
-    corpus.files(corpus.sources[0], "validation")
-    return corpus
+    return resolve(corpus_of_files(args.text_file, args.text_file, "text"))
 
 
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
@@ -256,6 +254,7 @@ def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
     corpus = check_text(args)
     texts: list[str] = []
     if not args.text_file:
+        corpus = resolve(corpus)
         check_sources(corpus)
     for source in corpus.sources:
         own = list(documents(corpus, source, "validation", seed=0))

@@ -345,7 +345,7 @@ def data_seed(training_args: MlmTrainingArguments) -> int:
 
 
 def read_corpus(args: MlmArguments) -> corpora.Corpus:
-    """The sources: `train_file` where given, else the corpus preset."""
+    """The corpus as named, not yet resolved: `train_file` where given, else the corpus preset."""
     if args.train_file:
         return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
