@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Forked, corpus_of, forked_ranks, make_documents, run_python, write_parquet
+from conftest import Forked, corpus_of, forked_ranks, make_documents, run_python, write_jsonl, write_parquet
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
@@ -413,12 +413,12 @@ def test_reads_that_fail_at_first_are_tried_again(tmp_path, monkeypatch, caplog)
     fsspec.register_implementation("shaky", FailsAtFirst, clobber=True)
     monkeypatch.setattr("roberta_recipe.data.readers.RETRY_DELAYS_S", (0.01,) * 5)
     texts = make_documents(30, seed=1)
-    path = write_parquet(tmp_path / "a.parquet", texts)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
     FailsAtFirst.failures = 3
     assert texts_of(f"shaky://{path}") == texts
     assert FailsAtFirst.failures == 0 and caplog.text.count("Input/output error") == 3
     FailsAtFirst.failures = 100
-    with pytest.raises(InputError, match=r"cannot read shaky://.*a.parquet"):
+    with pytest.raises(InputError, match=r"cannot read shaky://.*a.jsonl"):
         texts_of(f"shaky://{path}")
     FailsAtFirst.failures = 0
 

@@ -92,7 +92,7 @@ def test_pairs_have_ten_versions_from_text_and_from_the_cache(name, tokenizer, t
     """Three passes and the eleventh, over two sources; a block of validation has one version."""
     for number in range(3):
         write_parquet(tmp_path / f"{number}.parquet", make_documents(20, seed=number))
-    sources = [Source("a", files=str(tmp_path / "[01].parquet")), Source("b", files=str(tmp_path / "2.parquet"))]
+    sources = [Source(n, files=f"{tmp_path}/{files}.parquet", weight=1.0) for n, files in (("a", "[01]"), ("b", "2"))]
     corpus = corpus_of("c", sources, validation_share=0.2)
     reader = reader_of(corpus, tokenizer, input_format=name)
     assert token_cache.build(tmp_path / "cache", reader, num_proc=1)
@@ -146,8 +146,9 @@ def test_validation_of_so_many_blocks_reads_as_many_files_as_hold_them(tmp_path,
     for number in range(12):
         write_parquet(tmp_path / f"{number}.parquet", make_documents(40, seed=number))
         write_parquet(tmp_path / f"own{number}.parquet", make_documents(9, seed=100 + number))
-    share = Source("share", files=str(tmp_path / "[0-9]*.parquet"))
-    own = Source("own", files=str(tmp_path / "0.parquet"), validation_files=str(tmp_path / "own*.parquet"))
+    share = Source("share", files=str(tmp_path / "[0-9]*.parquet"), weight=1.0)
+    files = {"files": str(tmp_path / "0.parquet"), "validation_files": str(tmp_path / "own*.parquet")}
+    own = Source("own", **files, weight=1.0)
     corpus, opened = corpus_of("c", [share, own], validation_share=0.2), []
     reader = reader_of(corpus, tokenizer)
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
@@ -278,6 +279,7 @@ def test_flipped_bits_anywhere_never_give_other_blocks(small):
 def test_a_shard_or_block_of_another_place_is_refused(corpus, tokenizer, tmp_path):
     """Of the same size, so that sizes alone do not tell."""
     write_parquet(tmp_path / "a1.parquet", ["", *make_documents(40, seed=ord("a")), None])  # a copy of a0
+    corpus = corpus_of("c", corpus.sources, validation_share=0.2)
     reader, folder = reader_of(corpus, tokenizer), tmp_path / "cache"
     token_cache.build(folder, reader, num_proc=1)
     shards = [folder / "a" / f"train-0000{number}.arrow" for number in (0, 1)]
