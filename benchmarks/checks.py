@@ -100,7 +100,7 @@ def main() -> None:
         corpus = write_cache(folder, max(1, round(args.gb * 1e9 / (BLOCKS_PER_FILE * 2 * LENGTH))))
         manifest = durable.read_json(folder / "cache" / durable.MANIFEST)
         size = sum(shard["bytes"] for shard in manifest["shards"])
-        made_from = token_cache.claim(folder / "cache", {"tokens": "random"})
+        made_from = token_cache.claim(folder / "cache", {"input_format": "random tokens"})
         start_s, fault = timed(lambda: token_cache._fault(folder / "cache", corpus, made_from))
         assert fault is None
         open_s, cache = timed(lambda: TokenCache(folder / "cache", corpus, seed=0, shuffle_window=10**9))

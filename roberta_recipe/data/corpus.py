@@ -417,11 +417,11 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
-    """Raise `RunError` where a local file of an `identified` corpus (or its file `path`) has another content than then:
-    a few microseconds a file."""
-    before = corpus.identities if path is None else {path: corpus.identities[path]} if corpus.identities else {}
-    for name, now in identify(before, before).items():
-        if now.values != before[name].values:
+    """Raise `RunError` where a local file of an `identified` corpus (or the file `path` of it) has another content than
+    then: a few microseconds a file."""
+    before = corpus.identities
+    for name in before if path is None else before.keys() & {path}:
+        if _stamp(name) != before[name].stamp and identify([name], {})[name].values != before[name].values:
             raise RunError(
                 f"{name} was changed, replaced or removed while this run reads it; what was saved is of the text as it "
                 "was. Put that file back and start the same command again, or begin another run in another output_dir"
