@@ -23,8 +23,9 @@ from transformers import TrainerCallback, pipeline
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, tokenization
+from roberta_recipe.data import masking, order, stream, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 from roberta_recipe.errors import InputError, RunError, exit_on_error
@@ -118,13 +119,14 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     metrics, by_source = trainer.measured(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record, loss curve, what came out.
+    counts, passes = stream.consumed(reader, min(trainer.position, args.max_train_samples or trainer.position))
     record: records.PretrainingRecord = records.run_record(
         trainer,
         metrics,
         metrics_by_source=by_source,
         unigram_entropy=entropy,
-        passes=reader.passes(trainer.position),
-        counts={"train": reader.count_table(), "validation": validation_reader.count_table("validation")},
+        passes=passes,
+        counts={"train": counts, "validation": stream.count_table(validation_reader, "validation")},
         resolved_args=resolved,
         shown_args=shown_names(args, training_args),
         wall_clock_s=round(time.monotonic() - started_s, 1),
@@ -191,26 +193,19 @@ def build_blocks(
     resumed: dict | None,
 ) -> TrainBlocks:
     """This process's training blocks, from the checkpoint's position on."""
-    skipped = skipped_blocks(args, training_args, resumed)
-    resumed = resumed or {"position": 0, "states": None}
-    if resumed["position"] and not args.token_cache and not resumed["states"] and not args.max_train_samples:
-        logger.warning(
-            "The checkpoint was trained from a token cache: without it, the text is read again from its start"
-        )
     return TrainBlocks(
         reader,
         batch_size=args.global_batch_size // training_args.world_size,
         processes=training_args.world_size,
         process=training_args.process_index,
-        start=resumed["position"],
-        states=resumed["states"],
-        skipped=skipped,
+        start=resumed["position"] if resumed else 0,
+        skipped=skipped_blocks(args, training_args, resumed),
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )
 
 
-def fit_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: dict, collator) -> None:
+def fit_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: Block, collator) -> None:
     """Check the shared memory of the data workers. With `auto_find_batch_size`: lower the micro-batch until full
     blocks, made of `block`, fit into memory; the global batch stays."""
     pretraining.check_shared_memory(args, training_args, block, collator)
@@ -231,7 +226,7 @@ def announce_run(
     training_args: MlmTrainingArguments,
     corpus: corpora.Corpus,
     model: PredictedPositions,
-    validation: list[dict],
+    validation: list[Block],
     entropy: float,
     resumed_from: str | None,
     trainer: MlmTrainer,

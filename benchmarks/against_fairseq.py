@@ -319,8 +319,7 @@ def random_corpora(count: int, oversize: bool) -> list[tuple[int, list[list[list
 def our_blocks(documents: list[list[list[int]]], length: int, mode: str) -> list[list[int]]:
     """`complete` is FULL-SENTENCES; `complete_doc`, DOC-SENTENCES, is FULL-SENTENCES of every document by itself."""
     corpora = [documents] if mode == "complete" else [[document] for document in documents]
-    settings = {"max_seq_length": length, "bos_id": 0, "eos_id": 2}
-    made = (packing.full_sentences(corpus, packing.PackState(), **settings) for corpus in corpora)
+    made = (packing.full_sentences(corpus, length, bos_id=0, eos_id=2) for corpus in corpora)
     return [columns["input_ids"] for columns in itertools.chain(*made)]
 
 

@@ -29,6 +29,7 @@ import transformers
 from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer, TrainerCallback
 
 from roberta_recipe.data.masking import MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -60,7 +61,6 @@ def write_inputs(folder: Path) -> Path:
         "config_name": str(folder / "config.json"),
         "output_dir": str(folder / "run"),
         "max_seq_length": 64,
-        "shuffle_window": 256,
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "max_eval_samples": 48,
         "learning_rate": 2e-3,
@@ -86,7 +86,7 @@ class Blocks(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         for number, row in enumerate(self.rows):
-            yield {"input_ids": row, "epoch": 0, "block_id": number}
+            yield Block({"input_ids": row}, number)
 
 
 class KeepGradient(TrainerCallback):

@@ -20,7 +20,7 @@ from transformers import DataCollatorForLanguageModeling
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, tokenization, tokenizer_training
 from roberta_recipe.data.documents import check_sources, sample_documents
-from roberta_recipe.data.packing import PackState, full_sentences
+from roberta_recipe.data.packing import Block, full_sentences
 
 
 def timed(function):
@@ -57,11 +57,9 @@ def main() -> None:
     iterator = iter(ids)
     documents = [list(itertools.islice(iterator, len(sentences))) for sentences in split]
     special = tokenization.boundary_ids(tokenizer)
-    packing_s, blocks = timed(
-        lambda: list(full_sentences(documents, PackState(), max_seq_length=args.max_seq_length, **special))
-    )
+    packing_s, blocks = timed(lambda: list(full_sentences(documents, args.max_seq_length, **special)))
     examples = [
-        {"input_ids": np.asarray(block["input_ids"], dtype="uint16"), "epoch": 0, "block_id": number}
+        Block({"input_ids": np.asarray(block["input_ids"], dtype="uint16")}, number)
         for number, block in enumerate(blocks)
     ]
     batches = [examples[i : i + 32] for i in range(0, len(examples), 32)]

@@ -132,7 +132,7 @@ def prepare(folder: Path) -> None:
     for name, opener, ending in (("train.jsonl", gzip.open, "gz"), ("train.txt", lzma.open, "xz")):
         with opener(folder / "text" / f"{name}.{ending}", "wb") as stream:
             stream.write((folder / "text" / name).read_bytes())
-    settings = {"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8, "shuffle_window": 32}
+    settings = {"max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8}
     settings |= {"per_device_eval_batch_size": 2, "tokenizer_name": "tokenizer", "config_name": "config.json"}
     settings |= {"learning_rate": 0.001, "logging_steps": 1, "save_strategy": "no", "max_eval_samples": 4}
     as_yaml(folder / "preset.yaml", settings)

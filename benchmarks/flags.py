@@ -149,7 +149,7 @@ def command_line(script: str, folder: Path, output_dir: Path) -> list[str]:
     }
     if script == "train_mlm":
         own = {"train_file": folder / "train.parquet", "validation_file": folder / "valid.parquet"}
-        own |= {"tokenizer_name": folder / "tokenizer", "config_name": folder / "config.json", "shuffle_window": 32}
+        own |= {"tokenizer_name": folder / "tokenizer", "config_name": folder / "config.json"}
     else:
         own = {"data_dir": folder / "glue", "model_name_or_path": folder / "model", "other_rows": True, "seeds": 1}
         own |= {"warmup_steps": 1, "eval_strategy": "steps", "eval_steps": 2}

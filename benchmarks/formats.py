@@ -23,11 +23,11 @@ from transformers import DataCollatorForLanguageModeling
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import order, tokenization
-from roberta_recipe.data.formats import PACKERS
+from roberta_recipe.data import order, stream, tokenization
+from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import NSP, SOP
-from roberta_recipe.data.stream import TextReader
 from roberta_recipe.publishing import markdown
 
 MICRO_BATCH, STEP = 16, 32
@@ -48,18 +48,17 @@ class Stock(DataCollatorForLanguageModeling):
         return super().torch_call([{"input_ids": block["input_ids"].tolist()} for block in examples])
 
 
-def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> tuple[list[dict], float]:
+def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> tuple[list[Block], float]:
     """The blocks of the text, and the seconds of a process that it took to read them, by the batch as in training."""
     corpus = corpora.resolve(corpora.corpus_of_files(args.text_file, None, "text"))
     reader = TextReader(corpus, tokenizer, input_format=name, max_seq_length=length, seed=0)
     begun_s = time.process_time()
-    read = itertools.islice(reader.blocks(order.batches_of(0, STEP, 1, 0)), args.blocks)
-    blocks = list(itertools.takewhile(lambda block: not block["epoch"], read))
-    seconds = time.process_time() - begun_s
-    return [{name: value for name, value in block.items() if name != "states"} for block in blocks], seconds
+    read = itertools.islice(stream.blocks_at(reader, order.batches_of(0, STEP, 1, 0)), args.blocks)
+    blocks = list(itertools.takewhile(lambda block: not block.epoch, read))
+    return blocks, time.process_time() - begun_s
 
 
-def described(name: str, blocks: list[dict], seconds: float, eos_id: int) -> tuple[str, ...]:
+def described(name: str, blocks: list[Block], seconds: float, eos_id: int) -> tuple[str, ...]:
     """A row of the table of formats."""
     lengths = np.array([len(block["input_ids"]) for block in blocks])
     padded = 0
@@ -86,7 +85,7 @@ def described(name: str, blocks: list[dict], seconds: float, eos_id: int) -> tup
 
 
 def timed(
-    collators: dict[str, DataCollatorForLanguageModeling], blocks: list[dict], repeats: int
+    collators: dict[str, DataCollatorForLanguageModeling], blocks: list[Block], repeats: int
 ) -> dict[str, tuple[float, float]]:
     """name -> (blocks/s, share of the text's tokens that is predicted)."""
     elapsed_s, predicted = Counter(), Counter()

@@ -1,17 +1,18 @@
-"""How well blocks are mixed, and the time to resume in the middle of a pass.
+"""How well blocks are mixed, the rate of reading a token cache, and the time to resume in the middle of a pass.
 
     python benchmarks/order.py --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings \\
         --token_cache DIR [--batch 256]
 
 Mixing, by shuffle window: of all pairs of blocks that are neighbours in a file, the share that meets in the same batch
-(an order without memory has batch / blocks of the source). Resuming, after 1, 10 and 50% of a pass: seconds to the
-first batch from the token cache, and from text with the states of a checkpoint at that step, beside the seconds of a
-fresh start.
+(an order without memory has batch / blocks of the source); and blocks read a second of processor time. Resuming, after
+1, 10 and 50% of a pass: processor seconds to the first batch from the token cache, and from text with the chunk index
+of a run that has come so far, beside those of a fresh start.
 """
 
 import argparse
 import itertools
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,15 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 import numpy as np
 
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import token_cache, tokenization
+from roberta_recipe.data import stream, token_cache, tokenization
+from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.order import batches_of, source_of
-from roberta_recipe.data.stream import TextReader
 
 
-def mixing(cache: token_cache.TokenCache, batch: int, blocks: int) -> list[tuple[str, float, float]]:
-    """(source, share of neighbours in the same batch, the same share in an order without memory), over the first
-    `blocks`."""
-    names = [block["block_id"] for block in itertools.islice(cache.blocks(batches_of(0, batch, 1, 0)), blocks)]
+def mixing(cache: token_cache.TokenCache, batch: int, names: list[int]) -> list[tuple[str, float, float]]:
+    """(source, share of neighbours in the same batch, the same share in an order without memory), over the blocks
+    `names` of a pass."""
     position = {name: number for number, name in enumerate(names)}
     rows = []
     for number, source in enumerate(cache.corpus.sources):
@@ -36,14 +36,15 @@ def mixing(cache: token_cache.TokenCache, batch: int, blocks: int) -> list[tuple
         same_batch = [position[left] // batch == position[right] // batch for left, right in pairs]
         together = np.mean(same_batch) if pairs else 0.0
         share = cache.corpus.shares[number]
-        rows.append((source.name, float(together), batch * share / cache.count_table()[source.name]["blocks"]))
+        blocks = stream.count_table(cache, "train")[source.name]["blocks"]
+        rows.append((source.name, float(together), batch * share / blocks))
     return rows
 
 
-def first_batch_s(reader, batch: int, start: int, states=None) -> float:
-    began_s = time.perf_counter()
-    list(itertools.islice(reader.blocks(batches_of(start, batch, 1, 0), start, states), batch))
-    return time.perf_counter() - began_s
+def first_batch_s(provider: stream.Provider, batch: int, start: int) -> float:
+    began_s = time.process_time()
+    list(itertools.islice(stream.blocks_at(provider, batches_of(start, batch, 1, 0)), batch))
+    return time.process_time() - began_s
 
 
 def main() -> None:
@@ -53,39 +54,38 @@ def main() -> None:
     parser.add_argument("--token_cache", required=True)
     parser.add_argument("--max_seq_length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--window", type=int, default=4096, help="for resuming")
     args = parser.parse_args()
     corpus = corpora.identified(corpora.resolve(corpora.read_corpus(args.corpus)), kept_in=args.token_cache)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     settings = {"input_format": "full_sentences", "max_seq_length": args.max_seq_length, "seed": 0}
     token_cache.ensure(args.token_cache, TextReader(corpus, tokenizer, **settings), num_proc=1)
 
-    for window in (0, 512, 4096, 10**7):
+    for window in (0, 1, 8, 10**7):
         cache = token_cache.TokenCache(args.token_cache, corpus, seed=0, shuffle_window=window)
-        blocks = sum(counts["blocks"] for counts in cache.count_table().values())
-        shown = (
-            f"{name} {100 * met:.2f}% ({100 * least:.2f}%)" for name, met, least in mixing(cache, args.batch, blocks)
-        )
-        print(f"window {window:>8}: neighbours in the same batch (without memory): {', '.join(shown)}")
+        blocks = sum(counts["blocks"] for counts in stream.count_table(cache, "train").values())
+        began_s = time.process_time()
+        read = itertools.islice(stream.blocks_at(cache, batches_of(0, args.batch, 1, 0)), blocks)
+        names = [block.id for block in read]
+        rate = blocks / (time.process_time() - began_s)
+        rows = mixing(cache, args.batch, names)
+        shown = ", ".join(f"{name} {100 * met:.2f}% ({100 * least:.2f}%)" for name, met, least in rows)
+        print(f"window {window:>8}: {rate:,.0f} blocks/s; neighbours in the same batch (without memory): {shown}")
 
-    cache = token_cache.TokenCache(args.token_cache, corpus, seed=0, shuffle_window=args.window)
-    text = TextReader(corpus, tokenizer, **settings, shuffle_window=args.window)
-    print(f"\nwindow {args.window}, seconds to the first batch of {args.batch}")
-    print(
-        f"fresh start: cache {first_batch_s(cache, args.batch, 0):.3f}, text {first_batch_s(text, args.batch, 0):.1f}"
-    )
-    wanted = {int(blocks * share) // args.batch * args.batch: share for share in (0.01, 0.1, 0.5)}
-    for number, block in enumerate(text.blocks(batches_of(0, args.batch, 1, 0)), 1):
-        if number in wanted and (start := number):
-            again = TextReader(corpus, tokenizer, **settings, shuffle_window=args.window)
-            fresh = token_cache.TokenCache(args.token_cache, corpus, seed=0, shuffle_window=args.window)
-            print(
-                f"after {wanted[start]:.0%} of a pass: cache {first_batch_s(fresh, args.batch, start):.3f}, text "
-                f"{first_batch_s(again, args.batch, start, [state.to_dict() for state in block['states']]):.1f}",
-                flush=True,
-            )
-        if number >= max(wanted):
-            break
+    cache = token_cache.TokenCache(args.token_cache, corpus, seed=0)
+    print(f"\nprocessor seconds to the first batch of {args.batch}")
+    with tempfile.TemporaryDirectory() as folder:
+        text = TextReader(corpus, tokenizer, **settings, index_folder=folder)
+        from_cache, from_text = (first_batch_s(provider, args.batch, 0) for provider in (cache, text))
+        print(f"fresh start: cache {from_cache:.3f}, text {from_text:.1f}")
+        wanted = {int(blocks * share) // args.batch * args.batch: share for share in (0.01, 0.1, 0.5)}
+        for number, _ in enumerate(stream.blocks_at(text, batches_of(0, args.batch, 1, 0)), 1):
+            if number in wanted:
+                again = TextReader(corpus, tokenizer, **settings, index_folder=folder)
+                cache = token_cache.TokenCache(args.token_cache, corpus, seed=0)
+                from_cache, from_text = (first_batch_s(one, args.batch, number) for one in (cache, again))
+                print(f"after {wanted[number]:.0%} of a pass: cache {from_cache:.3f}, text {from_text:.1f}", flush=True)
+            if number >= max(wanted):
+                break
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.masking import MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.training.modeling import RobertaForMaskedLM, build_model
 
 WAYS = [("stock", "sdpa", "fp32"), ("ours", "eager", "fp32")]
@@ -74,7 +75,7 @@ def main() -> None:
         chosen = random.Random(number).sample(texts, 32)
         ids = [np.array(row) for row in tokenizer(chosen, truncation=True, max_length=64)["input_ids"]]
         masked = MlmCollator(tokenizer, seed=number)(
-            [{"input_ids": row, "epoch": 0, "block_id": block} for block, row in enumerate(ids)]
+            [Block({"input_ids": row}, block) for block, row in enumerate(ids)]
         )
         batch = {name: masked[name] for name in ("input_ids", "attention_mask", "labels")}
         exact = gradients(model("stock", "eager").double(), batch, "fp64")

@@ -324,7 +324,6 @@ tokenizer_name: {tokenizer_dir}
 config_name: {config_file}
 output_dir: {tmp_path / "run"}
 max_seq_length: 64
-shuffle_window: 32
 global_batch_size: 8
 per_device_train_batch_size: 8
 per_device_eval_batch_size: 4

@@ -20,6 +20,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data import token_cache
+from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import (
     Corpus,
     Source,
@@ -30,8 +31,8 @@ from roberta_recipe.data.corpus import (
     resolve,
 )
 from roberta_recipe.data.documents import sample_documents
-from roberta_recipe.data.order import batches_of, interleave, taken_of_source
-from roberta_recipe.data.stream import TextReader
+from roberta_recipe.data.order import interleave, taken_of_source
+from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import HASHES_NAME
 from roberta_recipe.training import environment
@@ -334,7 +335,7 @@ def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
     with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed while this run reads it.*Put that"):
         reader.check_unchanged()
     with pytest.raises(RunError, match=r"a.jsonl was changed"):  # when it is read to its end
-        list(itertools.islice(reader.blocks(batches_of(0, 8, 1, 0)), 2000))
+        list(blocks_at(reader, [(range(2000),)]))
     path.unlink()
     with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed"):
         reader.check_unchanged()

@@ -75,11 +75,11 @@ def stuck(preset, tmp_path, monkeypatch):
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
                 (tmp_path / "stops").touch()
                 time.sleep(1000)
-            columns, shapes = collate(self, blocks)
+            columns, shapes, record = collate(self, blocks)
             if len(numbers) == 4:
                 (tmp_path / "stops").touch()
                 shapes[0]["lost"] = lambda: None  # cannot be pickled, which the queue's thread alone sees
-            return columns, shapes
+            return columns, shapes, record
 
         numbers, collate = [], stream.MicroBatches.__call__
         monkeypatch.setattr(stream.MicroBatches, "__call__", stopping)

@@ -10,6 +10,7 @@ from test_varlen import attention_by_definition
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.training import cpu_kernels, varlen
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 
@@ -21,7 +22,7 @@ def blocks(tokenizer):
     for lengths in ([4, 9, 2, 6, 12], [40], [20, 13]):
         ids = [[0, *rng.integers(261, 390, n - 2), 2] for n in lengths]
         numbers = np.repeat(np.arange(len(lengths)), lengths).astype(np.uint16)
-        made.append({"input_ids": np.concatenate(ids), "sequence": numbers, "epoch": 0, "block_id": len(made)})
+        made.append(Block({"input_ids": np.concatenate(ids), "sequence": numbers}, len(made)))
     return made
 
 
@@ -73,5 +74,3 @@ def test_a_run_from_text_and_cache_whole_and_resumed_is_one_run(preset, tmp_path
     assert cached["state_digests"] == whole["state_digests"]
     for (_, loss), (_, other) in itertools.zip_longest(*(r["loss_at_steps"]["train"] for r in (whole, split))):
         assert loss == pytest.approx(other, rel=1e-4)
-    sentences = train_mlm.main(["--config", preset, "--output_dir", str(tmp_path / "full")])
-    assert whole["tokens_seen"] == pytest.approx(sentences["tokens_seen"], rel=0.03)  # as many a step

@@ -11,9 +11,9 @@ from conftest import forked_ranks, make_documents, write_parquet
 
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.data import block_text
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import explain
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -139,13 +139,12 @@ def test_a_url_is_told_without_its_password(tokenizer):
     collator = MlmCollator(tokenizer, seed=0)
     url = "http://me:geheim@host/a.txt?key=geheim"
     corpus = Corpus("web", [Source("web", files=url)], found={("web", "train"): ("text", [url])})
-    block = {"input_ids": np.array([0, 5, 6, 2]), "block_id": 0, "epoch": 0}
-    told = block_text.describe(block, collator, corpus)
+    told = explain.describe(Block({"input_ids": np.array([0, 5, 6, 2])}, 0), collator, corpus)
     assert "geheim" not in told and "http://***@host/a.txt?key=***" in told
 
 
 def test_a_text_with_control_characters_commands_no_terminal(preset, tmp_path, capsys):
-    texts = [f"{text} \x1b[31mred\x07 end\u202e." for text in make_documents(100, seed=4)]
+    texts = [text.replace(".", " \x1b[31mred\x07 end\u202e.") for text in make_documents(100, seed=4)]
     explain.main(["--config", preset, "--train_file", write_parquet(tmp_path / "odd.parquet", texts)])
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "\\x1b" in shown

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import families, modeling
 from roberta_recipe.training.objectives import model_class
@@ -52,10 +53,8 @@ def config_of(name):
 def batch(tokenizer):
     """Three rows of other lengths."""
     rng = torch.Generator().manual_seed(0)
-    blocks = [
-        {"input_ids": torch.randint(261, 390, (length,), generator=rng).numpy(), "epoch": 0, "block_id": length}
-        for length in (64, 40, 51)
-    ]
+    lengths = (64, 40, 51)
+    blocks = [Block({"input_ids": torch.randint(261, 390, (n,), generator=rng).numpy()}, n) for n in lengths]
     batch = MlmCollator(tokenizer, mlm_probability=0.3)(blocks)
     return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
 

@@ -122,7 +122,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, 
     work.part("odd", lambda work: {}["nothing"])
     work.part("wrong", lambda work: (False, {"seen": 1}))
     (work.folder / "tokens").mkdir()
-    (work.folder / "tokens" / "manifest.json").touch()
+    (work.folder / "tokens" / "fingerprint.json").touch()
     work.part("good", lambda work: (True, {"seen": 2}))
     found = json.loads((work.output / "results.json").read_text())["parts"]
     assert [part["result"] for part in found.values()] == ["FAILED"] * 4 + ["passed"]

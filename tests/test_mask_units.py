@@ -19,6 +19,7 @@ import train_mlm
 from roberta_recipe.data import mask_units
 from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
 from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.data.word_starts import word_starts
@@ -124,7 +125,7 @@ def blocks(english):
             for _ in range(rng.integers(1, 60)):
                 ids += words[rng.integers(len(words))]
             ids.append(english.eos_token_id)
-        made.append({"input_ids": np.array(ids[:256], dtype=np.uint16), "epoch": 0, "block_id": number})
+        made.append(Block({"input_ids": np.array(ids[:256], dtype=np.uint16)}, number))
     return made
 
 
@@ -272,7 +273,7 @@ def test_static_masks_come_again(english, blocks, unit):
     static, dynamic = (MlmCollator(english, masking_unit=unit, static_masks=k, seed=3) for k in (4, 0))
 
     def of(collator, epoch):
-        return collator([{**block, "epoch": epoch} for block in few])["labels"].tolist()
+        return collator([Block(block, block.id, epoch) for block in few])["labels"].tolist()
 
     passes = [of(static, epoch) for epoch in range(8)]
     assert passes[:4] == passes[4:] == [of(dynamic, epoch) for epoch in range(4)]
@@ -302,7 +303,7 @@ def test_any_ids_can_be_masked(english, ids, unit, probability, exact):
     count = "exact" if exact and unit == "whole_word" else "bernoulli"
     collator = MlmCollator(english, masking_unit=unit, mlm_probability=probability, mask_count=count)
     array = np.array(ids) % len(english)
-    [columns] = collator.seen_by_model([{"input_ids": array, "epoch": 0, "block_id": 1}])
+    [columns] = collator.seen_by_model([Block({"input_ids": array}, 1)])
     seen, labels = columns["input_ids"], columns["labels"]
     special = np.isin(array, english.all_special_ids)
     predicted = labels != IGNORED

@@ -8,6 +8,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator, fixed_masks, unigram_entropy
+from roberta_recipe.data.packing import Block
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +17,11 @@ def blocks(tokenizer):
     words = rng.integers(261, len(tokenizer) - 1, size=(400, 60)).astype(np.uint16)
     words[:, 0] = tokenizer.bos_token_id
     words[:, [20, 40, 59]] = tokenizer.eos_token_id
-    return [
-        {"input_ids": ids, "epoch": 0, "block_id": number, "document": number // 2} for number, ids in enumerate(words)
-    ]
+    return [Block({"input_ids": ids}, number, document=number // 2) for number, ids in enumerate(words)]
+
+
+def cut(block, size):
+    return Block({"input_ids": block["input_ids"][:size]}, block.id, block.epoch)
 
 
 def special(tokenizer, ids):
@@ -65,15 +68,13 @@ def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, mask_co
         few = MlmCollator(tokenizer, seed=1, mask_count=mask_count)([blocks[row] for row in rows])
         assert torch.equal(few["input_ids"], whole["input_ids"][rows])
         assert torch.equal(few["labels"], whole["labels"][rows])
-    longer = {**blocks[0], "input_ids": blocks[0]["input_ids"][:30]}  # padded beside a longer block
+    longer = cut(blocks[0], 30)  # padded beside a longer block
     alone, beside = collator([longer]), collator([longer, blocks[1]])
     assert torch.equal(beside["labels"][0, :30], alone["labels"][0])
 
-    def of(**change):
-        return collator([{**block, **change} for block in blocks[:8]])["labels"]
-
-    assert not torch.equal(of(epoch=1), whole["labels"])
-    assert not torch.equal(of(block_id=99), whole["labels"])
+    for other in ({"id": 99}, {"epoch": 1}):
+        changed = [Block(block, **{"id": block.id, **other}) for block in blocks[:8]]
+        assert not torch.equal(collator(changed)["labels"], whole["labels"])
     assert not torch.equal(MlmCollator(tokenizer, seed=2, mask_count=mask_count)(blocks[:8])["labels"], whole["labels"])
 
 
@@ -81,7 +82,7 @@ def test_exact_counts_are_fairseqs(tokenizer, blocks):
     predicted = MlmCollator(tokenizer, seed=1, mask_count="exact")(blocks)["labels"] != IGNORED
     counts = predicted.sum(dim=1)
     assert set(counts.tolist()) == {9}  # 0.15 x 60, whatever u is
-    short = [{**block, "input_ids": block["input_ids"][:50]} for block in blocks]
+    short = [cut(block, 50) for block in blocks]
     counts = (MlmCollator(tokenizer, seed=1, mask_count="exact")(short)["labels"] != IGNORED).sum(dim=1)
     assert set(counts.tolist()) == {7, 8}  # 7.5
     assert abs(counts.float().mean() - 7.5) < 4 * 0.5 / math.sqrt(len(blocks))
@@ -100,10 +101,9 @@ def test_same_law_as_the_stock_collator(tokenizer, blocks):
 def test_padding(tokenizer, blocks):
     collator = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
     full = MlmCollator(tokenizer, seed=1)(blocks[:4])
-    assert "attention_mask" not in full and full["num_tokens"] == 240
-    short = {**blocks[0], "input_ids": blocks[0]["input_ids"][:37]}
-    batch = collator([short, blocks[1]])
-    assert batch["input_ids"].shape == (2, 64) and batch["num_tokens"] == 97
+    assert "attention_mask" not in full and full.keys() == {"input_ids", "labels", "predicted"}
+    batch = collator([cut(blocks[0], 37), blocks[1]])
+    assert batch["input_ids"].shape == (2, 64)
     assert batch["attention_mask"].sum(dim=1).tolist() == [37, 60]
     assert (batch["input_ids"][0, 37:] == tokenizer.pad_token_id).all()
     assert (batch["labels"][0, 37:] == IGNORED).all()

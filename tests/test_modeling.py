@@ -9,9 +9,10 @@ import transformers
 from conftest import KeepGradients, run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer
+from transformers import DataCollatorForLanguageModeling, Trainer
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.training import attention, cross_entropy
@@ -26,14 +27,8 @@ LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
 def make_blocks(tokenizer, count=16, seed=0):
     """Blocks of 20 to 60 ids, so that micro-batches differ in padding and in predicted positions."""
     rng = np.random.default_rng(seed)
-    return [
-        {
-            "input_ids": np.r_[0, rng.integers(261, len(tokenizer) - 1, rng.integers(20, 60)), 2].astype(np.uint16),
-            "epoch": 0,
-            "block_id": number,
-        }
-        for number in range(count)
-    ]
+    ids = (np.r_[0, rng.integers(261, len(tokenizer) - 1, rng.integers(20, 60)), 2] for _ in range(count))
+    return [Block({"input_ids": of_block.astype(np.uint16)}, number) for number, of_block in enumerate(ids)]
 
 
 class Blocks(torch.utils.data.IterableDataset):
@@ -49,11 +44,11 @@ def stocks_view(batch):
     return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
 
 
-def one_step(stock, config, tokenizer, blocks, batch, accumulation, tmp_path):
+def one_step(stock, config, collator, blocks, batch, accumulation, tmp_path):
     """Loss in the log and gradients of one optimizer step over all of `blocks`, by the stock model and `Trainer` or by
     our own."""
     torch.manual_seed(0)
-    keep, collator = KeepGradients(), MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)
+    keep = KeepGradients()
     args = MlmTrainingArguments(
         output_dir=str(tmp_path),
         max_steps=1,
@@ -100,11 +95,19 @@ def difference(gradients, reference):
 
 
 @pytest.fixture
-def dense(config, tokenizer):
+def collator(tokenizer):
+    return MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)
+
+
+@pytest.fixture
+def dense(config, tokenizer, collator):
+    return by_definition(config, collator(make_blocks(tokenizer)))
+
+
+def by_definition(config, batch):
     """Loss and gradients by the definition: stock model, all sequences at once, mean over the predicted positions."""
     torch.manual_seed(0)
     model = transformers.RobertaForMaskedLM(config)
-    batch = MlmCollator(tokenizer, seed=0, pad_to_multiple_of=8)(make_blocks(tokenizer))
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     predicted = batch["labels"] != IGNORED
     loss = (
@@ -116,17 +119,29 @@ def dense(config, tokenizer):
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), LAYOUTS)
-def test_gradient_of_the_batch_in_any_layout(config, tokenizer, dense, tmp_path, batch, accumulation):
+def test_gradient_of_the_batch_in_any_layout(config, tokenizer, collator, dense, tmp_path, batch, accumulation):
     blocks = make_blocks(tokenizer)
-    loss, gradients = one_step(False, config, tokenizer, blocks, batch, accumulation, tmp_path)
+    loss, gradients = one_step(False, config, collator, blocks, batch, accumulation, tmp_path)
     assert loss == pytest.approx(dense[0], rel=1e-6)
     assert gradients.keys() == dense[1].keys()
     assert difference(gradients, dense[1]) < 1e-6
 
 
-def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer, dense, tmp_path):
+def test_the_stock_collator_in_place_of_ours(config, tokenizer, tmp_path):
+    """Its masks come from one generator, batch after batch; blocks are sorted by length."""
+    blocks = sorted(make_blocks(tokenizer), key=lambda block: -len(block["input_ids"]))
+    masked = DataCollatorForLanguageModeling(tokenizer, seed=0)(blocks)
+    collator = DataCollatorForLanguageModeling(tokenizer, seed=0)
+    loss, gradients = one_step(False, config, collator, blocks, 16, 1, tmp_path / "whole")
+    expected, reference = by_definition(config, masked)
+    assert loss == pytest.approx(expected, rel=1e-6) and difference(gradients, reference) < 1e-6
+    loss, _ = one_step(False, config, collator, blocks, 4, 4, tmp_path / "accumulated")
+    assert loss == pytest.approx(expected, rel=0.05)  # other masks
+
+
+def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer, collator, dense, tmp_path):
     """The fault that our loss fixes; when this test fails, the stock class has fixed it too."""
-    loss, gradients = one_step(True, config, tokenizer, make_blocks(tokenizer), 4, 4, tmp_path)
+    loss, gradients = one_step(True, config, collator, make_blocks(tokenizer), 4, 4, tmp_path)
     assert loss == pytest.approx(4 * dense[0], rel=0.05)
     assert difference(gradients, dense[1]) > 1
 
@@ -264,7 +279,6 @@ def test_padding_the_embedding_changes_no_loss_and_no_gradient(config, config_fi
     )
     assert padded.config.vocab_size == 448 and plain.config.vocab_size == len(tokenizer) == 400
     batch = MlmCollator(tokenizer, seed=0)(make_blocks(tokenizer))
-    batch.pop("num_tokens")
     losses = [model(**batch).loss for model in (plain, padded)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for loss in losses:

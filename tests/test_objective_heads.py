@@ -12,6 +12,7 @@ from transformers import AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import evaluate
 from roberta_recipe.training.objectives import model_class
@@ -44,9 +45,7 @@ def by_definition(model, ids, labels):
 def test_the_loss_is_that_of_the_definition(model, tokenizer):
     rng = np.random.default_rng(0)
     lengths = [60, 33, 9]
-    blocks = [
-        {"input_ids": np.array([0, *rng.integers(261, 390, n - 2), 2]), "epoch": 0, "block_id": n} for n in lengths
-    ]
+    blocks = [Block({"input_ids": np.array([0, *rng.integers(261, 390, n - 2), 2])}, n) for n in lengths]
     batch = MlmCollator(tokenizer, masking_unit="span", mlm_probability=0.4, span_boundary=True)(blocks)
     given = {name: batch[name] for name in ("input_ids", "labels", "attention_mask", "sbo_labels")}
     found = model(**given).loss_sums
@@ -61,11 +60,11 @@ def test_the_loss_is_that_of_the_definition(model, tokenizer):
 
 def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
     """Of a block that was cut within a sentence."""
-    block = {"input_ids": np.array([0, *range(261, 300)]), "epoch": 0, "block_id": 1}
+    block = {"input_ids": np.array([0, *range(261, 300)])}
     at_end = 0
     for epoch in range(60):
         collator = MlmCollator(tokenizer, masking_unit="span", span_boundary=True)
-        [seen] = collator.seen_by_model([{**block, "epoch": epoch}])
+        [seen] = collator.seen_by_model([Block(block, 1, epoch)])
         labels, targets = seen["labels"], seen["sbo_labels"]
         last = np.flatnonzero(labels == IGNORED)[-1]
         assert (targets[last:] == IGNORED).all() and (targets[:last] == labels[:last]).all()
@@ -129,18 +128,15 @@ def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, 
     torch.manual_seed(0)
     model = model_class(["mlm", "nsp"], config)(config).eval()
     rng = np.random.default_rng(0)
-    blocks = [
-        {
+    blocks = []
+    for n in range(4, 16):
+        columns = {
             "input_ids": np.array([0, *rng.integers(261, 390, 9), 2, 2, *rng.integers(261, 390, n), 2]),
             "token_type_ids": np.array([0] * 11 + [1] * (n + 2)),
             "next_sentence_labels": np.array([n % 3 - 1 if n % 3 else IGNORED] + [IGNORED] * (n + 12)),
-            **{"epoch": 0, "block_id": n},
         }
-        for n in range(4, 16)
-    ]
-    batch = MlmCollator(tokenizer)(blocks)
-    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    found = model(**given).loss_sums["nsp"].item()
+        blocks.append(Block(columns, n))
+    found = model(**MlmCollator(tokenizer)(blocks)).loss_sums["nsp"].item()
     expected = 0.0
     for block in blocks:
         seen = torch.from_numpy(MlmCollator(tokenizer).seen_by_model([block])[0]["input_ids"])[None]

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import KeepGradients, corpus_of, end_well, forked_ranks, make_documents, write_parquet
+from test_modeling import Blocks
 from toy_objective import ToyArguments, ToyModel, halves
 
 import train_mlm
-from roberta_recipe.data import formats, token_cache
+from roberta_recipe.data import chunks, stream, token_cache
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator, fixed_masks
-from roberta_recipe.data.stream import TextReader, TrainBlocks
+from roberta_recipe.data.packing import Block
+from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -31,10 +33,10 @@ def toy_config(config):
 
 @pytest.fixture
 def reader(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setitem(formats.PACKERS, "halves", halves)
+    monkeypatch.setitem(chunks.PACKERS, "halves", halves)
     path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
     corpus = corpus_of("c", [Source("s", files=path)], validation_share=0.3)
-    return TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1, shuffle_window=16)
+    return chunks.TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1)
 
 
 def taken(blocks, count):
@@ -42,25 +44,29 @@ def taken(blocks, count):
 
 
 def same(block, other):
-    return block.keys() == other.keys() and all(np.array_equal(block[name], other[name]) for name in block)
+    places = [(one.id, one.epoch, one.document) for one in (block, other)]
+    return (
+        places[0] == places[1]
+        and block.keys() == other.keys()
+        and all(map(np.array_equal, block.values(), other.values()))
+    )
 
 
 def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(reader, tokenizer, tmp_path):
     blocks = taken(TrainBlocks(reader, batch_size=4), 40)
-    assert all(set(block) - {"states"} == COLUMNS | {"epoch", "block_id", "document"} for block in blocks)
+    assert all(set(block) == COLUMNS for block in blocks)
     assert {block["toy_label"] for block in blocks} == {-100, 0, 1}
 
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
-    cache = token_cache.TokenCache(tmp_path / "cache", reader.corpus, seed=1, shuffle_window=16)
+    cache = token_cache.TokenCache(tmp_path / "cache", reader.corpus, seed=1)
     cached = taken(TrainBlocks(cache, batch_size=4), 40)
     for block, other in zip(blocks, cached, strict=True):
-        block.pop("states", None)
         assert same(block, other) and other["token_type_ids"].dtype == np.uint8 and type(other["toy_label"]) is int
-    held_out, from_cache = list(reader.validation(None)), list(cache.validation(None))
+    held_out, from_cache = (list(stream.validation_blocks(provider, None)) for provider in (reader, cache))
     assert len(held_out) > 8 and all(map(same, held_out, from_cache))
 
     repeated = taken(TrainBlocks(cache, batch_size=4, limit=8), 24)
-    assert {block["epoch"] for block in repeated} == {0, 1, 2} and all(set(block) >= COLUMNS for block in repeated)
+    assert {block.epoch for block in repeated} == {0, 1, 2} and all(set(block) == COLUMNS for block in repeated)
 
     collator = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
     batch = collator(cached[:6])
@@ -70,8 +76,9 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         wanted = np.zeros(len(row), dtype=int)
         wanted[: len(block["token_type_ids"])] = block["token_type_ids"]
         assert row.tolist() == wanted.tolist()
-    changed = [{**block, "toy_label": 1 - max(block["toy_label"], 0)} for block in cached[:6]]
-    assert collator(changed)["digest"] != batch["digest"]  # the checksum covers every column
+    changed = [Block({**block, "toy_label": 1 - max(block["toy_label"], 0)}, block.id) for block in cached[:6]]
+    records = [stream.record_of(of, collator(of)) for of in (cached[:6], changed)]
+    assert all(map(int.__ne__, records[0][1:], records[1][1:]))  # the checksums cover every column
     assert all(set(example) == COLUMNS | {"labels", "cluster"} for example in fixed_masks(held_out, tokenizer))
 
 
@@ -93,7 +100,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
             use_cpu=True,
             disable_tqdm=True,
         ),
-        train_dataset=TrainBlocks(Listed(blocks), batch_size=len(blocks)),
+        train_dataset=Blocks(blocks),
         eval_dataset=fixed_masks(blocks, tokenizer),
         data_collator=collator,
         callbacks=[keep],
@@ -103,16 +110,6 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
     )
     trainer.train()
     return trainer.state.log_history[0], keep.gradients, trainer.evaluate()
-
-
-class Listed:
-    """A reader of blocks in a list."""
-
-    def __init__(self, listed):
-        self.listed = listed
-
-    def blocks(self, batches, start, states):
-        return iter(self.listed)
 
 
 def by_definition(config, tokenizer, blocks):
@@ -135,7 +132,7 @@ def by_definition(config, tokenizer, blocks):
 
 @pytest.mark.parametrize("micro_batch", [16, 8, 4, 1])
 def test_the_gradient_of_both_means_is_the_same_in_any_layout(reader, toy_config, tokenizer, tmp_path, micro_batch):
-    blocks = taken(reader.validation(None), 16)
+    blocks = taken(stream.validation_blocks(reader, None), 16)
     assert 0 < sum(block["toy_label"] != -100 for block in blocks) < 16  # fewer targets than blocks
     losses, gradients = by_definition(toy_config, tokenizer, blocks)
     logged, found, metrics = one_step(toy_config, tokenizer, blocks, micro_batch, tmp_path / "run")
@@ -145,8 +142,9 @@ def test_the_gradient_of_both_means_is_the_same_in_any_layout(reader, toy_config
     assert found.keys() == gradients.keys() and "toy_head.weight" in found
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    # the learning rate is 0, and the toy's targets are the same in training and evaluation
-    assert metrics["eval_toy_loss"] == pytest.approx(losses["toy"], rel=1e-5)
+    evaluated, _ = by_definition(toy_config, tokenizer, fixed_masks(blocks, tokenizer))  # the learning rate is 0
+    assert metrics["eval_toy_loss"] == pytest.approx(evaluated["toy"], rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(evaluated["mlm"], rel=1e-5)
     assert metrics["eval_bits"] == pytest.approx(metrics["eval_loss"] / np.log(2))  # the masked-LM loss alone
 
 
@@ -164,7 +162,7 @@ def losses_of(folder):
 def train_toy(preset, toy_config, tmp_path, monkeypatch):
     """train_mlm.py with the toy's objective, in this process."""
     toy_config.to_json_file(tmp_path / "config.json")
-    monkeypatch.setitem(formats.PACKERS, "halves", halves)
+    monkeypatch.setitem(chunks.PACKERS, "halves", halves)
     monkeypatch.setattr(train_mlm, "MlmArguments", ToyArguments)
     monkeypatch.setattr(
         train_mlm, "build_model", functools.partial(build_model, class_of=lambda config, name: ToyModel)

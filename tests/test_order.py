@@ -27,38 +27,24 @@ MIXTURES = [[5, 3, 2], [1], [50] + [5] * 10, [1, 1000], [7, 13, 100], [3.9, 12.1
 
 
 @pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_the_mixture_keeps_shares_at_every_position(sizes):
+def test_the_mixture_keeps_shares_and_needs_no_earlier_positions(sizes):
     shares = [size / sum(sizes) for size in sizes]
     sources, indices = mixture(shares, 0, 3000)
+    streams = [zip(itertools.repeat(number), itertools.count()) for number in range(len(sizes))]
+    assert [*zip(sources, indices, strict=True)] == [*itertools.islice(interleave(streams, shares), 3000)]
     for number, share in enumerate(shares):
         own = sources == number
         ahead = np.cumsum(own) - np.arange(1, 3001) * share
         assert ahead.max() <= 1 + 1e-6 and ahead.min() >= -len(sizes) * share - 1e-6
         assert (indices[own] == np.arange(own.sum())).all()
-
-
-@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_any_position_is_found_without_earlier_positions(sizes):
-    shares = [size / sum(sizes) for size in sizes]
-    sources, indices = mixture(shares, 0, 3000)
     for start in [*range(200), 999, 2900]:
         there = mixture(shares, start, 100)
         assert (there[0] == sources[start : start + 100]).all() and (there[1] == indices[start : start + 100]).all()
         taken = [int((sources[:start] == number).sum()) for number in range(len(sizes))]
         assert taken_of_source(shares, start) == taken
     far = 8192 * 500_000
-    joined = [
-        np.concatenate(halves) for halves in zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
-    ]
-    assert all((a == b).all() for a, b in zip(joined, mixture(shares, far, 100), strict=True))
-
-
-@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_streams_and_positions_are_mixed_by_the_same_rule(sizes):
-    shares = [size / sum(sizes) for size in sizes]
-    streams = [zip(itertools.repeat(number), itertools.count()) for number in range(len(sizes))]
-    mixed = list(itertools.islice(interleave(streams, shares), 3000))
-    assert mixed == [(int(s), int(i)) for s, i in zip(*mixture(shares, 0, 3000), strict=True)]
+    halves = zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
+    assert all((np.concatenate(of) == both).all() for of, both in zip(halves, mixture(shares, far, 100), strict=True))
 
 
 def test_sources_of_their_sizes_end_together():

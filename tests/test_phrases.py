@@ -8,13 +8,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_mlm
+from roberta_recipe.data import chunks
+from roberta_recipe.data.chunks import PACKERS, TextReader
+from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.mask_units import Words, chosen_phrases
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.data.phrases import COLUMN, UNITS, Phrases, load_spacy, marking_encoder, without_marks
+from roberta_recipe.data.phrases import COLUMN, UNITS, Phrases, encoder_with_marks, load_spacy
+from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError
 
@@ -58,10 +63,10 @@ PHRASES = Phrases("noun_phrase", "made_up")
 def test_marked_tokens_are_those_of_the_phrase_and_the_ids_are_the_same(tokenizer, texts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "spacy", FAKE)
-        encode = marking_encoder(tokenizer, PHRASES)
-    for text, marked, plain in zip(texts, encode(texts), corpus_encoder(tokenizer)(texts), strict=True):
-        ids, marks = without_marks(marked)
-        assert ids.tolist() == plain
+        found_ids, found_marks = encoder_with_marks(tokenizer, PHRASES)(texts)
+    assert found_ids == corpus_encoder(tokenizer)(texts)
+    for text, ids, marks in zip(texts, found_ids, map(np.array, found_marks), strict=True):
+        assert len(ids) == len(marks)
         found = [match.group() for match in PHRASE.finditer(text)]
         begins = np.flatnonzero(marks == 1).tolist()
         assert len(begins) == len(found)
@@ -145,11 +150,21 @@ def test_a_run_from_text_and_cache_whole_and_resumed_is_one_run(preset, spacy, t
         train_mlm.main([*flags, *cache, "--masking_unit", "entity", "--output_dir", str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize("input_format", ["doc_sentences", "segment_pair", "sentence_pair", "contiguous"])
-def test_marks_go_with_every_format(preset, spacy, tmp_path, input_format):
-    flags = ["--config", preset, "--masking_unit", "noun_phrase", "--input_format", input_format]
-    record = train_mlm.main([*flags, "--max_steps", "2"])
-    assert record["steps"] == 2
+@pytest.mark.parametrize("input_format", PACKERS)
+def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, input_format):
+    """The text of marked tokens is a phrase, wherever a format puts it."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
+    corpus, found = corpus_of("c", [Source("s", files=train_file)]), 0
+    reader = TextReader(corpus, tokenizer, input_format=input_format, max_seq_length=64, seed=0, phrases=PHRASES)
+    for block in blocks_at(reader, [(range(50),)]):
+        ids, marks = block["input_ids"], block[COLUMN]
+        assert marks.dtype == np.uint8 and len(marks) == len(ids) and not marks[ids <= 2].any()
+        for begin in np.flatnonzero(marks == 1):
+            size = 1 + len([*itertools.takewhile(lambda mark: mark == 2, marks[begin + 1 :])])
+            if begin + size < len(ids):  # where a block ends, a phrase may be cut
+                assert PHRASE.search(tokenizer.decode(ids[begin : begin + size])), block.id
+                found += 1
+    assert found > 50
 
 
 def test_components_that_a_pipeline_lacks_are_named(monkeypatch):

@@ -1,6 +1,5 @@
 """Runs that are killed, stopped, out of disk or memory, with real faults: what is kept, and how they resume."""
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -22,11 +21,12 @@ from safetensors.torch import save_file
 
 import train_mlm
 from roberta_recipe import durable
+from roberta_recipe.data import chunks, stream
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator
-from roberta_recipe.data.stream import TextReader
 from roberta_recipe.errors import InputError, first_line, says_no_room
+from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import compare
 from roberta_recipe.training import batch, checkpoint, pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
@@ -64,8 +64,10 @@ def wait_for_line(run, line, times):
     assert run.log.count(line) >= times, run.log
 
 
-def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path):
-    """Two processes, a data worker each, bit for bit; at random moments: benchmarks/faults."""
+def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, monkeypatch):
+    """Two processes, a data worker each, over many chunks, bit for bit; the second time without the chunk index. At
+    random moments: benchmarks/faults."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4_000)
     flags = [*SAVING, "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--output_dir"]
 
     def start_ranks(name):
@@ -73,7 +75,7 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path)
 
     ranks = start_ranks("alone")
     assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
-    for _ in range(2):
+    for index in ("kept", "lost"):
         ranks = start_ranks("killed")
         wait_for_line(ranks[0], "  loss ", 5)
         processes = [psutil.Process(rank.pid) for rank in ranks]
@@ -81,6 +83,8 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path)
             victim.kill()
         assert [rank.end() for rank in ranks] == [-signal.SIGKILL] * 2
         assert not (tmp_path / "killed" / "run_record.json").exists()
+        if index == "lost":
+            (tmp_path / "killed" / INDEX_NAME).unlink()
     ranks = start_ranks("killed")
     assert [rank.end() for rank in ranks] == [0, 0] and "Resuming" in ranks[0].log
     assert history(tmp_path / "killed") == history(tmp_path / "alone") and len(history(tmp_path / "alone")) == 12
@@ -148,6 +152,26 @@ def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
     assert record["steps"] == 15 and record["resumes"] == 1
     rates = durable.read_json(tmp_path / "a" / "checkpoint-15" / "trainer_state.json")["log_history"]
     assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
+
+
+def test_checkpoint_and_token_cache_of_a_former_version_are_refused(preset, tmp_path, monkeypatch):
+    """Their fingerprints have no "chunks"; shards had other facts."""
+    cache, now = tmp_path / "cache", chunks.TextReader.fingerprint
+    with monkeypatch.context() as patch:
+        former = lambda reader: {name: value for name, value in now(reader).items() if name != "chunks"}  # noqa: E731
+        patch.setattr(chunks.TextReader, "fingerprint", former)
+        train(preset, *SAVING, "--token_cache", cache)
+    (tmp_path / "run" / "run_record.json").unlink()
+    with pytest.raises(
+        InputError, match=r"checkpoint-12 belongs to: chunks was None, is 'chunks.*, or name another outp"
+    ):
+        train(preset, *SAVING)
+    shard = cache / "train_file" / "train-00000.json"
+    durable.write_sealed(shard, {name: value for name, value in durable.read_sealed(shard).items() if name != "chunks"})
+    with pytest.raises(
+        InputError, match=r"token_cache=.*cache was made from .*: chunks was None, .* Name another folder"
+    ):
+        train(preset, "--token_cache", cache, "--output_dir", tmp_path / "other")
 
 
 def test_another_file_of_the_tokenizer_is_another_run(preset, tokenizer_dir, tmp_path):
@@ -311,8 +335,10 @@ def test_weights_of_another_shape_are_not_resumed(preset, config, tmp_path, chan
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(preset, tmp_path):
-    """What trackers have written beside the log is in nobody's way; a checkpoint moved aside is none."""
+    """What trackers have written beside the log is in nobody's way, nor is the chunk index; a checkpoint moved aside is
+    none."""
     (tmp_path / "run" / "runs" / "Nov23_host").mkdir(parents=True)
+    (tmp_path / "run" / INDEX_NAME).write_text("0 damaged\n")
     assert train(preset, *SAVING)["steps"] == 12
     (tmp_path / "run" / "checkpoint-12").rename(tmp_path / "run" / "checkpoint-99-bad")
     assert [path.name for path in checkpoint.newest_first(tmp_path / "run")] == [
@@ -341,9 +367,9 @@ def test_a_trial_of_a_batch_is_what_training_does(config, tokenizer, tmp_path, a
 def test_a_trial_of_a_batch_predicts_as_many_positions_as_training_does(tokenizer, tmp_path, train_file):
     """Of any block: a mask that all its copies share would predict a third more or less."""
     corpus = corpus_of("c", [Source("s", files=train_file)])
-    reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
+    reader = chunks.TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
     collator, args = MlmCollator(tokenizer, mlm_probability=0.15, seed=0), SimpleNamespace(max_seq_length=64)
-    for block in itertools.islice(reader.blocks([(range(20),)]), 20):
+    for block in stream.blocks_at(reader, [(range(20),)]):
         inputs = pretraining.full_batch(args, block, collator, 256)
         text = ~np.isin(np.resize(block["input_ids"], 64), tokenizer.all_special_ids)
         assert inputs["input_ids"].shape == (256, 64) and inputs["attention_mask"].sum() == 256 * 64 - 1

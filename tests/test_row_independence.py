@@ -25,6 +25,7 @@ import finetune_race
 import finetune_squad
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, validation_collator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, squad, wsc
 from roberta_recipe.training import finetune_trainer, heads, modeling
@@ -140,7 +141,7 @@ def test_validation_of_pretraining(family):
     model, collate = masked_lm(config), validation_collator(tokenizer)
     encode, bounds = tokenization.corpus_encoder(tokenizer), tokenization.boundary_ids(tokenizer)
     blocks = [
-        {"input_ids": np.array([bounds["bos_id"], *ids, bounds["eos_id"]]), "epoch": 0, "block_id": number}
+        Block({"input_ids": np.array([bounds["bos_id"], *ids, bounds["eos_id"]])}, number)
         for number, ids in enumerate(encode([f"{text} {text}" for text in TEXTS]))
     ]
     blocks = [block for block in blocks if (collate([block])["labels"] != IGNORED).any()]

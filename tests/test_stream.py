@@ -1,84 +1,387 @@
-"""From documents to blocks: nothing is lost, the order is fixed, and a run resumes anywhere without reading from the
-start."""
+"""Blocks of random corpora: those of each chunk packed alone, in the order by definition, from text and token cache,
+for any number of processes and data workers, from any position on, with any chunk index."""
 
 import contextlib
 import copy
+import functools
 import itertools
+import random
 from collections import Counter
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conftest import corpus_of, make_documents, write_parquet
+from conftest import corpus_of, make_documents, write_jsonl, write_parquet, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from roberta_recipe.data import documents as reading
-from roberta_recipe.data.corpus import Source
+from roberta_recipe.data import chunks, token_cache
+from roberta_recipe.data.chunks import COUNTS, PACKERS, File, TextReader, versions
+from roberta_recipe.data.corpus import Corpus, Source
+from roberta_recipe.data.documents import file_rows, read_file
 from roberta_recipe.data.masking import MlmCollator
-from roberta_recipe.data.order import batches_of, source_of
-from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader, TrainBlocks, packed, unpacked
-from roberta_recipe.data.tokenization import split_sentences
+from roberta_recipe.data.order import (
+    WINDOWS,
+    batches_of,
+    block_id,
+    file_order,
+    interleave,
+    kept,
+    random_order,
+    source_of,
+    taken_of_source,
+)
+from roberta_recipe.data.packing import Block
+from roberta_recipe.data.stream import (
+    MicroBatches,
+    MicroBatchLoader,
+    TrainBlocks,
+    blocks_at,
+    consumed,
+    count_table,
+    packed,
+    unpacked,
+    validation_blocks,
+)
+from roberta_recipe.data.token_cache import TokenCache
+from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError
+from roberta_recipe.record import INDEX_NAME
+
+POSITIONS = 200
+FORMATS = [name for name in PACKERS if not {"in_order", "segment_pair_short"} & {*name.split()}]  # as SOP's, as others
 
 
 def reader_of(corpus, tokenizer, **changes):
-    settings = dict(input_format="full_sentences", max_seq_length=64, seed=0)
-    return TextReader(corpus, tokenizer, **{**settings, **changes})
+    return TextReader(corpus, tokenizer, **dict(input_format="full_sentences", max_seq_length=64, seed=0) | changes)
 
 
-def blocks_of(corpus, tokenizer, **changes):
-    return reader_of(corpus, tokenizer, **changes).blocks(batches_of(0, 4, 1, 0))
+def blocks_of(provider, start=0, count=POSITIONS):
+    return [*map(facts, blocks_at(provider, [(range(start, start + count),)]))]
 
 
-def first_pass(corpus, tokenizer, **changes):
-    """The blocks of a source's first pass."""
-    return list(itertools.takewhile(lambda block: block["epoch"] == 0, blocks_of(corpus, tokenizer, **changes)))
+def facts(block):
+    """All of a block, in a form that `==` compares."""
+    columns = {name: (np.asarray(value).dtype.name, np.asarray(value).tolist()) for name, value in block.items()}
+    return block.id, block.epoch, block.document, columns
 
 
-def facts(blocks):
-    return [(b["epoch"], b["block_id"], b["input_ids"].tolist()) for b in blocks]
-
-
-def first(blocks, count=200):
-    return facts(itertools.islice(blocks, count))
-
-
-@pytest.fixture
-def one_source(tmp_path):
-    paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(80, seed=n)) for n in range(4)]
-    return corpus_of("c", [Source("s", files=paths)])
-
-
-@pytest.fixture
-def three_sources(tmp_path):
-    """Two files each, documents of very different length, shares unlike the sizes, some rows empty."""
+def random_corpus(rng, folder):
+    """1 to 3 sources of any format, of 1 to 3 files with rows without text, with or without files of their own for
+    validation; documents of 1 to 40 sentences."""
     sources = []
-    for name, (count, length, weight) in {
-        "a": (12, (80, 90), 1.0),
-        "b": (40, (3, 9), 5.0),
-        "c": (60, (9, 20), 2.5),
-    }.items():
-        for number in range(2):
-            texts = make_documents(count, seed=ord(name) + number, sentences=length)
-            write_parquet(tmp_path / f"{name}{number}.parquet", ["", None, *texts[:5], " ", *texts[5:], ""])
-        sources.append(Source(name, files=str(tmp_path / f"{name}*.parquet"), weight=weight))
-    return corpus_of("c", sources, validation_share=0.1)
+    for name in "abc"[: rng.randint(1, 3)]:
+        suffix, write = rng.choice([("parquet", write_parquet), ("jsonl", write_jsonl), ("txt", write_text)])
+        own = rng.random() < 0.4
+        for number in range(rng.randint(1, 3) + own):
+            texts = make_documents(rng.randint(3, 9), seed=rng.random(), sentences=(1, rng.choice([3, 40])))
+            texts[rng.randrange(len(texts)) : 0] = rng.choice([[], ["", " "]])
+            write(folder / f"{name}{number if number or not own else '-own'}.{suffix}", texts)
+        held_out = str(folder / f"{name}-own.*") if own else None
+        weight = rng.choice([1.0, 2.0, 5.0])
+        sources.append(Source(name, files=str(folder / f"{name}[0-9]*"), weight=weight, validation_files=held_out))
+    return corpus_of("c", sources, validation_share=0.2)
+
+
+class Case(NamedTuple):
+    """A random corpus, the settings of its readers, its first blocks by definition, and a generator."""
+
+    corpus: Corpus
+    settings: dict[str, Any]
+    tokenizer: Any
+    folder: Any
+    whole: list[Any]
+    rng: random.Random
+
+    def reader(self, **changes):
+        return reader_of(self.corpus, self.tokenizer, **self.settings | changes)
+
+
+@pytest.fixture(scope="module", params=enumerate(FORMATS), ids=lambda param: param[1])
+def made(request, tokenizer, tmp_path_factory):
+    """(bytes of a chunk, case) for each format."""
+    seed, name = request.param
+    rng, folder = random.Random(seed), tmp_path_factory.mktemp("corpus")
+    size, length = rng.choice([300, 1000, 3000]), rng.choice([24, 64])
+    settings = dict(input_format=name, max_seq_length=length, seed=seed, shuffle_window=int(seed % 4 > 0))
+    case = Case(random_corpus(rng, folder), settings, tokenizer, folder, [], rng)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", size)
+        streams = [of_source(case, number) for number in range(len(case.corpus.sources))]
+        case.whole.extend(itertools.islice(interleave(streams, case.corpus.shares), POSITIONS))
+    assert max(epoch for _, epoch, *_ in case.whole) > 0
+    return size, case
+
+
+@pytest.fixture
+def case(made, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", made[0])
+    return made[1]
+
+
+@functools.cache
+def encoded(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def chunks_of(case, file):
+    """(ids of the documents by sentence, blocks) of each chunk of a file, by definition."""
+    source, name, found = case.corpus.sources[file.source], case.settings["input_format"], []
+    first_block, begin, own = 0, 0, []
+    for row in file_rows(case.corpus, source, file.split, case.corpus.files(source, file.split)[1][file.number]):
+        own += [row] * (row.text is not None)
+        if sum(len(row.text.encode()) for row in own) < chunks.CHUNK_BYTES and row.text is not None:
+            continue
+        pieces = [
+            [text] if name == "contiguous" else [" " * ("_pair" in name) + one for one in split_sentences(text)]
+            for text in (row.text for row in own)
+        ]
+        documents = [[encoded(case.tokenizer, piece) for piece in of] for of in pieces]
+        key = (file.source, file.number, begin, file.version)
+        blocks = PACKERS[name](documents, case.settings["max_seq_length"], **boundary_ids(case.tokenizer), key=key)
+        blocks = [
+            (block_id(file.source, file.number, number), own[block["document"]].number, block)
+            for number, block in enumerate(blocks, first_block)
+        ]
+        found.append((documents, blocks))
+        first_block, begin, own = first_block + len(blocks), row.number + 1, []
+    return found
+
+
+def files_of(case, source, split="train", epoch=0):
+    count = len(case.corpus.files(case.corpus.sources[source], split)[1])
+    version = epoch % versions(case.settings["input_format"]) if split == "train" else 0
+    order = file_order(source, count, seed=case.settings["seed"], epoch=epoch)
+    return [File(source, split, number, version) for number in order]
+
+
+def of_source(case, source, split="train", epochs=None):
+    """The facts of the blocks of a source, pass after pass."""
+    for epoch in epochs or itertools.count():
+        in_order = itertools.chain.from_iterable(chunks_of(case, file) for file in files_of(case, source, split, epoch))
+        for number, (_, blocks) in enumerate(in_order):
+            order = random_order(case.settings["seed"], WINDOWS, (source, epoch, number), len(blocks))
+            for index in order if case.settings["shuffle_window"] and split == "train" else range(len(blocks)):
+                name, row, columns = blocks[index]
+                columns = {**columns, "input_ids": np.array(columns["input_ids"], dtype=np.uint16)}
+                yield facts(Block({k: v for k, v in columns.items() if k != "document"}, name, epoch, row))
+
+
+def test_blocks_are_those_of_each_chunk_alone_in_the_order_by_definition(case):
+    assert blocks_of(case.reader()) == case.whole
+    streams = [of_source(case, number, "validation", [0]) for number in range(len(case.corpus.sources))]
+    held_out = [*interleave(streams, case.corpus.shares)]
+    assert [*map(facts, validation_blocks(case.reader(), None))] == held_out
+
+
+def test_text_and_cache_give_the_same_blocks_and_counts(case):
+    reader, folder = case.reader(), case.folder / "cache"
+    assert token_cache.build(folder, reader, num_proc=1)
+    cache = TokenCache(folder, case.corpus, seed=reader.seed, shuffle_window=reader.shuffle_window)
+    assert blocks_of(cache) == blocks_of(reader) == case.whole and cache.fingerprint() == reader.fingerprint()
+    for limit in (None, 1, 7):
+        assert [*map(facts, validation_blocks(cache, limit))] == [*map(facts, validation_blocks(reader, limit))]
+    for position in (0, 1, *case.rng.sample(range(POSITIONS), 5), POSITIONS):
+        from_text, from_cache = consumed(reader, position), consumed(cache, position)
+        assert from_text[0] == from_cache[0]
+        for name, counts in recounted(case, position).items():
+            assert counts.items() <= from_cache[0][name].items()
+        assert all(of in (from_cache[1][name], int(from_cache[1][name])) for name, of in from_text[1].items())
+    for split in ("train", "validation"):
+        counts = count_table(cache, split)
+        for number, source in enumerate(case.corpus.sources):
+            found = recount(case, number, split)
+            if split == "validation" and not source.validation_files:
+                found["empty_documents"] = counts[source.name]["empty_documents"]  # a cache counts those as training's
+            assert counts[source.name] == found
+    several = TokenCache(folder, case.corpus, seed=reader.seed, shuffle_window=3)
+    together = blocks_of(several)
+    for start in case.rng.sample(range(POSITIONS - 20), 3):
+        assert blocks_of(cache, start, 20) == case.whole[start : start + 20]
+        assert blocks_of(several, start, 20) == together[start : start + 20]
+
+
+def recounted(case, position):
+    """The counts of the chunks that hold the first `position` blocks, by source."""
+    found = {}
+    for number, taken in enumerate(taken_of_source(case.corpus.shares, position)):
+        passes = (chunks_of(case, file) for epoch in itertools.count() for file in files_of(case, number, epoch=epoch))
+        counts = Counter()
+        for chunk in itertools.chain.from_iterable(passes):
+            if counts["blocks"] >= taken:
+                break
+            counts.update(counts_of(case, *chunk))
+        found[case.corpus.sources[number].name] = counts
+    return found
+
+
+def recount(case, number, split):
+    """The counts of a pass over a source, from its files one at a time."""
+    source, counts = case.corpus.sources[number], Counter()
+    format, paths = case.corpus.files(source, split)
+    for file in files_of(case, number, split):
+        texts = [*read_file(source, format, paths[file.number])]
+        counts["empty_documents"] += sum(text is None or not text.strip() for text in texts)
+        for documents, blocks in chunks_of(case, file):
+            counts.update(counts_of(case, documents, blocks))
+        rows = [*file_rows(case.corpus, source, "validation", paths[file.number])]
+        if split == "train" and not source.validation_files:
+            counts["held_out_documents"] += sum(row.text is not None for row in rows)
+    return {name: counts[name] for name in COUNTS}
+
+
+def counts_of(case, documents, blocks):
+    sizes, name = [len(sentence) for document in documents for sentence in document], case.settings["input_format"]
+    most = case.settings["max_seq_length"] - (4 if "_pair" in name else 2)
+    split = sum(size > most for size in sizes) if name != "contiguous" else 0
+    found = dict(documents=len(documents), sentences=len(sizes), split_sentences=split)
+    return Counter(found | dict(tokens=sum(sizes), blocks=len(blocks)))
+
+
+def test_a_run_started_anywhere_with_any_index_is_not_another_run(case):
+    """An index that is kept, lost, cut, of other blocks, or has a flipped bit, or is written to by another process."""
+    path, elsewhere = case.folder / INDEX_NAME, case.folder / "other"
+    elsewhere.mkdir()
+    blocks_of(case.reader(index_folder=case.folder))
+    blocks_of(case.reader(index_folder=elsewhere, max_seq_length=40))
+    index, most = path.read_bytes(), max(len(own) for file in first_files(case) for own, _ in chunks_of(case, file))
+    for start in case.rng.sample(range(POSITIONS - 20), 2):
+        wanted = case.whole[start : start + 20]
+        reader = case.reader(index_folder=case.folder)
+        assert blocks_of(reader, start, 1) == wanted[:1] and int(reader.progress) <= most  # a chunk is read, no more
+        place, bit = case.rng.randrange(len(index)), 1 << case.rng.randrange(8)
+        flipped = index[:place] + bytes([index[place] ^ bit]) + index[place + 1 :]
+        for damaged in (b"", index[:place], flipped, (elsewhere / INDEX_NAME).read_bytes()):
+            path.write_bytes(damaged)
+            readers = [case.reader(index_folder=case.folder) for _ in range(2)]
+            both = [blocks_at(one, [(range(start, start + 20),)]) for one in readers]
+            assert [tuple(map(facts, pair)) for pair in zip(*both, strict=True)] == [(one, one) for one in wanted]
+            assert blocks_of(case.reader(index_folder=case.folder), start, 20) == wanted
+        path.write_bytes(index)
+
+
+def test_any_processes_and_workers_read_one_sequence(case):
+    """Four processes of four workers and others, with blocks that are left out."""
+    cache, folder = case.folder / "cache of workers", case.folder / "index of workers"
+    folder.mkdir()
+    token_cache.build(cache, case.reader(), num_proc=1)
+    text = [case.reader(index_folder=folder) for _ in range(2)]
+    disk = TokenCache(cache, case.corpus, seed=case.settings["seed"], shuffle_window=case.settings["shuffle_window"])
+    for processes, workers, providers in ((1, 1, text), (2, 3, text), (4, 4, [disk])):
+        start, size = case.rng.randrange(80), case.rng.randint(1, 5)
+        skipped = [range(start + 3, start + 9), range(start + 40, start + 41)]
+        makers = []
+        for process, worker in itertools.product(range(processes), range(workers)):
+            shared = TrainBlocks(providers[worker % len(providers)], batch_size=size)
+            blocks = shared.blocks(batches_of(start, size, processes, process, workers, worker, skipped))
+            makers.append(blocks)
+        in_turn = [
+            facts(block)
+            for number in range(100 // (size * processes))
+            for process in range(processes)
+            for block in itertools.islice(makers[process * workers + number % workers], size)
+        ]
+        wanted = [case.whole[n] for part in kept(start, len(in_turn), skipped) for n in part]
+        assert in_turn == wanted and len(wanted) > 70
+
+
+def first_files(case):
+    return [
+        file
+        for number in range(len(case.corpus.sources))
+        for e in range(10)
+        for file in files_of(case, number, epoch=e)
+    ]
 
 
 @pytest.mark.parametrize("input_format", ["full_sentences", "contiguous"])
-def test_a_pass_loses_nothing(one_source, tokenizer, input_format):
-    blocks = first_pass(one_source, tokenizer, input_format=input_format)
-    special = torch.tensor(tokenizer.all_special_ids)
-    tokens = sum(int((~torch.isin(torch.from_numpy(b["input_ids"].astype(int)), special)).sum()) for b in blocks)
-    texts = list(reading.documents(one_source, one_source.sources[0], "train", seed=0))
-    units = [s for t in texts for s in ([t] if input_format == "contiguous" else split_sentences(t))]
-    assert tokens == sum(len(tokenizer.encode(unit, add_special_tokens=False)) for unit in units)
-    assert all(len(b["input_ids"]) <= 64 and b["input_ids"].dtype == "uint16" for b in blocks)
-    assert len({b["block_id"] for b in blocks}) == len(blocks) > 50
-    if input_format == "contiguous":  # only the last block of each file is shorter
-        assert sum(len(b["input_ids"]) < 64 for b in blocks) <= 4
+def test_a_chunk_of_any_size_loses_nothing_and_costs_a_block_at_most(tmp_path, tokenizer, monkeypatch, input_format):
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(40, seed=0))
+    corpus, file, found = corpus_of("c", [Source("s", files=path)], validation_share=1e-9), File(0, "train", 0), {}
+    for size in (10**9, 5000, 700, 1):
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", size)
+        of_file = [*reader_of(corpus, tokenizer, input_format=input_format).chunks(file)]
+        blocks = [block["input_ids"] for _, of in of_file for block in of]
+        found[size] = (len(of_file), blocks, [token for ids in blocks for token in ids if token > 2])
+    (one, whole, tokens), *others = found.values()
+    assert one == 1 and len(whole) > 30 and {count for count, *_ in others} >= {41}
+    for count, blocks, its in others:
+        assert its == tokens and len(whole) <= len(blocks) < len(whole) + count
+        if input_format == "contiguous":
+            assert sum(len(ids) < 64 for ids in blocks) <= count
+
+
+# A format of one's own
+
+
+def halves(documents, max_seq_length, bos_id, eos_id, key):
+    """A block for each sentence, its tokens' places counted from the middle, with the sentence's number."""
+    for document, sentences in enumerate(documents):
+        for number, sentence in enumerate(sentences):
+            ids = [bos_id, *sentence[: max_seq_length - 2], eos_id]
+            places = (np.arange(len(ids)) - len(ids) // 2).astype(np.int32)
+            yield {"input_ids": ids, "document": document, "place": places, "sentence_number": number}
+
+
+def test_a_format_is_one_pure_function(tmp_path, tokenizer, monkeypatch):
+    """From text and cache, shuffled, collated and sent."""
+    monkeypatch.setitem(PACKERS, "halves", halves)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
+    corpus = random_corpus(random.Random(1), tmp_path)
+    reader = reader_of(corpus, tokenizer, input_format="halves")
+    assert token_cache.build(tmp_path / "cache", reader, num_proc=1)
+    cache = TokenCache(tmp_path / "cache", corpus, seed=0)
+    assert blocks_of(cache) == blocks_of(reader)
+    blocks = [*blocks_at(cache, [(range(8),)])]
+    columns, shapes, record = MicroBatches(MlmCollator(tokenizer, mlm_probability=0.15), 4)(blocks)
+    assert record.tokens == sum(len(block["input_ids"]) for block in blocks)
+    rows = [
+        row
+        for batch in unpacked(columns, shapes, "cpu")
+        for row in zip(*map(batch.get, ("place", "sentence_number")), strict=True)
+    ]
+    for block, (places, number) in zip(sorted(blocks, key=lambda block: -len(block["input_ids"])), rows, strict=True):
+        size = len(block["input_ids"])
+        assert places.tolist() == [*block["place"], *[0] * (len(places) - size)] and block["place"][0] == -(size // 2)
+        assert number == block["sentence_number"]
+    assert len({block["sentence_number"] for block in blocks}) > 3
+
+
+# Order and shares
+
+
+@pytest.fixture
+def one_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4000)
+    paths = [write_parquet(tmp_path / f"{n}.parquet", make_documents(20, seed=n)) for n in range(4)]
+    return corpus_of("c", [Source("s", files=paths)])
+
+
+def test_passes_and_seeds_have_the_same_blocks_in_another_order(one_source, tokenizer):
+    size = count_of_pass(reader_of(one_source, tokenizer))
+    orders = [[b[0] for b in blocks_of(reader_of(one_source, tokenizer, seed=seed), 0, 2 * size)] for seed in (0, 1)]
+    passes = [order[start:][:size] for order in orders for start in (0, size)]
+    assert all(sorted(one) == sorted(passes[0]) and len({*one}) == size > 50 for one in passes)
+    assert all(one != other for one, other in itertools.combinations(passes, 2))
+
+
+def count_of_pass(reader):
+    return sum(1 for _ in itertools.takewhile(lambda block: block.epoch == 0, blocks_at(reader, [(range(10**6),)])))
+
+
+def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
+    """Two sources of equal share; documents of the first are 40 times as long as documents of the second."""
+    files = {
+        "long": write_jsonl(tmp_path / "long.jsonl", make_documents(20, seed=5, sentences=(200, 200))),
+        "short": write_jsonl(tmp_path / "short.jsonl", make_documents(800, seed=6, sentences=(5, 5))),
+    }
+    corpus = corpus_of("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
+    tokens = Counter()
+    for block in blocks_at(reader_of(corpus, tokenizer), [(range(400),)]):
+        tokens[source_of(block.id)] += len(block["input_ids"])
+    assert abs(tokens[0] / tokens.total() - 0.5) < 0.02
 
 
 @pytest.mark.parametrize("input_format", ["full_sentences", "segment_pair sop"])
@@ -89,181 +392,48 @@ def test_a_sentence_of_which_a_normalizer_leaves_nothing_is_none(wordpiece, tmp_
     texts = make_documents(20, seed=3)
     odd = ["\u00ad\n" + text.replace("\n", "\n\ufeff\n\u200b\n") for text in texts]
     found = []
-    for name, of_name in (("plain", texts), ("odd", ["\u200b", *odd, "\u00ad\n\ufeff"])):
+    for name, of_name in (("plain", texts), ("odd", [*odd, "\u200b", "\u00ad\n\ufeff"])):
         source = Source("s", files=write_parquet(tmp_path / f"{name}.parquet", of_name))
         corpus = corpus_of("c", [source], validation_share=1e-9)
-        blocks = first_pass(corpus, wordpiece, input_format=input_format, shuffle_window=0)
-        found.append([block["input_ids"].tolist() for block in blocks])
-    assert found[0] == found[1] and len(found[0]) > 5
-
-
-def test_the_order_is_a_function_of_corpus_and_seed(one_source, tokenizer):
-    once = first(blocks_of(one_source, tokenizer, shuffle_window=16))
-    assert once == first(blocks_of(one_source, tokenizer, shuffle_window=16))
-    other = first(blocks_of(one_source, tokenizer, shuffle_window=16, seed=1))
-    assert [b[1] for b in once] != [b[1] for b in other]
-
-
-@pytest.mark.parametrize("window", [0, 7, 16, 10**6])
-def test_every_pass_has_the_same_blocks_in_another_order(one_source, tokenizer, window):
-    size = len(first_pass(one_source, tokenizer))
-    blocks = first(blocks_of(one_source, tokenizer, shuffle_window=window), 3 * size)
-    passes = [blocks[n * size : (n + 1) * size] for n in range(3)]
-    for number, blocks_of_pass in enumerate(passes):
-        assert {epoch for epoch, _, _ in blocks_of_pass} == {number}
-        assert sorted(b[1:] for b in blocks_of_pass) == sorted(b[1:] for b in passes[0])
-    assert passes[0] != passes[1] and [b[1] for b in passes[0]] != [b[1] for b in passes[1]]
-    in_order = [b[1] for b in facts(first_pass(one_source, tokenizer))]
-    shuffled = [b[1] for b in passes[0]]
-    assert (shuffled == in_order) == (window == 0)
-    for start in range(0, size, max(window, 1)):  # shuffling moves no block to another window
-        assert sorted(shuffled[start : start + window]) == sorted(in_order[start : start + window])
-
-
-def test_a_window_reads_one_block_ahead_for_each_it_gives(one_source, tokenizer):
-    reader = reader_of(one_source, tokenizer, shuffle_window=20)
-    for count, _ in enumerate(itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60), 1):
-        assert reader.count_table()["s"]["blocks"] <= count + 20
-
-
-def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
-    """Two sources of equal share; documents of the first are 40 times as long as documents of the second."""
-    files = {
-        "long": write_parquet(tmp_path / "long.parquet", make_documents(20, seed=5, sentences=(200, 200))),
-        "short": write_parquet(tmp_path / "short.parquet", make_documents(800, seed=6, sentences=(5, 5))),
-    }
-    corpus = corpus_of("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
-    tokens = Counter()
-    for block in itertools.islice(blocks_of(corpus, tokenizer), 400):
-        tokens[source_of(block["block_id"])] += len(block["input_ids"])
-    assert abs(tokens[0] / sum(tokens.values()) - 0.5) < 0.02
-
-
-def test_a_reader_resumes_at_any_batch(three_sources, tokenizer):
-    """With the states of any batch, a reader resumes at any later batch: same blocks, and same counts at the end."""
-    settings, count = dict(shuffle_window=10), 400
-    reader = reader_of(three_sources, tokenizer, **settings)
-    whole = list(itertools.islice(reader.blocks(batches_of(0, 4, 1, 0)), count))
-    counted = reader.count_table()
-    states = [[state.to_dict() for state in block["states"]] for block in whole if "states" in block]
-    assert len(states) == count // 4 and max(block["epoch"] for block in whole) > 0
-    for batch in (0, 1, 7, 30, 55, 80, 98):
-        for later in (batch + 1, min(batch + 9, 99)):
-            again = reader_of(three_sources, tokenizer, **settings)
-            rest = list(
-                itertools.islice(
-                    again.blocks(batches_of(4 * later, 4, 1, 0), 4 * later, states[batch]), count - 4 * later
-                )
-            )
-            assert facts(rest) == facts(whole[4 * later :]), (batch, later)
-            assert again.count_table() == counted or later > 80  # so late, some source is not read again
-    assert max(len(str(state)) for state in states) < 3 * 2000  # a few KB at any position
-
-
-def test_batches_of_a_window_share_its_states(one_source, tokenizer):
-    """With NSP a state has tokens of many documents. Copying them took longer than a step of a small model."""
-    reader = reader_of(one_source, tokenizer, input_format="segment_pair nsp", shuffle_window=10)
-    blocks = itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 60)
-    states = [block["states"][0] for block in blocks]
-    assert len({*map(id, states)}) == 6 and len(states[-1].pack.extra["donors"]) > 1
-
-
-def test_what_is_read_to_resume_is_a_window_not_the_stream(one_source, tokenizer, monkeypatch):
-    whole = list(itertools.islice(blocks_of(one_source, tokenizer, shuffle_window=10), 200))
-    read = []
-    monkeypatch.setattr(
-        "roberta_recipe.data.stream.file_rows",
-        lambda *a, **k: (read.append(row) or row for row in reading.file_rows(*a, **k)),
-    )
-    reader = reader_of(one_source, tokenizer, shuffle_window=10)
-    monkeypatch.setattr("roberta_recipe.data.stream._TEXT_PER_CALL", 1)
-    states = [state.to_dict() for state in whole[179]["states"]]
-    block = next(reader.blocks(batches_of(180, 4, 1, 0), 180, states))
-    assert facts([block]) == facts(whole[180:181]) and 0 < len(read) < 30
-
-
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 1)])
-def test_all_layouts_read_one_sequence(one_source, tokenizer, processes, workers):
-    """Two passes over all blocks by several processes with several data workers: none twice, none missing."""
-    size = len(first_pass(one_source, tokenizer))
-    whole = first(blocks_of(one_source, tokenizer, shuffle_window=16), 2 * size)
-    batches, micro = [], 4
-    for process in range(processes):
-        blocks = TrainBlocks(
-            reader_of(one_source, tokenizer, shuffle_window=16), batch_size=micro, processes=processes, process=process
-        )
-        loader = torch.utils.data.DataLoader(blocks, batch_size=micro, num_workers=workers, collate_fn=facts)
-        batches.append(list(itertools.islice(loader, -(-2 * size // (micro * processes)))))
-    in_turn = [block for together in zip(*batches, strict=True) for batch in together for block in batch]
-    assert in_turn[: 2 * size] == whole
-    assert len({block[:2] for block in in_turn[: 2 * size]}) == 2 * size
-
-
-def test_a_data_worker_counts_what_it_reads(one_source, tokenizer):
-    reader = reader_of(one_source, tokenizer)
-    loader = torch.utils.data.DataLoader(
-        TrainBlocks(reader, batch_size=4), batch_size=4, num_workers=2, collate_fn=facts
-    )
-    assert len(list(itertools.islice(loader, 10))) == 10
-    # the worker that counts has made batches 0, 2, ..., 8, for which it read 36 blocks; prefetching may read more
-    assert reader.count_table()["s"]["blocks"] >= 36
-
-
-def test_empty_documents_are_skipped_and_counted(three_sources, tokenizer):
-    reader = reader_of(three_sources, tokenizer)
-    size = sum(1 for block in itertools.islice(reader.blocks(batches_of(0, 1, 1, 0)), 400) if block["epoch"] == 0)
-    for source in three_sources.sources:
-        counts, passes = reader.count_table()[source.name], reader.count_table()[source.name]["passes"]
-        documents = len(list(reading.documents(three_sources, source, "train", seed=0)))
-        held_out = len(list(reading.documents(three_sources, source, "validation", seed=0)))
-        assert passes * 8 <= counts["empty_documents"] <= (passes + 1) * 8
-        assert passes * held_out <= counts["held_out_documents"] <= (passes + 1) * held_out
-        assert passes * documents <= counts["documents"] <= (passes + 1) * documents
-    assert size > 50 and reader.count_table()["b"]["passes"] > 0
+        reader = reader_of(corpus, wordpiece, input_format=input_format, shuffle_window=0)
+        found.append(blocks_of(reader, 0, 20))
+    assert found[0] == found[1]
 
 
 def test_an_empty_source_is_no_endless_search(tmp_path, tokenizer):
     write_parquet(tmp_path / "blank.parquet", ["", " ", None])
     corpus = corpus_of("c", [Source("s", files=str(tmp_path / "blank.parquet"))])
     with pytest.raises(InputError, match=r"source 's' is empty"):
-        next(blocks_of(corpus, tokenizer))
+        blocks_of(reader_of(corpus, tokenizer))
 
 
-# The first blocks only
+@pytest.mark.parametrize("limit", [10, 10**5])
+def test_the_first_blocks_only_again_and_again(one_source, tokenizer, limit):
+    """Those of a pass, where there are no more."""
+    size = min(limit, count_of_pass(reader_of(one_source, tokenizer)))
+
+    def limited(start):
+        return iter(TrainBlocks(reader_of(one_source, tokenizer), batch_size=1, limit=limit, start=start))
+
+    blocks = [*map(facts, itertools.islice(limited(0), 3 * size))]
+    orders = [[name for name, *_ in blocks[size * epoch :][:size]] for epoch in range(3)]
+    assert [epoch for _, epoch, *_ in blocks] == [epoch for epoch in range(3) for _ in range(size)]
+    first = {name for name, *_ in blocks_of(reader_of(one_source, tokenizer), 0, size)}
+    assert all({*order} == first for order in orders) and orders[0] != orders[1] != orders[2]
+    assert [*map(facts, itertools.islice(limited(13), 7))] == blocks[13:20]
 
 
-def limited(corpus, tokenizer, limit, **changes):
-    return iter(TrainBlocks(reader_of(corpus, tokenizer), batch_size=1, limit=limit, **changes))
-
-
-def test_the_first_blocks_only_again_and_again(one_source, tokenizer):
-    blocks = first(limited(one_source, tokenizer, 10), 30)
-    kept = {name for _, name, _ in blocks}
-    assert kept == {name for _, name, _ in first(blocks_of(one_source, tokenizer), 10)} and len(kept) == 10
-    for epoch in range(3):
-        repeated = blocks[10 * epoch : 10 * epoch + 10]
-        assert {b[1] for b in repeated} == kept and {b[0] for b in repeated} == {epoch}
-    assert [b[1] for b in blocks[:10]] != [b[1] for b in blocks[10:20]]
-    assert first(limited(one_source, tokenizer, 10, start=13), 17) == blocks[13:]
-
-
-def test_a_limit_above_the_corpus_is_the_corpus(one_source, tokenizer):
-    size = len(first_pass(one_source, tokenizer))
-    blocks = first(limited(one_source, tokenizer, 10**5), 2 * size)
-    assert [epoch for epoch, _, _ in blocks] == [0] * size + [1] * size
-    assert len({name for _, name, _ in blocks}) == size
+# Micro-batches
 
 
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), size=st.integers(1, 8))
 def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, size):
-    blocks = [{"input_ids": np.zeros(length), "block_id": number} for number, length in enumerate(lengths)]
-    blocks[-1]["states"] = ["where the text stands"]
-    in_order = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    _, made = MicroBatches(lambda blocks: {"blocks": blocks}, size)(blocks)
-    found = [[block["block_id"] for block in micro_batch["blocks"]] for micro_batch in made]
-    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
-    assert [len(micro_batch) for micro_batch in found] == [len(part) for part in in_order]
-    assert ["states" in micro_batch for micro_batch in made] == [False] * (len(made) - 1) + [True]
+    blocks = [Block({"input_ids": np.zeros(length)}, number) for number, length in enumerate(lengths)]
+    collate = MicroBatches(lambda blocks: {"ids": torch.tensor([block.id for block in blocks])}, size)
+    columns, shapes, record = collate(blocks)
+    found = [batch["ids"].tolist() for batch in unpacked(columns, shapes, "cpu")]
+    assert sorted(itertools.chain.from_iterable(found)) == [*range(len(lengths))] and record.tokens == sum(lengths)
+    assert [*map(len, found)] == [len(lengths[start:][:size]) for start in range(0, len(lengths), size)]
     by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]
     assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
 
@@ -295,18 +465,29 @@ def test_a_step_travels_as_one_narrow_tensor_per_column():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, workers):
+def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_path, workers):
+    """And its workers append what they have read to the index."""
     collator = MlmCollator(tokenizer, mlm_probability=0.15, pad_to_multiple_of=8, seed=3)
+    reader = reader_of(one_source, tokenizer, index_folder=tmp_path)
     loader = MicroBatchLoader(
-        TrainBlocks(reader_of(one_source, tokenizer), batch_size=8),
+        TrainBlocks(reader, batch_size=8),
         **{"batch_size": 8, "collate_fn": MicroBatches(collator, 2), "num_workers": workers},
         **{"device": "cpu", "waiting": contextlib.nullcontext},
     )
-    blocks, direct = blocks_of(one_source, tokenizer), []
-    for _ in range(5):
-        step = sorted(itertools.islice(blocks, 8), key=lambda block: -len(block["input_ids"]))
-        direct += [collator(step[start : start + 2]) for start in range(0, 8, 2)]
+    blocks, direct = [*blocks_at(reader_of(one_source, tokenizer), [(range(40),)])], []
+    for step in range(5):
+        own = sorted(blocks[8 * step :][:8], key=lambda block: -len(block["input_ids"]))
+        direct += [collator(own[start : start + 2]) for start in range(0, 8, 2)]
     found = list(itertools.islice(loader, len(direct)))
-    assert ["states" in batch for batch in found] == [False, False, False, True] * 5
-    assert_same([{name: batch[name] for name in batch if name != "states"} for batch in found], direct)
+    records = [batch.pop("record", None) for batch in found]
+    tokens = [sum(len(block["input_ids"]) for block in blocks[8 * step :][:8]) for step in range(5)]
+    assert [record and record.tokens for record in records] == [n for of in tokens for n in (of, None, None, None)]
+    assert_same(found, direct)
     assert 0 < sum("attention_mask" in batch for batch in found) < len(found)
+    assert consumed(reader, 40) == consumed(reader_after(one_source, tokenizer, 40), 40)
+
+
+def reader_after(corpus, tokenizer, positions):
+    reader = reader_of(corpus, tokenizer)
+    blocks_of(reader, 0, positions)
+    return reader

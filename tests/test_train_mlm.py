@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe import record as records
-from roberta_recipe.data import masking, tokenizer_training
+from roberta_recipe.data import chunks, masking, tokenizer_training
 from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import evaluate, pack
@@ -100,8 +100,9 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
     flags = ["--config", preset, "--token_cache", str(tmp_path / "cache"), "--num_proc", "1"]
     assert pack.main([*flags, "--machine", "1/2"]) is False
     assert pack.main([*flags, "--machine", "2/2"]) is True
-    assert list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run").exists()
-    facts = json.loads((tmp_path / "cache" / "train_file" / "train-00000.json").read_text())["counts"]
+    assert list((tmp_path / "cache").rglob("*.bin")) and not (tmp_path / "run").exists()
+    [[chunk, *_]] = json.loads((tmp_path / "cache" / "train_file" / "train-00000.json").read_text())["chunks"]
+    facts = chunk[-1]
     lines = capsys.readouterr().err.splitlines()
     (cache,) = [line for line in lines if line.startswith("Cache ")]
     assert f"train {facts['blocks']} blocks, {facts['tokens']:,} tokens of 200 documents; validation " in cache
@@ -258,11 +259,12 @@ def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path,
     assert "source 'short': nothing is predicted in its 1 validation blocks" in capsys.readouterr().err
 
 
-def test_training_learns(preset, tmp_path):
+def test_training_learns(preset, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4_000)
     record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
     losses = logged_losses(record)
     assert losses[-1] < losses[0] - 1.0
-    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks, and blocks that were packed ahead
+    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks, up to the end of their chunk
 
 
 def test_training_starts_from_a_checkpoint(preset, tmp_path):
@@ -275,7 +277,8 @@ def test_training_starts_from_a_checkpoint(preset, tmp_path):
 
 def test_formats_precisions_and_sizes(preset, tmp_path):
     """Fixed-size chunks in bf16 with a padded embedding."""
-    record = train(preset, "--input_format", "contiguous", "--bf16", "--pad_vocab_to_multiple_of", 64)
+    flags = ["--shuffle_window", 0, "--bf16", "--pad_vocab_to_multiple_of", 64]  # the last block is shorter
+    record = train(preset, "--input_format", "contiguous", *flags)
     assert record["tokens_seen"] == 4 * 8 * 64  # no padding
     assert all(math.isfinite(loss) for loss in logged_losses(record))
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
@@ -356,7 +359,7 @@ if __name__ == "__main__":
     docstrings.MAX_BYTES = 2_000_000
     import train_mlm
     train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
-                    "--shuffle_window", "64", "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
+                    "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
 """
     (tmp_path / "demo.py").write_text(script)
     done = run_python("demo.py", cwd=tmp_path, env={"HF_HOME": str(cache)})
@@ -425,6 +428,10 @@ BAD = {
     "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
     "two counts": (["--include_num_input_tokens_seen", "all"], ["include_num_input_tokens_seen"]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
+    "window of blocks": (
+        ["--shuffle_window", "4096"],
+        ["shuffle_window=4096", "a window of up to 16,384 of them is now 1"],
+    ),
 }
 
 
@@ -474,7 +481,7 @@ exit_on_error(train_mlm.main)
 """
     done = run_python(
         *["-c", script, "--config", preset, "--train_file", path, "--max_steps", "9"],
-        *["--shuffle_window", "1000000", "--dataloader_num_workers", "1"],
+        *["--dataloader_num_workers", "1"],
         cwd=tmp_path,
     )
     assert done.returncode == 2, done.stderr

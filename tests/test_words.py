@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roberta_recipe.data import tokenization
-from roberta_recipe.data.formats import PACKERS
-from roberta_recipe.data.packing import PackState
+from roberta_recipe.data.packing import full_sentences
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import words
 from roberta_recipe.training import predictions
@@ -98,9 +97,7 @@ def test_sentences_apart_are_the_block_of_full_sentences(tokenizer, text):
     text = " ".join(text.split())
     ids, offsets = words.sentences_apart(tokenizer, text)
     document = tokenization.corpus_encoder(tokenizer)(tokenization.split_sentences(text)) if text else []
-    blocks = PACKERS["full_sentences"](
-        [document], PackState(), max_seq_length=4096, **tokenization.boundary_ids(tokenizer)
-    )
+    blocks = full_sentences([document], 4096, **tokenization.boundary_ids(tokenizer))
     assert ids == next(blocks, {"input_ids": ids[:1]})["input_ids"]
     covered = {at for span in offsets for at in range(*span)}  # by two pieces of a character, twice
     assert {at for at, character in enumerate(text) if character != " "} <= covered <= {*range(len(text))}

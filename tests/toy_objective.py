@@ -1,7 +1,7 @@
 """A toy sentence-level objective with columns of its own: what a new objective needs of `train_mlm.py`.
 
 Its input format gives each block token types (first half, second
-half) and a label: none, 0 or 1 in turn, by the block's number in its file. Its model predicts the label from `<s>`.
+half) and a label: none, 0 or 1 in turn, by the block's number in its chunk. Its model predicts the label from `<s>`.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ from roberta_recipe.training.modeling import RobertaForMaskedLM
 from roberta_recipe.training.pretraining import MlmArguments
 
 
-def halves(documents, state, **how):
+def halves(*documents_and_layout):
     """FULL-SENTENCES with two further columns."""
-    for columns in packing.full_sentences(documents, state, **how):
-        state.extra = {"turn": state.extra.get("turn", 0) + 1}
+    for number, columns in enumerate(packing.full_sentences(*documents_and_layout)):
         length = len(columns["input_ids"])
         token_type_ids = (np.arange(length) >= length // 2).astype(np.uint8)
-        yield {**columns, "token_type_ids": token_type_ids, "toy_label": (-100, 0, 1)[state.extra["turn"] % 3]}
+        yield {**columns, "token_type_ids": token_type_ids, "toy_label": (-100, 0, 1)[number % 3]}
 
 
 class ToyModel(RobertaForMaskedLM):

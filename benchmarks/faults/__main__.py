@@ -40,6 +40,7 @@ from benchmarks.faults.case import BAD, Case, reference_folder, reference_name, 
 from benchmarks.faults.kinds import OTHER_SEED, Plan, draw_plan
 from benchmarks.faults.scenarios import SCENARIOS, make_inputs
 from roberta_recipe import durable
+from roberta_recipe.data import chunks
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import set_up_logging
 from roberta_recipe.record import git_commit
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     plans = {number: plan for number, plan in plans.items() if str(number) not in report["cases"]}
     shared = Path(tempfile.mkdtemp(prefix="faults-"))
     make_forks_cheap()
+    chunks.CHUNK_BYTES = 10_000  # several a file; of a run through a launcher, one
     try:
         references = make_references(plans, shared, args.jobs)
         began_s = time.monotonic()

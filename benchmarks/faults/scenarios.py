@@ -4,6 +4,7 @@ Every case has a folder of its own with a copy of the inputs; commands run in it
 two runs of a command write the same bytes.
 """
 
+import hashlib
 import json
 import random
 import shutil
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
+import xxhash
 from conftest import PLACES, SUBJECTS, VERBS, make_documents, write_jsonl, write_parquet, write_text
 from official_files import write_glue
 
@@ -22,6 +23,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import pack
 from roberta_recipe.training.modeling import build_model
 from tokenizer import train_tokenizer
@@ -30,7 +32,6 @@ PRESET = """
 validation_file: [inputs/text/validation.parquet]
 tokenizer_name: inputs/tokenizer
 max_seq_length: 64
-shuffle_window: 32
 learning_rate: 1e-3
 warmup_steps: 2
 max_steps: 12
@@ -58,6 +59,8 @@ TEXTS = {
     "jsonl": "inputs/text/train.jsonl",
     "text": "inputs/text/train.txt",
 }
+
+SHARDS = (*(f"train-{number:05d}" for number in range(4)), "validation-00000")  # of the complete token cache
 
 Result = dict[str, Any]  # what must be equal, by name
 
@@ -119,11 +122,11 @@ class Scenario:
     def finished(self, folder: Path) -> bool:
         """Whether its output says that the work is done."""
         marks = {
-            **{"train_mlm.py": "out/run/run_record.json", "finetune_glue.py": "out/glue/summary.json"},
-            **{"roberta_recipe.tools.pack": "out/cache/manifest.json"},
-            **{"tokenizer/train_tokenizer.py": "out/tokenizer/tokenizer.json"},
+            **{"train_mlm.py": ["out/run/run_record.json"], "finetune_glue.py": ["out/glue/summary.json"]},
+            **{"roberta_recipe.tools.pack": [f"out/cache/*/{shard}.json" for shard in SHARDS]},
+            **{"tokenizer/train_tokenizer.py": ["out/tokenizer/tokenizer.json"]},
         }
-        return (folder / marks[self.program]).exists()
+        return all(any(folder.glob(mark)) for mark in marks[self.program])
 
     def remembered(self, folder: Path) -> bool:
         """Whether its output says what it was made from: from then on, other flags and inputs are another run's."""
@@ -147,8 +150,8 @@ def pretraining_result(out: Path, name: str = "run") -> Result:
     record = durable.read_json(run / "run_record.json")
     names = ("metrics", "metrics_by_source", "unigram_entropy", "steps", "tokens_seen", "skipped_steps", "stopped_by")
     names += ("loss_at_steps", "tokens_at_steps", "parameters", "global_batch_size", "resolved_args", "skipped_blocks")
-    names += ("blocks_digest", "state_digests")
-    volatile = {"run_record.json", "loss_curve.png", "log.jsonl"}
+    names += ("blocks_digest", "state_digests", "counts")
+    volatile = {"run_record.json", "loss_curve.png", "log.jsonl", INDEX_NAME}
     found = {f"record: {name}": _timeless(record[name]) for name in names} | {"digest": record["digest"]}
     for path in sorted(run.iterdir()):
         if path.is_file() and path.name not in volatile and not path.name.startswith("."):
@@ -175,16 +178,18 @@ def glue_result(out: Path) -> Result:
 
 
 def cache_result(out: Path) -> Result:
-    """Every shard's blocks and counts; a shard that its own checksum contradicts is left out, as whoever reads it is
-    warned."""
+    """Every shard's blocks and counts; a shard that its checksum or a chunk's hash contradicts is left out, as whoever
+    reads it is refused."""
     found: Result = {}
-    for shard in durable.read_json(out / "cache" / "manifest.json")["shards"]:
-        path = out / "cache" / shard["path"]
-        if path.exists() and durable.sha256(path) == shard["sha256"]:
-            table = pa.ipc.open_file(path).read_all()
-            blocks = table["input_ids"].to_pylist()
-            found[f"blocks: {shard['path']}"] = durable.fingerprint(blocks)
-            found[f"counts: {shard['path']}"] = shard["counts"]
+    for path in sorted(out.glob("cache/*/*.json")):
+        try:
+            facts, content = durable.read_sealed(path), path.with_suffix(".bin").read_bytes()
+        except (OSError, ValueError):
+            continue
+        parts = [(content[offset : offset + size], digest) for _, offset, size, digest in facts["chunks"]]
+        if all(xxhash.xxh3_128_hexdigest(part) == digest for part, digest in parts):
+            found[f"blocks: {path.stem}"] = hashlib.sha256(content).hexdigest()
+            found[f"counts: {path.stem}"] = [chunk for chunk, *_ in facts["chunks"]]
     return found
 
 
@@ -218,6 +223,8 @@ def _pretraining(name: str, text: str, *flags: str, **others: Any) -> Scenario:
         lasting += ["out/cache/*", "out/cache/*/*"]
         if "prepared" not in others:
             writes += ["out/cache/*.tmp", "out/cache/*/*.tmp"]
+    else:
+        lasting, writes = [*lasting, f"out/run/{INDEX_NAME}"], [*writes, f"out/run/{INDEX_NAME}"]
     return Scenario(
         name, "train_mlm.py", (*argv, *flags), read, tuple(writes), tuple(lasting), "Output      ", **others
     )

@@ -25,6 +25,7 @@ from roberta_recipe import durable, hardware
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, MlmCollator
+from roberta_recipe.data.packing import Block
 from roberta_recipe.tools.estimate import GIB, memory_per_gpu
 from roberta_recipe.training import modeling, pretraining
 
@@ -95,8 +96,8 @@ class Bench:
             lengths = rng.integers(self.length // 8 if mixed else self.length * 15 // 16, self.length, rows)
             lengths[0] = self.length  # so that all batches have one shape
             blocks = [rng.integers(5, len(self.tokenizer), length) for length in lengths]
-            of = [{"input_ids": ids, "epoch": 0, "block_id": rows * number + row} for row, ids in enumerate(blocks)]
-            batch = {name: value for name, value in collator(of).items() if isinstance(value, torch.Tensor)}
+            of = [Block({"input_ids": ids}, rows * number + row) for row, ids in enumerate(blocks)]
+            batch = collator(of)
             targets = int((batch["labels"] != IGNORED).sum())
             batches.append(
                 Batch({name: value.to(self.device) for name, value in batch.items()}, int(lengths.sum()), targets)

@@ -1,11 +1,10 @@
-"""Dynamic masking (paper, section 4.1): which positions are predicted, and which token replaces them.
+"""Dynamic masking (paper, section 4.1): the predicted positions, and the tokens that replace them.
 
 A block's mask is a function of (seed, epoch, block id) alone, drawn from a counter-based generator: it is the same
 for any number of workers, micro-batch and restart, and another mask in every epoch.
 """
 
 import itertools
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,17 +17,17 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import phrases
 from roberta_recipe.data.mask_units import Unit, Words, chosen_phrases, chosen_spans, chosen_words, words_of_blocks
 from roberta_recipe.data.order import place_of
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
 
 IGNORED = -100  # the label of a position that is not predicted
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
-_NO_COLUMNS = ("epoch", "block_id", "states", "document", phrases.COLUMN)  # of a block: what the model does not see
 CLUSTER = "cluster"  # of a validation example: the number of the document in which it begins
 
 
 @dataclass
 class MlmCollator(DataCollatorForLanguageModeling):
-    """`DataCollatorForLanguageModeling` over blocks `{"input_ids", "epoch", "block_id", ...}`, seeded by block.
+    """`DataCollatorForLanguageModeling` over blocks (`packing.Block`), seeded by pass and block.
 
     `mask_count="bernoulli"` (Hugging Face): every position that is no special token is predicted with probability
     `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u), u uniform in
@@ -44,10 +43,9 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
     with -1 to a multiple of `predicted_multiple`, `attention_mask` where something is padded or `predicted_multiple`
-    asks for batches of one shape, `num_tokens`, the number of positions that are not padding, and `blocks_digest` and
-    `digest`, sums over blocks of a checksum of each as it was read and as the model sees it. A block's other columns
-    become int64 tensors: (batch,) where a block has a whole number, else (batch, longest block), padded with -100
-    where the name ends in "labels", with 0 elsewhere. Blocks that carry `labels` are masked already.
+    asks for batches of one shape. A block's other columns become int64 tensors: (batch,) where a block has a whole
+    number, else (batch, longest block), padded with -100 where the name ends in "labels", with 0 elsewhere; phrases
+    (`phrases.COLUMN`) serve the masks alone. Examples that carry `labels` are masked already.
     """
 
     seed: int = 0
@@ -68,12 +66,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting it takes a fifth of the time of a new generator
 
-    def _masked(self, block: dict[str, Any], words: Words | None) -> tuple[np.ndarray, np.ndarray]:
+    def _masked(self, block: Block, words: Words | None) -> tuple[np.ndarray, np.ndarray]:
         """A block as the model sees it, and its labels; both (length,) int64."""
-        ids, epoch = block["input_ids"].astype(np.int64), block["epoch"]
+        ids, epoch = block["input_ids"].astype(np.int64), block.epoch
         # key and counter name the block: three draws a position
         epoch = epoch % self.static_masks if self.static_masks else epoch
-        self._philox["state"]["counter"] = np.array([0, block["block_id"], epoch, 0], dtype=np.uint64)
+        self._philox["state"]["counter"] = np.array([0, block.id, epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
         predicted = self._predicted(ids, words, block.get(phrases.COLUMN), pick, action)
@@ -116,25 +114,21 @@ class MlmCollator(DataCollatorForLanguageModeling):
         """The ids at the positions that may be predicted: all, or all that are no special token."""
         return input_ids if self.mask_count == "exact" else input_ids[~self._is_special[input_ids]]
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
         width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
         batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
-        digests = {
-            "blocks_digest": sum(_checksum(example, example) for example in examples),
-            "digest": sum(map(_checksum, examples, seen)),
-        }
         predicted = np.flatnonzero(batch["labels"].numpy() != IGNORED)
         padding = -len(predicted) % self.predicted_multiple
         batch["predicted"] = torch.from_numpy(np.pad(predicted, (0, padding), constant_values=-1))
         if lengths.min() < width or self.predicted_multiple > 1:
             batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
-        return {**batch, "num_tokens": int(lengths.sum()), **digests}
+        return batch
 
     def seen_by_model(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The columns of each block as the model sees them, `input_ids` masked and `labels` beside them."""
-        seen = [{name: value for name, value in block.items() if name not in _NO_COLUMNS} for block in examples]
+        seen = [{name: value for name, value in block.items() if name != phrases.COLUMN} for block in examples]
         words = self._words([columns["input_ids"] for columns in seen if "labels" not in columns])
         for block, columns in zip(examples, seen, strict=True):
             if "labels" not in columns:
@@ -168,32 +162,21 @@ def _within(labels: np.ndarray) -> np.ndarray:
     return within
 
 
-def _checksum(example: dict[str, Any], columns: dict[str, Any]) -> int:
-    """A checksum of a block's `columns`, as they were read or as the model sees them, and of its number."""
-    checksum = example.get("block_id", 0) & 0xFFFFFFFF
-    for name in ("labels", "input_ids"):
-        if name in columns:
-            checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
-    for name in sorted(columns.keys() - {"input_ids", "labels", *_NO_COLUMNS}):
-        checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
-    return checksum
-
-
 def validation_collator(tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False) -> MlmCollator:
     """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
     return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, span_boundary=span_boundary)
 
 
 def fixed_masks(
-    blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False
+    blocks: list[Block], tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False
 ) -> list[dict[str, Any]]:
     """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
     with the number of its `CLUSTER`."""
     fixed, clusters = validation_collator(tokenizer, span_boundary), {}
     examples = []
     for block, seen in zip(blocks, fixed.seen_by_model(blocks), strict=True):
-        source, file, _ = place_of(block["block_id"])
-        cluster = clusters.setdefault((source, file, block["document"]), len(clusters))
+        source, file, _ = place_of(block.id)
+        cluster = clusters.setdefault((source, file, block.document), len(clusters))
         examples.append({**seen, CLUSTER: cluster})
     return examples
 

@@ -3,7 +3,7 @@
 A run takes positions 0, 1, 2, ... of one endless sequence; optimizer step k takes positions [k x B, (k + 1) x B) of it,
 whatever the number of processes, micro-batches and data workers. `mixture` says which source stands at a position and
 which of its blocks; the blocks of a source come pass after pass, in each pass its files in another order and its blocks
-shuffled within windows.
+shuffled within windows of chunks.
 
 One rule mixes sources by share: an item of a source is due when the cost of the source's earlier items, divided by its
 share, is reached; items come in the order of these times (ties: the first source). `interleave` applies it to streams

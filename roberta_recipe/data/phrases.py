@@ -1,8 +1,5 @@
-"""Named entities and noun phrases, for masks of what means something together (SpanBERT, arXiv 1907.10529, section 6.1,
-compares them with spans at random). spaCy finds them when text is packed; blocks carry them as a column.
-
-Until a block is packed, a token's mark stands in its number, above the bits of its id: a packer moves both together.
-"""
+"""Named entities and noun phrases as masking units (SpanBERT, arXiv 1907.10529, section 6.1, compares them with random
+spans). spaCy finds them when a chunk is packed; blocks carry them as a column."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.data.tokenization import corpus_backend
 from roberta_recipe.errors import InputError, first_line
 
-COLUMN = "phrase"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
+COLUMN = "units"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
 # masking_unit -> attribute of spaCy's `Doc`, and the annotations that it is made from
 UNITS = {"entity": ("ents", ("ENT_IOB",)), "noun_phrase": ("noun_chunks", ("DEP", "POS"))}
 _COMPONENTS = {
@@ -22,7 +19,6 @@ _COMPONENTS = {
     "POS": "tagger with attribute_ruler, or morphologizer",
 }
 _PROBE = "A teacher in Paris reads the book."
-_ID_BITS = 32
 _SENTENCES_PER_CALL = 256
 
 
@@ -69,37 +65,34 @@ def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[
     return pipeline
 
 
-def marking_encoder(tokenizer: PreTrainedTokenizerBase, phrases: Phrases) -> Callable[[list[str]], list[list[int]]]:
-    """As `tokenization.corpus_encoder`, with the mark of each token above its id (`without_marks` takes them apart).
-    Raises `InputError` for a pipeline that finds no such phrases."""
+def encoder_with_marks(
+    tokenizer: PreTrainedTokenizerBase, phrases: Phrases
+) -> Callable[[list[str]], tuple[list[list[int]], list[list[int]]]]:
+    """As `tokenization.corpus_encoder`: a function from texts to (ids, marks of phrases as in `COLUMN`) of each. Raises
+    `InputError` for a pipeline that finds no such phrases."""
     attribute, _ = UNITS[phrases.unit]
     pipeline = load_spacy(phrases.spacy_model, f"masking_unit={phrases.unit}", phrases.unit)
     backend = corpus_backend(tokenizer)
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
         pipeline.max_length = max([pipeline.max_length, *map(len, texts)])
         documents = pipeline.pipe(texts, batch_size=_SENTENCES_PER_CALL)
         encodings = backend.encode_batch(texts, add_special_tokens=False)
-        return [
-            _marked(encoding, [(found.start_char, found.end_char) for found in getattr(document, attribute)])
+        marks = [
+            _marks(encoding, [(found.start_char, found.end_char) for found in getattr(document, attribute)])
             for encoding, document in zip(encodings, documents, strict=True)
         ]
+        return [encoding.ids for encoding in encodings], marks
 
     return encode
 
 
-def _marked(encoding: Any, spans: list[tuple[int, int]]) -> list[int]:
-    """The ids of an encoding with the marks of phrases, which are spans of characters."""
-    ids, marks = np.array(encoding.ids, dtype=np.int64), np.zeros(len(encoding.ids), dtype=np.int64)
+def _marks(encoding: Any, spans: list[tuple[int, int]]) -> list[int]:
+    """The mark of each token of an encoding; phrases are spans of characters."""
+    marks = np.zeros(len(encoding.ids), dtype=np.int64)
     begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:
         inside = np.flatnonzero((begins < end) & (ends > begin))
         if len(inside) and not marks[inside].any():
             marks[inside], marks[inside[0]] = 2, 1
-    return (ids + (marks << _ID_BITS)).tolist()
-
-
-def without_marks(marked: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, the column of marks) of marked ids."""
-    both = np.array(marked, dtype=np.int64)
-    return both & ((1 << _ID_BITS) - 1), (both >> _ID_BITS).astype(np.uint8)
+    return marks.tolist()

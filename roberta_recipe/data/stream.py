@@ -1,27 +1,29 @@
-"""From documents to the blocks of a run (paper, sections 3.2 and 4.2), read as they are needed.
+"""The blocks of a run: one order over two providers of chunks, text and token cache (paper, sections 3.2 and 4.2).
 
-Each file is tokenized and packed by itself, so that its blocks are the same in every pass (those of pairs, in every
-tenth); the mixture takes whole blocks, so that shares of blocks are shares of tokens whatever the length of a source's
-documents (drawing documents in proportion to size would hand a corpus of books a thousand times its share).
-`token_cache` gives the same blocks in the same order from disk.
+`order.mixture` gives the source at each position of a run, whole blocks of it, so that shares of blocks are shares of
+tokens whatever the length of a source's documents (drawing documents in proportion to size would hand a corpus of books
+a thousand times its share). The blocks of a source come pass after pass, in each pass its files in another order, and
+the blocks of `shuffle_window` chunks permuted together. The number of consumed blocks is the whole state of a run:
+`chunks.ChunkIndex`, or the token cache, knows where the chunks begin.
 """
 
 import itertools
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
-from roberta_recipe.data.documents import Row, file_rows
-from roberta_recipe.data.formats import PACKERS, has_pairs
+from roberta_recipe.data.chunks import COUNTS, Chunk, File, total
+from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
@@ -36,279 +38,197 @@ from roberta_recipe.data.order import (
     source_of,
     taken_of_source,
 )
-from roberta_recipe.data.packing import Columns, PackState
-from roberta_recipe.data.pairs import REVISION, VERSIONS
-from roberta_recipe.data.phrases import COLUMN, Phrases, marking_encoder, without_marks
-from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
+from roberta_recipe.data.packing import Block, Columns
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar, counted, logger
 
-COUNTS = (
-    "passes",
-    "documents",
-    "empty_documents",
-    "held_out_documents",
-    "sentences",
-    "split_sentences",
-    "tokens",
-    "blocks",
-    "bad_files",
-    "lost_rows",
-)
-_PACKED = ("documents", "sentences", "split_sentences", "tokens", "blocks")  # of these, what a packer counts
-_TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough to occupy the cores, little to wait for
-_POSITIONS_PER_CALL = 4096
 _NARROW = (np.uint8, np.uint16, np.int32, np.int64)  # of a column that a data worker sends
-
-# {"input_ids": (<= max_seq_length,) uint16 or int32, "epoch": int, "block_id": int}, and the packer's other columns
-Block = dict[str, Any]
+_OF_BATCH = ("predicted", "attention_mask")  # columns that depend on the other blocks of a batch
 
 
-@dataclass
-class SourceState:
-    """Where the reading of one source stands, at the border between two of its blocks."""
+class Provider(Protocol):
+    """Chunks of a corpus: `chunks.TextReader`, `token_cache.TokenCache`."""
 
-    taken: int = 0  # blocks since the beginning of the run
-    epoch: int = 0  # pass
-    block: int = 0  # blocks of this pass already made
-    file: int = 0  # files of this pass already done
-    row: int = 0  # of the file: the document in progress; -1 after the last document
-    pack: PackState = field(default_factory=PackState)  # of the file
-    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # as in COUNTS, without this file's `pack`
+    corpus: Corpus
+    seed: int
+    shuffle_window: int  # chunks whose blocks are permuted together; 0 keeps the order of the files
+    versions: int
 
-    def copy(self) -> "SourceState":
-        pack = replace(self.pack, open=[*self.pack.open])
-        return replace(self, pack=pack, counts=[*self.counts])
+    def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
+        """The chunks of a file with their blocks; those within the first `skip` blocks may come without."""
 
-    def count(self, name: str, number: int) -> None:
-        self.counts[COUNTS.index(name)] += number
-
-    def table(self) -> list[int]:
-        """All counts up to here."""
-        return [
-            n + (getattr(self.pack, name) if name in _PACKED else 0)
-            for name, n in zip(COUNTS, self.counts, strict=True)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "SourceState":
-        return cls(**{**values, "pack": PackState(**values["pack"])})
-
-
-class TextReader:
-    """Makes blocks from text. `counts` is (sources, len(COUNTS)) int64 in shared memory: right also when a data worker
-    does the reading, and ahead of training by what is shuffled and prefetched."""
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        input_format: str,
-        max_seq_length: int,
-        seed: int,
-        shuffle_window: int = 0,
-        phrases: Phrases | None = None,
-    ):
-        self.corpus, self.tokenizer, self.phrases = corpus, tokenizer, phrases
-        self.input_format, self.max_seq_length = input_format, max_seq_length
-        self.seed, self.shuffle_window = seed, shuffle_window
-        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
-        self.counts = torch.zeros(len(corpus.sources), len(COUNTS), dtype=torch.int64).share_memory_()
-
-    def blocks(
-        self, batches: Iterable[tuple[range, ...]], start: int = 0, states: list[dict] | None = None
-    ) -> Iterator[Block]:
-        """The blocks at the positions of `batches` (ascending); everything from position `start` on is read for them.
-
-        The last block of each batch carries `"states"`: the `SourceState` of every source at the beginning of the
-        window that it was in. With them, as `to_dict` gives them, a later call can resume at any later `start` without
-        reading what came before. They are shared by the batches of a window: with NSP, each has 32,768 tokens of
-        earlier documents.
-        """
-        encode = self.encoder()
-        windows = [SourceState.from_dict(state) for state in states or []] or [
-            SourceState() for _ in self.corpus.sources
-        ]
-        shuffled = []
-        for number, taken in enumerate(taken_of_source(self.corpus.shares, start)):
-            self._share_counts(number, windows[number])
-            from_window = self._shuffled(number, windows[number].copy(), encode)
-            shuffled.append(itertools.islice(from_window, taken - windows[number].taken, None))
-        sources = _sources_from(self.corpus.shares, start)
-        for batch in batches:
-            for positions in batch:
-                for position in range(start, positions.stop):
-                    number = next(sources)
-                    block, windows[number] = next(shuffled[number])
-                    if position == batch[-1][-1]:
-                        block["states"] = [*windows]
-                    if position in positions:
-                        yield block
-                start = positions.stop
-
-    def encoder(self) -> Callable[[list[str]], list[list[int]]]:
-        """What makes ids of texts, with `phrases` marked where they are wanted."""
-        return marking_encoder(self.tokenizer, self.phrases) if self.phrases else corpus_encoder(self.tokenizer)
-
-    def validation(self, limit: int | None) -> Iterator[Block]:
-        """Blocks drawn evenly from the held-out text of each source, in the proportions of the mixture as far as each
-        source goes. With a limit, files of a source are read, in an order drawn from the seed, until they hold as many
-        blocks; all of its own validation files, and all files without a limit, which takes all blocks."""
-        encode = self.encoder()
-        sources = range(len(self.corpus.sources))
-        with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
-            held_out: list[list[Block]] = [[] for _ in sources]
-            for number in sources:
-                enough = None if self.corpus.sources[number].validation_files else limit
-                for block in self._in_file_order(number, SourceState(), encode, "validation", enough):
-                    held_out[number].append(block)
-                    bar.update()
-        drawn = drawn_evenly([*map(len, held_out)], self.corpus.shares, limit, self.seed)
-        streams = [map(held_out[number].__getitem__, indices) for number, indices in enumerate(drawn)]
-        return interleave(streams, self.corpus.shares)
-
-    def _shuffled(
-        self, number: int, state: SourceState, encode: Callable[[list[str]], list[list[int]]]
-    ) -> Iterator[tuple[Block, SourceState]]:
-        """(block, state at the beginning of its window): the blocks of one source, shuffled within windows.
-
-        A window ends after `shuffle_window` blocks, or with the pass. For each block that is given out a block is read
-        ahead: after the first window, no step waits for a whole window.
-        """
-        size = max(self.shuffle_window, 1)
-        reading = self._in_file_order(number, state, encode, "train")
-        ahead: deque[tuple[tuple[int, int], SourceState, Block]] = deque()
-
-        def read_ahead() -> None:
-            before = state.copy()
-            block = next(reading)
-            window = (block["epoch"], (state.block - 1) // size)
-            first = ahead[-1][1] if ahead and ahead[-1][0] == window else before
-            ahead.append((window, first, block))
-
-        read_ahead()
-        while True:
-            window, begun, _ = ahead[0]
-            while ahead[-1][0] == window:
-                read_ahead()
-            current = []
-            while ahead[0][0] == window:
-                current.append(ahead.popleft()[2])
-            for position in random_order(self.seed, WINDOWS, (number, *window), len(current)):
-                yield current[position], begun
-                read_ahead()
-
-    def _in_file_order(
-        self,
-        number: int,
-        state: SourceState,
-        encode: Callable[[list[str]], list[list[int]]],
-        split: str,
-        enough: int | None = None,
-    ) -> Iterator[Block]:
-        """The blocks of one source from `state` on, which is kept up to date: pass after pass of training text, or one
-        pass of validation text, which ends with the file that makes it `enough`."""
-        source = self.corpus.sources[number]
-        _, files = self.corpus.files(source, split)
-        while True:
-            order = file_order(number, len(files), seed=self.seed, epoch=state.epoch)
-            for file in order[state.file :]:
-                rows = file_rows(self.corpus, source, split, files[file], start=state.row) if state.row >= 0 else ()
-                for columns in self.pack_rows(rows, state, encode):
-                    state.taken += 1
-                    state.block += 1
-                    self._share_counts(number, state)
-                    name = block_id(number, file, state.pack.blocks - 1)
-                    yield {**columns, "epoch": state.epoch, "block_id": name}
-                state.counts = state.table()
-                state.file, state.row, state.pack = state.file + 1, 0, PackState()
-                if enough is not None and state.taken >= enough:
-                    break
-            state.count("passes", 1)
-            self._share_counts(number, state)
-            if split == "validation":
-                return
-            if state.block == 0:
-                raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
-            state.epoch, state.block, state.file = state.epoch + 1, 0, 0
-
-    def pack_rows(
-        self, rows: Iterable[Row], state: SourceState, encode: Callable[[list[str]], list[list[int]]]
-    ) -> Iterator[Columns]:
-        """The blocks of the rows of one file, `input_ids` as an array of `dtype`; `state` is kept up to date."""
-        state.pack.version = state.epoch % VERSIONS
-        packed = PACKERS[self.input_format](
-            _in_progress(_tokenize(rows, encode, self.input_format, self.corpus.language), state),
-            state.pack,
-            max_seq_length=self.max_seq_length,
-            **boundary_ids(self.tokenizer),
-        )
-        for columns in packed:
-            ids = columns["input_ids"]
-            if self.phrases:
-                ids, columns[COLUMN] = without_marks(ids)
-            yield {**columns, "input_ids": np.asarray(ids, dtype=self.dtype)}
-
-    def _share_counts(self, number: int, state: SourceState) -> None:
-        worker = torch.utils.data.get_worker_info()
-        if worker is None or worker.id == 0:
-            self.counts.numpy()[number] = state.table()  # the same memory, without a tensor for each block
+    def known(self, file: File) -> list[Chunk]:
+        """The first chunks of a file, as far as the provider knows them without reading it."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the blocks depend on, but for their order."""
-        return {
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "input_format": self.input_format,
-            "max_seq_length": self.max_seq_length,
-            **({"phrases": list(self.phrases)} if self.phrases else {}),
-            **({"revision": REVISION} if has_pairs(self.input_format) else {}),
-            **corpus_fingerprint(self.corpus),
-        }
+        """All that the blocks depend on, but for their order."""
 
-    def check_unchanged(self) -> None:
-        """Raise `RunError` where a file of the corpus is no longer what the fingerprint was made from."""
-        check_unchanged(self.corpus)
 
-    def passes(self, positions: int) -> dict[str, int]:
-        """How often each source has been read to its end; `positions` is not needed: passes are counted."""
-        return {name: counts["passes"] for name, counts in self.count_table().items()}
+class _Window(NamedTuple):
+    """Chunks of a source that follow each other in a pass."""
 
-    def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
-        """What was read, split, held out and skipped so far, by source; a reader reads one split."""
-        rows = zip(self.corpus.sources, self.counts.tolist(), strict=True)
-        return {source.name: dict(zip(COUNTS, row, strict=True)) for source, row in rows}
+    source: int
+    epoch: int
+    first: int  # number of its first block in the source's endless sequence
+    chunks: list[tuple[File, Chunk, Sequence[Columns]]]
+    ends: list[int]  # blocks up to the end of each chunk
+    permutation: np.ndarray | None = None
+
+    def block(self, index: int) -> Block:
+        """The block `index` of the window's permutation."""
+        index = int(index if self.permutation is None else self.permutation[index])
+        number = bisect_right(self.ends, index)
+        file, chunk, blocks = self.chunks[number]
+        index -= self.ends[number - 1] if number else 0
+        columns = {**blocks[index]}
+        document = columns.pop("document")
+        return Block(columns, block_id(self.source, file.number, chunk.first_block + index), self.epoch, document)
+
+
+def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
+    """The windows of a source, without end, from that with block `index` of its sequence on or from an earlier one."""
+    size, position, pass_blocks = max(provider.shuffle_window, 1), 0, cache(partial(_pass_blocks, provider, source))
+    for epoch in itertools.count():
+        known = pass_blocks(epoch % provider.versions)
+        if known and position + known <= index:
+            position += known
+            continue
+        begun, number, window = position, 0, []
+        for file in _files(provider, source, "train", epoch):
+            for chunk, blocks in provider.chunks(file, skip=index - position):
+                window.append((file, chunk, blocks))
+                position += chunk.blocks
+                if len(window) == size:
+                    yield _window(provider, source, epoch, number, position, window)
+                    number, window = number + 1, []
+        if window:
+            yield _window(provider, source, epoch, number, position, window)
+        if position == begun:
+            name = provider.corpus.sources[source].name
+            raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
+
+
+def _window(
+    provider: Provider, source: int, epoch: int, number: int, end: int, chunks: list[tuple[File, Chunk, Any]]
+) -> _Window:
+    ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)]
+    shuffled = provider.shuffle_window > 0
+    order = random_order(provider.seed, WINDOWS, (source, epoch, number), ends[-1]) if shuffled else None
+    return _Window(source, epoch, end - ends[-1], chunks, ends, order)
+
+
+def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File]:
+    """The files of a source in the order of a pass."""
+    _, paths = provider.corpus.files(provider.corpus.sources[source], split)
+    version = epoch % provider.versions if split == "train" else 0
+    numbers = file_order(source, len(paths), seed=provider.seed, epoch=epoch)
+    return [File(source, split, number, version) for number in numbers]
+
+
+def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
+    """The blocks at the positions of `batches`, which ascend."""
+    shares = provider.corpus.shares
+    windows: dict[int, Iterator[_Window]] = {}
+    current: dict[int, _Window] = {}
+    for positions in itertools.chain.from_iterable(batches):
+        places = mixture(shares, positions.start, len(positions))
+        for source, index in zip(*(part.tolist() for part in places), strict=True):
+            if source not in windows:
+                windows[source] = _windows(provider, source, index)
+                current[source] = next(windows[source])
+            while index >= current[source].first + current[source].ends[-1]:
+                current[source] = next(windows[source])
+            yield current[source].block(index - current[source].first)
+
+
+def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
+    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source goes, drawn evenly from
+    its text: of a share of the training files, as many files in the order of a pass as have `limit` blocks; all of its
+    own validation files, and all files without a limit, which takes all blocks."""
+    held_out = []
+    with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
+        for number, source in enumerate(provider.corpus.sources):
+            chunks, count = [], 0
+            for file in _files(provider, number, "validation", epoch=0):
+                for chunk, blocks in provider.chunks(file):
+                    chunks.append((file, chunk, blocks))
+                    count += chunk.blocks
+                    bar.update(chunk.blocks)
+                if limit is not None and count >= limit and not source.validation_files:
+                    break
+            ends = itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)
+            held_out.append(_Window(number, 0, 0, chunks, [*ends]))
+    counts = [window.ends[-1] for window in held_out]
+    drawn = drawn_evenly(counts, provider.corpus.shares, limit, provider.seed)
+    streams = [map(window.block, indices) for window, indices in zip(held_out, drawn, strict=True)]
+    return interleave(streams, provider.corpus.shares)
+
+
+def _pass_blocks(provider: Provider, source: int, version: int) -> int | None:
+    """Blocks of a pass over a source; None where one of its files has not been read to its end."""
+    files = [provider.known(file) for file in _files(provider, source, "train", version)]
+    whole = all(chunks and chunks[-1].last for chunks in files)
+    return sum(chunks[-1].first_block + chunks[-1].blocks for chunks in files) if whole else None
+
+
+def _pass_counts(provider: Provider, source: int, epoch: int, split: str = "train") -> Counter[str]:
+    """The counts of a pass, as far as the files have been read."""
+    return total(itertools.chain.from_iterable(map(provider.known, _files(provider, source, split, epoch))))
+
+
+def count_table(provider: Provider, split: str) -> dict[str, dict[str, int]]:
+    """The counts of one pass over a split, by source, as far as its files have been read."""
+    counts = [_pass_counts(provider, number, 0, split) for number in range(len(provider.corpus.sources))]
+    return _by_source(provider, counts)
+
+
+def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+    """(counts, passes) by source, up to the chunks of the first `positions` blocks. Passes are whole numbers as long as
+    the length of a pass is not known."""
+    tables, passes = [], {}
+    for number, taken in enumerate(taken_of_source(provider.corpus.shares, positions)):
+        pass_blocks = cache(partial(_pass_blocks, provider, number))
+        pass_counts = cache(lambda version, number=number: _pass_counts(provider, number, version))
+        counts, epoch = Counter(), 0
+        while (known := pass_blocks(epoch % provider.versions)) and known <= taken:
+            counts += pass_counts(epoch % provider.versions)
+            taken, epoch = taken - known, epoch + 1
+        passes[provider.corpus.sources[number].name] = epoch + (round(taken / known, 4) if known else 0)
+        for chunk in itertools.chain.from_iterable(map(provider.known, _files(provider, number, "train", epoch))):
+            if taken <= 0:
+                break
+            counts, taken = counts + total([chunk]), taken - chunk.blocks
+        tables.append(counts)
+    return _by_source(provider, tables), passes
+
+
+def _by_source(provider: Provider, counts: list[Counter[str]]) -> dict[str, dict[str, int]]:
+    sources = zip(provider.corpus.sources, counts, strict=True)
+    return {source.name: {name: of[name] for name in COUNTS} for source, of in sources}
 
 
 class TrainBlocks(torch.utils.data.IterableDataset):
     """One process's share of the endless sequence of training blocks, from position `start` on, without `skipped`.
 
-    `reader` is a `TextReader` or a `TokenCache`. `batch_size`: blocks of an optimizer step that are this process's.
-    With `limit`, the first so many blocks only, again and again in a new order each time. `threads_in_worker` lets a
-    data worker tokenize on all cores; a forked worker hangs if its parent has done so before
-    (TOKENIZERS_PARALLELISM=false prevents that in the parent).
+    `batch_size`: blocks of an optimizer step that are this process's. With `limit`, the first so many blocks only,
+    again and again in a new order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked
+    worker hangs if its parent has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
     """
 
     def __init__(
         self,
-        reader: Any,
+        reader: Provider,
         *,
         batch_size: int,
         processes: int = 1,
         process: int = 0,
         start: int = 0,
-        states: list[dict] | None = None,
         skipped: Skipped | None = None,
         limit: int | None = None,
         threads_in_worker: bool = False,
     ):
         self.reader, self.batch_size, self.processes, self.process = reader, batch_size, processes, process
-        self.skipped = skipped
-        self.start, self.states, self.limit, self.threads_in_worker = start, states, limit, threads_in_worker
+        self.skipped, self.start, self.limit, self.threads_in_worker = skipped, start, limit, threads_in_worker
 
     def __iter__(self) -> Iterator[Block]:
         worker = torch.utils.data.get_worker_info()
@@ -318,32 +238,61 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         return self.blocks(batches_of(self.start, self.batch_size, self.processes, self.process, *shard, self.skipped))
 
     def blocks(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
-        """The blocks at the positions of `batches`, ascending and from `start` on."""
-        return self._repeated(batches) if self.limit else self.reader.blocks(batches, self.start, self.states)
+        """The blocks at the positions of `batches`, which ascend."""
+        return self._repeated(batches) if self.limit else blocks_at(self.reader, batches)
 
     def _repeated(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
         """The first `limit` blocks (at most one pass), again and again."""
         kept, ended = {}, set()
-        for block in self.reader.blocks([(range(self.limit),)]):
-            if block["epoch"]:
-                ended.add(source_of(block["block_id"]))
+        for block in blocks_at(self.reader, [(range(self.limit),)]):
+            if block.epoch:
+                ended.add(source_of(block.id))
             if len(ended) == len(self.reader.corpus.sources):
                 has = counted(len(kept), "block")
                 logger.warning(f"max_train_samples={self.limit}: the corpus has {has}, and all are used")
                 break
-            kept.setdefault(block["block_id"], {name: block[name] for name in block if name not in ("epoch", "states")})
+            kept.setdefault(block.id, block)
         kept, epoch, order = list(kept.values()), None, None
         for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):
             if position // len(kept) != epoch:
                 epoch = position // len(kept)
                 order = random_order(self.reader.seed, REPEATS, (epoch,), len(kept))
-            yield {**kept[order[position % len(kept)]], "epoch": epoch}
+            block = kept[order[position % len(kept)]]
+            yield Block(block, block.id, epoch, block.document)
+
+
+class StepRecord(NamedTuple):
+    """A process's blocks of an optimizer step: tokens (padding is none), and sums over blocks of a checksum of each, as
+    it was read (`blocks_digest`) and as the model sees it (`digest`)."""
+
+    tokens: int
+    blocks_digest: int
+    digest: int
+
+
+def record_of(blocks: list[Block], batch: dict[str, Any]) -> StepRecord:
+    """The record of the blocks that a collator has made `batch` of."""
+    columns = {name: value.numpy() for name, value in sorted(batch.items()) if name not in _OF_BATCH}
+    seen = []
+    for row, block in enumerate(blocks):
+        size = len(block["input_ids"])
+        seen.append({name: values[row][:size] if values.ndim > 1 else values[row] for name, values in columns.items()})
+    digests = (sum(map(_checksum, blocks, of)) for of in (blocks, seen))
+    return StepRecord(sum(len(block["input_ids"]) for block in blocks), *digests)
+
+
+def _checksum(block: Block, columns: dict[str, Any]) -> int:
+    """A checksum of `columns`, and of the block's number."""
+    checksum = block.id & 0xFFFFFFFF
+    for name in sorted(columns):
+        checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
+    return checksum
 
 
 @dataclass
 class MicroBatches:
     """A collate function: a process's blocks of an optimizer step to its micro-batches of `size` blocks, each made by
-    `collate`; as `packed` sends them. The last has the blocks' `states`, where they have some.
+    `collate` (`masking.MlmCollator`, or transformers' own), as `packed` sends them, and the `StepRecord`.
 
     Blocks of like length come together, the longest first, so that fewer positions are padded: a step's gradient does
     not depend on how its blocks are divided.
@@ -352,12 +301,12 @@ class MicroBatches:
     collate: Callable[[list[Block]], dict[str, Any]]
     size: int
 
-    def __call__(self, blocks: list[Block]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        states = {"states": blocks[-1].pop("states")} if "states" in blocks[-1] else {}
+    def __call__(self, blocks: list[Block]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], StepRecord]:
         blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
-        made = [self.collate(blocks[start : start + self.size]) for start in range(0, len(blocks), self.size)]
-        made[-1] |= states
-        return packed(made)
+        parts = [blocks[start : start + self.size] for start in range(0, len(blocks), self.size)]
+        batches = [{**self.collate(part)} for part in parts]
+        records = map(record_of, parts, batches)
+        return *packed(batches), StepRecord(*map(sum, zip(*records, strict=True)))
 
 
 def packed(micro_batches: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -391,8 +340,9 @@ def unpacked(columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], dev
 
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
-    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another, on `device`; `collate_fn` is a
-    `MicroBatches`. It waits for the data of a step within `waiting()`."""
+    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another, on `device`, the first of a step with
+    its `StepRecord` as "record"; `collate_fn` is a `MicroBatches`. It waits for the data of a step within `waiting()`.
+    """
 
     def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
         super().__init__(*args, **kwargs)
@@ -405,47 +355,7 @@ class MicroBatchLoader(torch.utils.data.DataLoader):
                 step = next(steps, None)
             if step is None:
                 return
-            yield from unpacked(*step, self.device)
-
-
-def _sources_from(shares: list[float], start: int) -> Iterator[int]:
-    """The number of the source at each position from `start` on."""
-    for position in itertools.count(start, _POSITIONS_PER_CALL):
-        yield from mixture(shares, position, _POSITIONS_PER_CALL)[0].tolist()
-
-
-def _in_progress(rows: Iterable[tuple[Row, list[list[int]]]], state: SourceState) -> Iterator[list[list[int]]]:
-    """Documents as a packer wants them; `state` is told of each as it is taken."""
-    for row, sentences in rows:
-        state.row = row.number if row.text is not None else -1
-        state.count("empty_documents", row.empty)
-        state.count("held_out_documents", row.held_out)
-        state.count("bad_files", row.bad_files)
-        state.count("lost_rows", row.lost_rows)
-        if row.text is not None:
-            yield sentences
-
-
-def _tokenize(
-    rows: Iterable[Row], encode: Callable[[list[str]], list[list[int]]], input_format: str, language: str
-) -> Iterator[tuple[Row, list[list[int]]]]:
-    """Each row with its sentences as ids, `_TEXT_PER_CALL` characters of documents at a time."""
-    rows = iter(rows)
-    for first in rows:
-        batch, size = [first], len(first.text or "")
-        while size < _TEXT_PER_CALL and (row := next(rows, None)) is not None:
-            batch.append(row)
-            size += len(row.text or "")
-        split = [_sentences(row.text or "", input_format, language) for row in batch]
-        ids = iter(encode([sentence for sentences in split for sentence in sentences]))
-        for row, sentences in zip(batch, split, strict=True):
-            # a normalizer can take all of a sentence away, as BERT's does with a soft hyphen: no ids, no sentence
-            yield row, [sentence for sentence in itertools.islice(ids, len(sentences)) if sentence]
-
-
-def _sentences(text: str, input_format: str, language: str) -> list[str]:
-    """The pieces of a document that are tokenized separately."""
-    if input_format == "contiguous":
-        return [text]
-    before = " " if has_pairs(input_format) else ""  # of sentences that stand side by side in a segment
-    return [before + sentence for sentence in split_sentences(text, language)]
+            *columns, record = step
+            first, *others = unpacked(*columns, self.device)
+            yield {**first, "record": record}
+            yield from others

@@ -1,298 +1,160 @@
 """A corpus tokenized and packed once, and read many times: 160 GB for 500K steps of 8K is some 60 passes (Table 9).
 
-    <folder>/fingerprint.json                       what the cache was made from; another tokenizer, format or length
-                                                    is refused
-    <folder>/<source>/{train,validation}-<n>.arrow  the blocks of file n of the source, memory-mapped: 2 bytes a token,
-                                                    and a checksum for each block, compared whenever it is read;
-                                                    of pairs also train-<n>-1 to -9, the versions of later passes
-    <folder>/<source>/{train,validation}-<n>.json   written after it: its counts, size and SHA-256
-    <folder>/manifest.json                          all of these; the cache is complete
+    <folder>/fingerprint.json                      all that the cache was made from; another tokenizer, format or length
+                                                   is refused
+    <folder>/<source>/{train,validation}-<n>.bin   the blocks of file n of the source, chunk after chunk, memory-mapped:
+                                                   2 bytes a token; of pairs also train-<n>-1 to -9, the versions of
+                                                   later passes
+    <folder>/<source>/{train,validation}-<n>.json  written after it: columns, and of each chunk its place and hash
 
 Files are packed independently, each by one process, so that an interrupted build is resumed and a build spreads over
 processes and machines; two processes that make the same shard make the same bytes. The JSON files are sealed
-(`durable.write_sealed`).
+(`durable.write_sealed`); a chunk is compared with its hash when it is opened.
 """
 
-import errno
-import hashlib
-import io
 import itertools
-import json
 import multiprocessing
 import os
 import signal
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import xxhash
 
 from roberta_recipe import durable, lock
+from roberta_recipe.data.chunks import Chunk, File, TextReader, total, versions
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.documents import Row, file_rows, text_digest
-from roberta_recipe.data.formats import has_pairs
-from roberta_recipe.data.order import (
-    WINDOWS,
-    block_id,
-    drawn_evenly,
-    file_order,
-    interleave,
-    mixture,
-    random_order,
-    taken_of_source,
-)
 from roberta_recipe.data.packing import Columns
-from roberta_recipe.data.pairs import VERSIONS
-from roberta_recipe.data.stream import COUNTS, Block, SourceState, TextReader
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import Bar, counted, logger
 from roberta_recipe.record import HASHES_NAME
 
 FINGERPRINT = "fingerprint.json"
-_FORMAT = {"cache_format": "a checksum for each block, and the document it begins in"}  # for the fingerprint of a cache
-_CHECKSUM = "crc32"  # the column of a shard
+_FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
+_LENGTHS = "lengths"  # the column of each block's tokens
 _REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
-_ROWS_PER_BATCH = 1024  # blocks: about 1 MB
 _POLL_S = 2.0
 _packer: tuple[Any, ...] = ()  # of a packing process: the first arguments of `pack_file`
 
 
-class Shard(NamedTuple):
-    """The blocks of one file of a source for one split; of pairs, in one version."""
-
-    source: int
-    split: str
-    file: int
-    version: int = 0  # of pairs (`pairs.VERSIONS`)
-
-
-class _Map(NamedTuple):
-    """A shard that is mapped into memory."""
-
-    path: str
-    size: int  # bytes
-    seed: int  # of its blocks' checksums
-    batches: list[dict[str, tuple[np.ndarray | None, np.ndarray]]]
-
-
 class TokenCache:
-    """The blocks of a complete cache, in the same order and with the same names as `TextReader` gives them.
+    """Chunks of a complete cache; nothing has to be read to start at any position. Raises `InputError` where the cache
+    is not as it was written: names and sizes at once, the content of a chunk when it is opened."""
 
-    Nothing has to be read to start at any position. A `shuffle_window` of a whole pass costs 8 bytes a block of the
-    source, in each data worker. Raises `InputError` where the cache is not as it was written: names and sizes at once,
-    the content of a block when it is read.
-    """
-
-    def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 0):
+    def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
         self._fingerprint = _read_fingerprint(self.folder)
-        self._made_from = durable.fingerprint(self._fingerprint)
-        if found := _fault(self.folder, corpus, self._made_from):
-            raise InputError(f"token_cache={folder}: {found}; {_REPACK}")
-        self.manifest = durable.read_sealed(self.folder / durable.MANIFEST)
-        sizes = [shard["bytes"] for shard in self.manifest["shards"]]
-        self._bytes = dict(zip(shards_of(self.folder, corpus), sizes, strict=True))
-        self._maps: dict[Shard, _Map] = {}
-        self._passes: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
-        self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
-        self._sizes = {  # blocks of each file, (versions, files)
-            split: [self._block_counts(source.name, split) for source in corpus.sources]
-            for split in ("train", "validation")
-        }
-        self._ends = [np.cumsum(sizes.sum(axis=1)) for sizes in self._sizes["train"]]  # blocks up to each version's end
-        for source, sizes in zip(corpus.sources, self._sizes["train"], strict=True):
-            if not sizes.sum():
+        self.versions = versions(self._fingerprint["input_format"])
+        made_from = durable.fingerprint(self._fingerprint)
+        self._facts = {file: _facts(self.folder, corpus, file, made_from) for file in shards_of(self.folder, corpus)}
+        for file, facts in self._facts.items():
+            if facts is None:
+                path = shard_path(corpus, file)
+                raise InputError(f"token_cache={folder}: {path} is missing, or is not what was written; {_REPACK}")
+        self._chunks = {file: [Chunk(*chunk) for chunk, *_ in facts["chunks"]] for file, facts in self._facts.items()}
+        for number, source in enumerate(corpus.sources):
+            chunks = (of for file, of in self._chunks.items() if file[:2] == (number, "train"))
+            if not any(chunk.blocks for chunk in itertools.chain.from_iterable(chunks)):
                 raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
 
-    def _block_counts(self, source: str, split: str) -> np.ndarray:
-        shards = [s for s in self.manifest["shards"] if s["source"] == source and s["part"] == split]
-        versions = 1 + max((shard.get("version", 0) for shard in shards), default=0)
-        return np.array([shard["counts"]["blocks"] for shard in shards], dtype=np.int64).reshape(versions, -1)
+    def known(self, file: File) -> list[Chunk]:
+        """All chunks of a file."""
+        return self._chunks[file]
 
-    def blocks(
-        self, batches: Iterable[tuple[range, ...]], start: int = 0, states: list[dict] | None = None
-    ) -> Iterator[Block]:
-        """The blocks at the positions of `batches`; a cache ignores `start` and `states`."""
-        for positions in itertools.chain.from_iterable(batches):
-            for source, index in zip(*mixture(self.corpus.shares, positions.start, len(positions)), strict=True):
-                yield self._block(int(source), int(index))
+    def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
+        """The chunks of a file; each is opened when one of its blocks is asked for."""
+        facts, path = self._facts[file], self.folder / shard_path(self.corpus, file)
+        for chunk, (_, *place) in zip(self._chunks[file], facts["chunks"], strict=True):
+            yield chunk, CachedBlocks(path, facts, chunk.blocks, *place)
 
-    def _block(self, source: int, index: int) -> Block:
-        """The block that the endless sequence of a source has at `index`."""
-        epoch, position, sizes = self._place(source, index)
-        total = int(sizes.sum())
-        size = max(self.shuffle_window, 1)
-        window, position = divmod(position, size)
-        if self._windows.get(source, (None,))[0] != (epoch, window):
-            count = min(size, total - window * size)
-            order = random_order(self.seed, WINDOWS, (source, epoch, window), count)
-            self._windows[source] = ((epoch, window), order)
-        if self._passes.get(source, (None,))[0] != epoch:
-            files = np.array(file_order(source, len(sizes), seed=self.seed, epoch=epoch))
-            self._passes[source] = (epoch, files, np.cumsum(sizes[files]))
-        position = window * size + int(self._windows[source][1][position])
-        _, files, ends = self._passes[source]
-        return self._at(position, source, "train", files, ends, epoch)
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the blocks depend on, but for their order: what the cache was made from."""
+        return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
 
-    def _place(self, source: int, index: int) -> tuple[int, int, np.ndarray]:
-        """(pass, position in it, blocks of each file in it) of the block that a source has at `index`."""
-        ends = self._ends[source]
-        cycle, position = divmod(index, int(ends[-1]))
-        version = int(np.searchsorted(ends, position, side="right"))
-        position -= int(ends[version - 1]) if version else 0
-        return cycle * len(ends) + version, position, self._sizes["train"][source][version]
 
-    def _at(self, position: int, source: int, split: str, files: np.ndarray, ends: np.ndarray, epoch: int) -> Block:
-        """The block at `position` of a pass over `files`, at whose `ends` so many blocks have come."""
-        number = int(np.searchsorted(ends, position, side="right"))
-        begin = int(ends[number - 1]) if number else 0
-        version = epoch % len(self._sizes[split][source])
-        return self._read(Shard(source, split, int(files[number]), version), position - begin, epoch)
+class CachedBlocks(Sequence):
+    """The `count` blocks of a chunk: `size` bytes of a shard from `offset` on, with a hash. Raises `InputError` for a
+    damaged shard, whose JSON file it removes, so that the next start packs it again."""
 
-    def validation(self, limit: int | None) -> Iterator[Block]:
-        """The held-out blocks of `TextReader.validation`, in its order."""
-        read = [self._files_read(source, limit) for source in range(len(self.corpus.sources))]
-        drawn = drawn_evenly([int(ends[-1]) for _, ends in read], self.corpus.shares, limit, self.seed)
-        streams = [self._validation_of(number, *read[number], indices) for number, indices in enumerate(drawn)]
-        return interleave(streams, self.corpus.shares)
+    def __init__(self, path: Path, facts: dict[str, Any], count: int, offset: int, size: int, hash: str):
+        self._path, self._facts, self._count = path, facts, count
+        self._offset, self._size, self._hash = offset, size, hash
+        self._ends, self._of_blocks, self._of_tokens = np.zeros(0), {}, {}
 
-    def _validation_of(self, source: int, files: np.ndarray, ends: np.ndarray, indices: np.ndarray) -> Iterator[Block]:
-        """The blocks at `indices` of a source's held-out text, one file after another."""
-        for index in indices.tolist():
-            yield self._at(index, source, "validation", files, ends, epoch=0)
+    def __len__(self) -> int:
+        return self._count
 
-    def _files_read(self, source: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """(the files from which `validation` draws, in the order of a pass; the blocks up to the end of each), both
-        (files,)."""
-        [sizes] = self._sizes["validation"][source]
-        files = np.array(file_order(source, len(sizes), seed=self.seed, epoch=0), dtype=np.int64)
-        ends = np.cumsum(sizes[files])
-        whole = limit is None or self.corpus.sources[source].validation_files
-        read = len(files) if whole else int(np.searchsorted(ends, limit)) + 1
-        return files[:read], ends[:read]
-
-    def _read(self, shard: Shard, index: int, epoch: int) -> Block:
-        """A block, its arrays copied out of the mapped file: what was checked is what is used."""
-        mapped = self._maps.get(shard) or self._map(shard)
+    def __getitem__(self, index: int) -> Columns:
         try:
             # the map of a file that was cut would end the process with SIGBUS
-            if os.stat(mapped.path).st_size != mapped.size:
-                raise ValueError(f"it has no longer {mapped.size} bytes")
-            batch, row = mapped.batches[index // _ROWS_PER_BATCH], index % _ROWS_PER_BATCH
-            columns = {
-                name: values[offsets[row] : offsets[row + 1]].copy() if offsets is not None else int(values[row])
-                for name, (offsets, values) in batch.items()
-            }
-            if columns.pop(_CHECKSUM) != _checksum(mapped.seed, index, columns):
-                raise ValueError(f"block {index} is not what was written (checksum)")
-        except (OSError, ValueError, LookupError) as error:
-            self._refuse(shard, error)
-        return {**columns, "epoch": epoch, "block_id": block_id(shard.source, shard.file, index)}
+            if os.stat(self._path).st_size != self._facts["bytes"]:
+                raise ValueError(f"it has not {self._facts['bytes']} bytes")
+            if not len(self._ends):
+                self._open()
+            start, end = self._ends[index - 1] if index else 0, self._ends[index]
+            of_tokens = {name: values[start:end].copy() for name, values in self._of_tokens.items()}
+            return of_tokens | {name: int(values[index]) for name, values in self._of_blocks.items()}
+        except (OSError, ValueError) as error:
+            self._refuse(error)
 
-    def _map(self, shard: Shard) -> _Map:
-        path, size = str(self.folder / shard_path(self.corpus, shard)), self._bytes[shard]
-        try:
-            if os.stat(path).st_size != size:
-                raise ValueError(f"it has not {size} bytes")
-            with pa.memory_map(path, "r") as source:
-                reader = pa.ipc.open_file(source)
-                batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-                for batch in batches:
-                    batch.validate()  # or damaged lengths would be followed out of the file
-                seed = _checksum_seed(self._made_from, self.corpus, shard, reader.schema)
-                self._maps[shard] = _Map(path, size, seed, [_as_arrays(batch) for batch in batches])
-        except Exception as error:  # of Arrow, for damaged descriptions: a dozen kinds
-            self._refuse(shard, error)
-        return self._maps[shard]
+    def _open(self) -> None:
+        content = np.memmap(self._path, np.uint8, "r", self._offset, self._size)
+        if xxhash.xxh3_128_hexdigest(content) != self._hash:
+            raise ValueError(f"bytes {self._offset} to {self._offset + self._size} are not what was written (hash)")
+        columns, begin = {}, 0
+        for name, (kind, each) in self._facts["columns"].items():
+            count = self._count if each == "block" else int(self._ends[-1])
+            end = begin + count * np.dtype(kind).itemsize
+            columns[name], begin = content[begin:end].view(kind), end
+            if name == _LENGTHS:
+                self._ends = np.cumsum(columns.pop(name), dtype=np.int64)
+        each = {name: each for name, (_, each) in self._facts["columns"].items()}
+        self._of_blocks = {name: values for name, values in columns.items() if each[name] == "block"}
+        self._of_tokens = {name: values for name, values in columns.items() if each[name] == "token"}
 
-    def _refuse(self, shard: Shard, error: Exception) -> NoReturn:
-        """Raise `InputError` for a damaged shard; without its JSON file and the manifest, the next start makes it
-        again."""
-        path = shard_path(self.corpus, shard)
+    def _refuse(self, error: Exception) -> None:
         try:
-            (self.folder / durable.MANIFEST).unlink(missing_ok=True)
-            (self.folder / path).with_suffix(".json").unlink(missing_ok=True)
+            self._path.with_suffix(".json").unlink(missing_ok=True)
             fix = _REPACK
         except OSError as not_removed:
             fix = f"remove it ({not_removed.strerror}), then {_REPACK}"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise InputError(f"token_cache={self.folder}: {path} is damaged: {reason}; {fix}") from None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What the blocks depend on, but for their order: what the cache was made from."""
-        return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
-
-    def count_table(self, split: str = "train") -> dict[str, dict[str, int]]:
-        """What was read, split, held out and skipped in the first pass, by source."""
-        table = {source.name: dict.fromkeys(COUNTS, 0) for source in self.corpus.sources}
-        for shard in self.manifest["shards"]:
-            if shard["part"] == split and not shard.get("version"):
-                for name, number in shard["counts"].items():
-                    table[shard["source"]][name] += number
-        return table
-
-    def passes(self, positions: int) -> dict[str, float]:
-        """How often each source has been seen when `positions` blocks are consumed."""
-        taken = taken_of_source(self.corpus.shares, positions)
-        places = [self._place(number, count) for number, count in enumerate(taken)]
-        shares = [round(epoch + position / int(sizes.sum()), 4) for epoch, position, sizes in places]
-        return {source.name: share for source, share in zip(self.corpus.sources, shares, strict=True)}
+        folder, name = self._path.parent.parent, self._path.relative_to(self._path.parent.parent)
+        raise InputError(f"token_cache={folder}: {name} is damaged: {reason}; {fix}") from None
 
 
 def tokens_per_pass(folder: str | Path) -> int | None:
-    """Tokens of the training blocks of a cache's first pass; None where it is not complete."""
-    shards = (_read_manifest(Path(folder)) or {"shards": []})["shards"]
-    return sum(s["counts"]["tokens"] for s in shards if s["part"] == "train" and not s.get("version")) or None
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """A cache's manifest; None where there is none that is as it was written: `finish` makes it from the shards'."""
-    try:
-        return durable.read_sealed(folder / durable.MANIFEST)
-    except (OSError, ValueError):
-        return None
-
-
-def _fault(folder: Path, corpus: Corpus, made_from: str) -> str | None:
-    """What is wrong with a cache, as far as manifest, names and sizes tell; None where nothing is."""
-    manifest = _read_manifest(folder)
-    if manifest is None:
-        return f"{durable.MANIFEST} is missing, or is not what was written"
-    if manifest["made_from"] != made_from:
-        return f"{durable.MANIFEST} is that of another cache"
-    paths = [shard_path(corpus, shard) for shard in shards_of(folder, corpus)]
-    if [shard["path"] for shard in manifest["shards"]] != paths:
-        return f"{durable.MANIFEST} names other shards than the corpus has files"
-    for shard in manifest["shards"]:
+    """Tokens of the training blocks of a cache's first pass; None where it holds none."""
+    tokens = 0
+    for path in Path(folder).glob("*/train-?????.json"):
         try:
-            size = os.stat(folder / shard["path"]).st_size
-        except OSError:
-            size = None
-        if size != shard["bytes"]:
-            return f"{shard['path']} is missing or not of {shard['bytes']} bytes"
-    return None
+            tokens += total(Chunk(*chunk) for chunk, *_ in durable.read_sealed(path)["chunks"])["tokens"]
+        except (OSError, ValueError, KeyError):  # KeyError: of a former version, which is refused later
+            return None
+    return tokens or None
 
 
-def shard_path(corpus: Corpus, shard: Shard) -> str:
-    version = f"-{shard.version}" if shard.version else ""
-    return f"{corpus.sources[shard.source].name}/{shard.split}-{shard.file:05d}{version}.arrow"
+def shard_path(corpus: Corpus, file: File) -> str:
+    version = f"-{file.version}" if file.version else ""
+    return f"{corpus.sources[file.source].name}/{file.split}-{file.number:05d}{version}.bin"
 
 
-def shards_of(folder: Path, corpus: Corpus) -> list[Shard]:
+def shards_of(folder: Path, corpus: Corpus) -> list[File]:
     """All shards of a cache: a training shard for each file (of pairs, for each of its versions), a validation shard
     for each file with held-out text."""
-    versions = {"train": VERSIONS if has_pairs(_read_fingerprint(folder)["input_format"]) else 1, "validation": 1}
+    of_split = {"train": versions(_read_fingerprint(folder)["input_format"]), "validation": 1}
     found = []
     for number, source in enumerate(corpus.sources):
-        for split, count in versions.items():
+        for split, count in of_split.items():
             files = range(len(corpus.files(source, split)[1]))
-            found += [Shard(number, split, file, version) for version in range(count) for file in files]
+            found += [File(number, split, file, version) for version in range(count) for file in files]
     return found
 
 
@@ -323,20 +185,13 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
 
 
 def _read_fingerprint(folder: Path) -> dict[str, Any]:
-    """What a cache was made from. Raises `InputError` where that is damaged, or of a former version of the recipe."""
+    """The fingerprint of a cache. Raises `InputError` where it cannot be read, or is not as it was written."""
     try:
-        values = durable.read_json(folder / FINGERPRINT)
-        if durable.SEAL not in values:
-            raise InputError(
-                f"token_cache={folder} was packed by a former version, without checksums; remove it, or name another "
-                "folder, to have the text packed again"
-            )
-        return durable.unsealed(values)
-    except InputError:
-        raise
-    except (OSError, ValueError, TypeError) as error:
+        return durable.read_sealed(folder / FINGERPRINT)
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"token_cache={folder}: {FINGERPRINT} cannot be read ({first_line(error)}); remove the folder"
+            f"token_cache={folder}: {FINGERPRINT} cannot be read ({first_line(error)}); remove the folder, or name "
+            "another, to have the text packed again"
         ) from None
 
 
@@ -352,7 +207,7 @@ def build(
     """Pack the files of one of `machines` (every `machines`-th, from `machine` on) that are not packed yet; returns
     whether the cache is complete.
 
-    A shard that is there but is not what was written is made again: by its SHA-256, or without `by_content` by its
+    A shard that is there but is not what was written is made again: by its hashes, or without `by_content` by its
     size. Raises `InputError` for a bad shard, and where another process packs this share; `RunError` where the disk is
     full; what was finished stays.
     """
@@ -365,7 +220,7 @@ def build(
         _pack_missing(folder, reader, made_from, num_proc, machine, machines, by_content)
     finally:
         lock.release(folder, share)
-    return finish(folder, reader.corpus, made_from)
+    return _is_complete(folder, reader.corpus, made_from)
 
 
 def _pack_missing(
@@ -400,12 +255,6 @@ def _pack_missing(
         ) from None
     finally:
         bar.close()
-    for shard in itertools.chain.from_iterable(_made_with(corpus, file) for file in to_pack):
-        if _facts(folder, corpus, shard, made_from) is None:
-            raise RunError(
-                f"token_cache={folder}: {shard_path(corpus, shard)} is not what was written a moment ago: another "
-                "program changes this folder, or the disk is faulty. Start the same command again: it is packed again"
-            )
     if to_pack:
         elapsed_s = time.monotonic() - started_s
         logger.info(
@@ -413,38 +262,34 @@ def _pack_missing(
         )
 
 
-def _made_with(corpus: Corpus, file: Shard) -> list[Shard]:
+def _made_with(corpus: Corpus, file: File) -> list[File]:
     """The shards that packing a file makes: also the shard of the documents held out of it."""
     separate = corpus.sources[file.source].validation_files or file.split == "validation" or file.version
     return [file] if separate else [file, file._replace(split="validation")]
 
 
-def _facts(
-    folder: Path, corpus: Corpus, shard: Shard, made_from: str, by_content: bool = False
-) -> dict[str, Any] | None:
-    """A shard's JSON file; None where the shard is not there, not of its size (with `by_content`, of its SHA-256) or
+def _facts(folder: Path, corpus: Corpus, file: File, made_from: str, by_content: bool = False) -> dict[str, Any] | None:
+    """A shard's JSON file; None where the shard is not there, not of its size (with `by_content`, not of its hashes) or
     not of this cache."""
-    path = folder / shard_path(corpus, shard)
+    path = folder / shard_path(corpus, file)
     try:
         facts = durable.read_sealed(path.with_suffix(".json"))
-        whole = {**facts, **_origin(corpus, shard, made_from)} == facts and path.stat().st_size == facts["bytes"]
-        return facts if whole and not (by_content and durable.sha256(path) != facts["sha256"]) else None
+        if {**facts, **_origin(corpus, file, made_from)} != facts or path.stat().st_size != facts["bytes"]:
+            return None
+        for _, offset, size, hash in facts["chunks"] if by_content else ():
+            if xxhash.xxh3_128_hexdigest(np.fromfile(path, np.uint8, size, offset=offset)) != hash:
+                return None
+        return facts
     except (OSError, ValueError):
         return None
 
 
-def _origin(corpus: Corpus, shard: Shard, made_from: str) -> dict[str, Any]:
-    """What names a shard, and the cache that it belongs to."""
-    return {
-        "made_from": made_from,
-        "source": corpus.sources[shard.source].name,
-        "part": shard.split,
-        "file": shard.file,
-        **({"version": shard.version} if shard.version else {}),
-    }
+def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
+    """The names of a shard and of the cache that it belongs to."""
+    return {"made_from": made_from, "name": corpus.sources[file.source].name, "file": list(file)}
 
 
-def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Shard], num_proc: int) -> Iterator[int]:
+def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[File], num_proc: int) -> Iterator[int]:
     """Tokens of each file as it is packed; by threads of the tokenizer, or by processes with one thread each."""
     if num_proc <= 1 or len(to_pack) <= 1:
         yield from (pack_file(folder, reader, made_from, file) for file in to_pack)
@@ -473,7 +318,7 @@ def _pack_all(folder: Path, reader: TextReader, made_from: str, to_pack: list[Sh
 
 
 def _begin_worker(parent: int, *packer: Any) -> None:
-    """Make this packing process end with its parent, to which it leaves Ctrl-C, and pack for it."""
+    """Start of a packing process, which ends with its parent and leaves Ctrl-C to it."""
     global _packer
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -481,24 +326,18 @@ def _begin_worker(parent: int, *packer: Any) -> None:
     _packer = packer
 
 
-def _pack_in_worker(file: Shard) -> int:
+def _pack_in_worker(file: File) -> int:
     return pack_file(*_packer, file)
 
 
-def pack_file(folder: Path, reader: TextReader, made_from: str, file: Shard) -> int:
+def pack_file(folder: Path, reader: TextReader, made_from: str, file: File) -> int:
     """Write the shards of one file; returns the number of tokens in them."""
-    corpus, encode, held_out = reader.corpus, reader.encoder(), []
+    corpus, held_out = reader.corpus, []
     source = corpus.sources[file.source]
-    path = corpus.files(source, file.split)[1][file.file]
+    path = corpus.files(source, file.split)[1][file.number]
     rows = {file: file_rows(corpus, source, file.split, path, others=held_out)}
     rows |= {other: _held_out_rows(held_out, corpus.left_out) for other in _made_with(corpus, file)[1:]}
-    tokens = 0
-    for shard, documents in rows.items():
-        state = SourceState(epoch=shard.version)
-        blocks = reader.pack_rows(documents, state, encode)
-        _write_shard(folder, made_from, shard, reader, blocks, state)
-        tokens += state.pack.tokens
-    return tokens
+    return sum(_write_shard(folder, made_from, shard, reader, of_shard) for shard, of_shard in rows.items())
 
 
 def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
@@ -513,113 +352,61 @@ def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
     yield Row(-1, None, held_out=passed_over)
 
 
-def _write_shard(
-    folder: Path, made_from: str, shard: Shard, reader: TextReader, blocks: Iterator[Columns], state: SourceState
-) -> None:
-    """Write `blocks` as an Arrow file, then a JSON file with its counts; each whole or absent."""
-    path = folder / shard_path(reader.corpus, shard)
+def _write_shard(folder: Path, made_from: str, file: File, reader: TextReader, rows: Iterator[Row]) -> int:
+    """Write the blocks of a file's rows, chunk by chunk, then a JSON file; each whole or absent. Returns tokens."""
+    path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
     aside = durable.aside_of(path)
-    batches = iter(lambda: list(itertools.islice(blocks, _ROWS_PER_BATCH)), [])
-    first = next(batches, None)
-    # a file without blocks has a schema too
-    example = first[0] if first else {"input_ids": np.zeros(0, reader.dtype)}
-    schema = pa.schema({name: _arrow_type(value) for name, value in example.items()} | {_CHECKSUM: pa.uint32()})
-    seed, numbers = _checksum_seed(made_from, reader.corpus, shard, schema), itertools.count()
+    facts: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
+    tokens = 0
     try:
-        with _HashedFile(aside) as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in itertools.chain([first] if first else [], batches):
-                columns = [_arrow_column([block[name] for block in batch]) for name in example]
-                checksums = [_checksum(seed, next(numbers), {name: block[name] for name in example}) for block in batch]
-                writer.write_batch(pa.record_batch([*columns, pa.array(checksums, pa.uint32())], schema=schema))
+        with open(aside, "wb") as stream:
+            for chunk, blocks in reader.pack_rows(rows, file):
+                facts["columns"] = facts["columns"] or (_columns(blocks[0]) if blocks else {})
+                content = _content(blocks, facts["columns"])
+                facts["chunks"].append([chunk, facts["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
+                facts["bytes"] += stream.write(content)
+                tokens += chunk.counts["tokens"]
         durable.sync(aside)
-        facts = {"bytes": aside.stat().st_size, "sha256": sink.sha256}
-        if durable.sha256(aside) != sink.sha256:
-            raise OSError(errno.EIO, f"{path.name} is not what was written a moment ago: the disk is faulty")
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    counts = dict(zip(COUNTS, state.table(), strict=True))
-    origin = _origin(reader.corpus, shard, made_from)
-    durable.write_sealed(path.with_suffix(".json"), {**origin, **facts, "counts": counts})
+    durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **facts})
+    return tokens
 
 
-class _HashedFile(io.BufferedWriter):
-    """A file to write, with the SHA-256 of what is written, whatever the disk makes of it."""
-
-    def __init__(self, path: Path):
-        super().__init__(io.FileIO(path, "wb"))
-        self._hasher = hashlib.sha256()
-
-    def write(self, data) -> int:
-        self._hasher.update(data)
-        return super().write(data)
-
-    @property
-    def sha256(self) -> str:
-        return self._hasher.hexdigest()
+def _columns(block: Columns) -> dict[str, list[str]]:
+    """name -> [type, "block" or "token"] of the columns of blocks like `block`, in their order on disk: first those of
+    a number a block, then the widest types, so that each is aligned."""
+    of_block = {name: ["int64", "block"] for name, value in block.items() if not isinstance(value, np.ndarray)}
+    of_token = {name: [value.dtype.name, "token"] for name, value in block.items() if isinstance(value, np.ndarray)}
+    widest_first = sorted(of_token.items(), key=lambda column: -np.dtype(column[1][0]).itemsize)
+    return {**of_block, _LENGTHS: ["int32", "block"], **dict(widest_first)}
 
 
-def _checksum_seed(made_from: str, corpus: Corpus, shard: Shard, schema: pa.Schema) -> int:
-    """What the checksums of a shard's blocks begin with, so that a block of another shard, cache or type is no block
-    of this shard."""
-    columns = [(column.name, str(column.type)) for column in schema if column.name != _CHECKSUM]
-    return zlib.crc32(json.dumps([_origin(corpus, shard, made_from), columns]).encode())
+def _content(blocks: list[Columns], columns: dict[str, list[str]]) -> bytes:
+    """The columns of a chunk's blocks, and zeros up to a multiple of 8 bytes."""
+    blocks = [{**block, _LENGTHS: len(block["input_ids"])} for block in blocks]
+    parts = [
+        np.array([block[name] for block in blocks], kind)
+        if each == "block"
+        else np.concatenate([block[name] for block in blocks]).astype(kind, copy=False)
+        for name, (kind, each) in (columns.items() if blocks else ())
+    ]
+    content = b"".join(part.tobytes() for part in parts)
+    return content + bytes(-len(content) % 8)
 
 
-def _checksum(seed: int, index: int, columns: Columns) -> int:
-    """CRC-32 of a block's columns, in their order; `index` is its number in the shard."""
-    value = zlib.crc32(index.to_bytes(8, "little"), seed)
-    for column in columns.values():
-        data = column if isinstance(column, np.ndarray) else int(column).to_bytes(8, "little", signed=True)
-        value = zlib.crc32(data, value)
-    return value
-
-
-def _arrow_type(value: np.ndarray | int) -> pa.DataType:
-    """The type on disk of a block's column: a list of the array's type, or a whole number."""
-    return pa.list_(pa.from_numpy_dtype(value.dtype)) if isinstance(value, np.ndarray) else pa.int64()
-
-
-def _arrow_column(values: list[np.ndarray] | list[int]) -> pa.Array:
-    """A column of a batch of blocks."""
-    if not isinstance(values[0], np.ndarray):
-        return pa.array(values, pa.int64())
-    offsets = np.cumsum([0, *map(len, values)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), np.concatenate(values))
-
-
-def _as_arrays(batch: pa.RecordBatch) -> dict[str, tuple[np.ndarray | None, np.ndarray]]:
-    """(offsets of the blocks, values) of each column; a column of whole numbers has no offsets."""
-    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    return {
-        name: (column.offsets.to_numpy(), column.values.to_numpy())
-        if pa.types.is_list(column.type)
-        else (None, column.to_numpy())
-        for name, column in columns.items()
-    }
-
-
-def finish(folder: Path, corpus: Corpus, made_from: str) -> bool:
-    """Write the manifest where all shards are there; returns whether they are."""
-    shards = []
-    for shard in shards_of(folder, corpus):
-        facts = _facts(folder, corpus, shard, made_from)
-        if facts is None:
-            return False
-        shards.append({"path": shard_path(corpus, shard), **facts})
-    durable.write_sealed(folder / durable.MANIFEST, {"made_from": made_from, "shards": shards})
-    return True
+def _is_complete(folder: Path, corpus: Corpus, made_from: str) -> bool:
+    return all(_facts(folder, corpus, file, made_from) for file in shards_of(folder, corpus))
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
     """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
     folder, corpus = Path(folder), reader.corpus
     made_from = claim(folder, reader.fingerprint())
-    if _fault(folder, corpus, made_from) is None:
+    if _is_complete(folder, corpus, made_from):
         return
     build(folder, reader, num_proc=num_proc, machine=process, machines=processes, by_content=False)
-    while _fault(folder, corpus, made_from):  # no collective operation: packing may take longer than its time limit
+    while not _is_complete(folder, corpus, made_from):  # no collective operation: packing may outlast its time limit
         time.sleep(_POLL_S)
-        if process == 0:
-            finish(folder, corpus, made_from)

@@ -5,7 +5,7 @@ from typing import Any
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus
-from roberta_recipe.data.phrases import UNITS, Phrases, marking_encoder
+from roberta_recipe.data.phrases import UNITS, Phrases, encoder_with_marks
 from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
@@ -54,7 +54,7 @@ def _check_text(measure: str, *words: str) -> None:
 def _open_tokenizer(name: str, phrases: Phrases | None) -> None:
     tokenizer = load_tokenizer(name)
     if phrases:
-        marking_encoder(tokenizer, phrases)
+        encoder_with_marks(tokenizer, phrases)
 
 
 def check_rows(listed: Experiments) -> None:

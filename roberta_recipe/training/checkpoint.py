@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 
 from roberta_recipe import durable
 from roberta_recipe.args import layout_values
-from roberta_recipe.data.stream import SourceState
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, logger
 from roberta_recipe.presets import check_type
@@ -48,7 +47,6 @@ class RecipeState(TypedDict):
     resumes: NotRequired[int]  # as in `RunRecord`
     position: NotRequired[int]  # of the next block in the order
     skipped_blocks: NotRequired[list[list[int]]]  # as in `PretrainingRecord`
-    states: NotRequired[list[dict[str, Any]] | None]  # `SourceState` of each source, where text is read
     blocks_digest: NotRequired[int]  # as in `PretrainingRecord`, so is `digest`
     digest: NotRequired[int]
     computed_tokens: NotRequired[int]  # of a fine-tuning, with padding
@@ -194,7 +192,7 @@ def load_state(
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
     data_changed = any(name in data for name in changed)
     if data_changed:
-        state |= {"position": 0, "states": None, "skipped_blocks": []}
+        state |= {"position": 0, "skipped_blocks": []}
     return {**state, "changed": list(changed), "data_changed": data_changed}
 
 
@@ -211,11 +209,6 @@ def _fault_of_state(state: dict[str, Any]) -> str | None:
             return f"{name} must be {error}"
     if missing := {"processes", "zero_stage"} - state["layout"].keys():
         return f"layout has no {min(missing)}"
-    try:
-        for source in state.get("states") or ():
-            SourceState.from_dict(source)
-    except (TypeError, KeyError) as error:
-        return f"states: {error}"
     return None
 
 

@@ -21,7 +21,16 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory, local_processes
 from roberta_recipe.input_files import read_input_json, taken_apart
 from roberta_recipe.log import logger
-from roberta_recipe.record import HASHES_NAME, HUB_NAME, LOG_NAME, PRESET_NAME, RECORD_NAME, TIME_LIMIT, read_record
+from roberta_recipe.record import (
+    HASHES_NAME,
+    HUB_NAME,
+    INDEX_NAME,
+    LOG_NAME,
+    PRESET_NAME,
+    RECORD_NAME,
+    TIME_LIMIT,
+    read_record,
+)
 from roberta_recipe.started import by_launcher, threads_are_the_users
 from roberta_recipe.training.checkpoint import PARTIAL, newest_first
 from roberta_recipe.training.processes import end_with_launcher, from_first_process
@@ -97,7 +106,17 @@ def _check_content(path: Path, max_steps: int) -> None:
             f"or move this folder away; {longer}"
         )
     # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
-    left = (lock.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, PARTIAL, SKIPPED_NAME, _OF_TENSORBOARD)
+    left = (
+        lock.LOCK_NAME,
+        HASHES_NAME,
+        PRESET_NAME,
+        LOG_NAME,
+        HUB_NAME,
+        PARTIAL,
+        SKIPPED_NAME,
+        INDEX_NAME,
+        _OF_TENSORBOARD,
+    )
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     if any(name not in left and not durable.is_aside(name) for name in names) and not newest_first(path):
         raise InputError(

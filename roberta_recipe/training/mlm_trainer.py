@@ -18,8 +18,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe import significance
 from roberta_recipe.data import masking, order
+from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Corpus
-from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, TextReader
+from roberta_recipe.data.packing import Block
+from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, StepRecord
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
@@ -28,7 +30,7 @@ from roberta_recipe.training import advice, modeling, optimization
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import Throughput
 
-_DATA_DIGESTS = ("blocks_digest", "digest")  # of a batch, a log line, a checkpoint and the record
+_DATA_DIGESTS = StepRecord._fields[1:]  # of a step, a log line, a checkpoint and the record
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -39,7 +41,7 @@ class MlmTrainer(DurableTrainer):
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
-    another objective. Batches carry `num_tokens`, `blocks_digest`, `digest` and perhaps `states`. `resumed` is the
+    another objective. The first micro-batch of a step carries its `StepRecord`. `resumed` is the
     `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
     `train_dataset` leaves out. `also_measured(trainer)` gives metrics that each evaluation of `eval_dataset` has beside
     the losses; it is called in all processes.
@@ -64,8 +66,8 @@ class MlmTrainer(DurableTrainer):
         # of all blocks consumed, in any order: as they were read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.skipped, self.also_measured = skipped or [], also_measured
-        self._first_position, self._states = resumed.get("position", 0), None
-        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)  # of this process, since last counted
+        self._first_position = resumed.get("position", 0)
+        self._consumed = StepRecord(0, 0, 0)  # of this process, since last counted
         self.throughput = Throughput(self.args)
         if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
@@ -78,7 +80,7 @@ class MlmTrainer(DurableTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
-        counts = self.text_reader.counts if self.text_reader else None
+        progress = self.text_reader.progress if self.text_reader else None
         loader = MicroBatchLoader(
             self.train_dataset,
             batch_size=size * self.args.gradient_accumulation_steps,
@@ -86,7 +88,7 @@ class MlmTrainer(DurableTrainer):
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             device=self.args.device,
-            waiting=functools.partial(self.watch.waiting_for_data, counts) if workers else contextlib.nullcontext,
+            waiting=functools.partial(self.watch.waiting_for_data, progress) if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
@@ -197,9 +199,8 @@ class MlmTrainer(DurableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.throughput.begin()
-        self._tokens += inputs.pop("num_tokens")
-        self._digests = [before + inputs.pop(name) for name, before in zip(_DATA_DIGESTS, self._digests, strict=True)]
-        self._states = inputs.pop("states", None)
+        if record := inputs.pop("record", None):
+            self._consumed = StepRecord(*map(sum, zip(self._consumed, record, strict=True)))
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
@@ -207,13 +208,13 @@ class MlmTrainer(DurableTrainer):
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
-        counted = [self._tokens, *(digest % DIGEST_MODULUS for digest in self._digests)]
+        counted = [number % DIGEST_MODULUS for number in self._consumed]
         tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
         self.state.num_input_tokens_seen += tokens
         self.throughput.count(tokens, tokens * self.flops_per_token)
         for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
             self.data_digests[name] = (self.data_digests[name] + digest) % DIGEST_MODULUS
-        self._tokens, self._digests = 0, [0] * len(_DATA_DIGESTS)
+        self._consumed = StepRecord(0, 0, 0)
 
     def log(self, logs, start_time=None):
         logged_loss = "loss" in logs
@@ -235,9 +236,8 @@ class MlmTrainer(DurableTrainer):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
-        states = self._states and [state.to_dict() for state in self._states]
-        where = {"position": self.position, "states": states}
-        return {**super().recipe_state(), **where, "skipped_blocks": self._skipped_blocks(), **self.data_digests}
+        where = {"position": self.position, "skipped_blocks": self._skipped_blocks()}
+        return {**super().recipe_state(), **where, **self.data_digests}
 
     def record(self):
         return {
@@ -270,12 +270,12 @@ class MlmTrainer(DurableTrainer):
                 return {name: value for name, value in entry.items() if name != "step"}
         return self.evaluate()
 
-    def evaluate_sources(self, corpus: Corpus, validation: list[dict]) -> dict[str, SourceMetrics]:
+    def evaluate_sources(self, corpus: Corpus, validation: list[Block]) -> dict[str, SourceMetrics]:
         """What is measured on the blocks that each source has in `validation`, of which `eval_dataset` is the masked
         form; empty for one source."""
         found: dict[str, SourceMetrics] = {}
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
-            indices = [index for index, block in enumerate(validation) if order.source_of(block["block_id"]) == number]
+            indices = [index for index, block in enumerate(validation) if order.source_of(block.id) == number]
             masked = [self.eval_dataset[index] for index in indices]
             if not masking.predicts(masked):  # which was said before training
                 continue
@@ -304,8 +304,7 @@ class MlmTrainer(DurableTrainer):
         of_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equally_many(dataloader):
-            tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            inputs = {name: value for name, value in tensors.items() if name != "predicted"}  # which may be padded
+            inputs = {name: value for name, value in inputs.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
             documents = inputs.pop(masking.CLUSTER)
             with torch.no_grad():

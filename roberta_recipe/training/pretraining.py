@@ -17,10 +17,10 @@ from roberta_recipe import args as flags
 from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import mask_units, masking, order, phrases, token_cache, tokenization
-from roberta_recipe.data.formats import PAIRS
+from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
+from roberta_recipe.data.chunks import COUNTS, PAIRS, TextReader
+from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import VERSIONS
-from roberta_recipe.data.stream import COUNTS, TextReader, packed
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
@@ -50,8 +50,8 @@ ALTERNATIVES = (
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
 PAIR_NEEDS = {
-    "nsp": "files with several held-out documents of two sentences or more: second segments come from those before in "
-    "the same file",
+    "nsp": "files with several held-out documents of two sentences or more: second segments come from others of the "
+    "same chunk",
     "sop": "held-out documents of two sentences or more",
 }
 
@@ -84,8 +84,9 @@ class TextArguments:
         "free",
     )
     shuffle_window: int = setting(
-        4096,
-        "Blocks of a source that are shuffled together; 0 keeps its order. With a token cache, more costs nothing.",
+        1,
+        "Chunks of a source (about 8 MB of text each) whose blocks are permuted together; 0 keeps the order of the "
+        "files, more than 1 needs a token cache.",
         "data",
     )
     skip_blocks: list[str] | None = setting(
@@ -227,6 +228,12 @@ def check_text(args: MlmArguments) -> None:
     """Raise `InputError` for text and blocks that are not named, out of range, or exclude each other."""
     if args.shuffle_window < 0:
         raise InputError(f"shuffle_window={args.shuffle_window} must be at least 0; 0 keeps the order of the corpus")
+    if args.shuffle_window > 1 and not args.token_cache:
+        raise InputError(
+            f"shuffle_window={args.shuffle_window}: blocks of several chunks (of about 8 MB of text) are permuted "
+            "together from a token cache only; name one with --token_cache, or leave the window at 1. Former versions "
+            "counted blocks: a window of up to 16,384 of them is now 1"
+        )
     if args.max_seq_length < 8:
         raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
     if not 1 / args.max_seq_length <= args.mlm_probability < 1:
@@ -285,7 +292,7 @@ def check_objective(args: MlmArguments) -> None:
 
 
 def packer_name(args: MlmArguments) -> str:
-    """The name of `formats.PACKERS`: pairs are made for an objective, and follow each other without one."""
+    """The name of `chunks.PACKERS`: pairs are made for an objective, and follow each other without one."""
     if args.input_format not in PAIRS:
         return args.input_format
     return f"{args.input_format} {next((name for name in ('nsp', 'sop') if name in args.objective), 'in_order')}"
@@ -352,9 +359,13 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
 
 
 def text_reader(
-    args: MlmArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase, seed: int
+    args: MlmArguments,
+    corpus: corpora.Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    index_folder: str | None = None,
 ) -> TextReader:
-    """What makes blocks from the corpus."""
+    """The provider of chunks from text."""
     return TextReader(
         corpus,
         tokenizer,
@@ -363,21 +374,24 @@ def text_reader(
         seed=seed,
         shuffle_window=args.shuffle_window,
         phrases=phrases.Phrases(args.masking_unit, args.spacy_model) if args.masking_unit in phrases.UNITS else None,
+        index_folder=index_folder,
     )
 
 
 def cache_reader(args: MlmArguments, corpus: corpora.Corpus, seed: int) -> token_cache.TokenCache:
-    """What reads blocks from the complete token cache."""
+    """The provider of chunks from the complete token cache."""
     return token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
 
 
 def build_readers(
     args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Reader, Reader]:
-    """What training and validation blocks come from: the token cache, which is completed first, or the text."""
+    """The providers of training and validation blocks: the token cache, which is completed first, or the text."""
     seeds = data_seed(training_args), masking.EVAL_SEED
     if not args.token_cache:
-        return tuple(text_reader(args, corpus, tokenizer, seed) for seed in seeds)
+        return text_reader(args, corpus, tokenizer, seeds[0], training_args.output_dir), text_reader(
+            args, corpus, tokenizer, seeds[1]
+        )
     was_packed = token_cache.tokens_per_pass(args.token_cache) is not None
     token_cache.ensure(
         args.token_cache,
@@ -394,7 +408,7 @@ def build_readers(
 
 def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cache: token_cache.TokenCache) -> None:
     """What a complete cache holds, what was split or left out on the way, and how often the run will read it."""
-    of_split = {split: cache.count_table(split).values() for split in ("train", "validation")}
+    of_split = {split: stream.count_table(cache, split).values() for split in ("train", "validation")}
     total = {split: {name: sum(row[name] for row in rows) for name in COUNTS} for split, rows in of_split.items()}
     held = "; ".join(
         f"{split} {counted(row['blocks'], 'block')}, {row['tokens']:,} tokens of "
@@ -415,7 +429,7 @@ def announce_cache(args: MlmArguments, training_args: MlmTrainingArguments, cach
     lines.append(f"Not whole   {told or 'nothing: no sentence was split, no row was lost'}")
     if args.global_batch_size:
         positions = training_args.max_steps * args.global_batch_size
-        passes = ", ".join(f"{name} {count:,.2f}" for name, count in cache.passes(positions).items())
+        passes = ", ".join(f"{name} {count:,.2f}" for name, count in stream.consumed(cache, positions)[1].items())
         lines.append(
             f"Passes      in {counted(training_args.max_steps, 'step')} of {args.global_batch_size:,} blocks: {passes}"
         )
@@ -471,10 +485,10 @@ def build_collator(
     )
 
 
-def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[dict[str, Any]]:
+def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[Block]:
     """Held-out blocks, drawn evenly and the same for every seed, in the proportions of the mixture as far as each
     source's text goes."""
-    blocks = list(reader.validation(args.max_eval_samples))
+    blocks = list(stream.validation_blocks(reader, args.max_eval_samples))
     if len(blocks) < training_args.per_device_eval_batch_size:
         raise InputError(
             f"validation has {counted(len(blocks), 'block')}, less than one batch of per_device_eval_batch_size="
@@ -509,9 +523,7 @@ def skipped_blocks(
     return order.union([*before, *named, *returns])
 
 
-def full_batch(
-    args: MlmArguments, block: dict[str, Any], collator: masking.MlmCollator, count: int
-) -> dict[str, torch.Tensor]:
+def full_batch(args: MlmArguments, block: Block, collator: masking.MlmCollator, count: int) -> dict[str, torch.Tensor]:
     """What the model gets of `count` blocks like `block`, each repeated up to `max_seq_length` tokens, the last up to
     one less: a batch of whole sentences has an attention mask, and on a GPU attention takes more memory with one. Each
     has a mask of its own."""
@@ -519,19 +531,19 @@ def full_batch(
     for number in range(count):
         size = args.max_seq_length - (number == count - 1)
         copy = {name: np.resize(v, size) if isinstance(v, np.ndarray) else v for name, v in block.items()}
-        copies.append({**copy, "block_id": block["block_id"] + number})  # which the mask is drawn from
-    return {name: value for name, value in collator(copies).items() if isinstance(value, torch.Tensor)}
+        copies.append(Block(copy, block.id + number))  # from which the mask is drawn
+    return collator(copies)
 
 
 def check_shared_memory(
-    args: MlmArguments, training_args: MlmTrainingArguments, block: dict[str, Any], collator: masking.MlmCollator
+    args: MlmArguments, training_args: MlmTrainingArguments, block: Block, collator: masking.MlmCollator
 ) -> None:
     """Raise `InputError` where /dev/shm (64 MB in a Docker container) has no room for the steps, of full blocks like
     `block`, that data workers prefetch."""
     workers, prefetch = training_args.dataloader_num_workers, training_args.dataloader_prefetch_factor or 2  # torch's
     if not workers or not os.path.isdir(folder := "/dev/shm"):
         return
-    columns, _ = packed([full_batch(args, block, collator, 16)])
+    columns, _ = stream.packed([full_batch(args, block, collator, 16)])
     steps = workers * prefetch + 1  # and the one that the trainer unpacks
     blocks = args.global_batch_size // training_args.world_size * local_processes() * steps
     needed = sum(column.nbytes for column in columns.values()) * blocks // 16
@@ -546,7 +558,7 @@ def check_shared_memory(
 def mask_validation(
     args: MlmArguments,
     corpus: corpora.Corpus,
-    blocks: list[dict[str, Any]],
+    blocks: list[Block],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
     """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
@@ -557,7 +569,7 @@ def mask_validation(
             f"none of the positions of {len(blocks)} validation blocks is among the {masking.EVAL_PROBABILITY:.0%} "
             "that are predicted: hold out more text, or raise max_eval_samples"
         )
-    of_source = [order.source_of(block["block_id"]) for block in blocks]
+    of_source = [order.source_of(block.id) for block in blocks]
     for number, source in enumerate(corpus.sources):
         own = [example for example, its in zip(examples, of_source, strict=True) if its == number]
         cut = len(blocks) == args.max_eval_samples

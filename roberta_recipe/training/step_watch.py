@@ -126,11 +126,11 @@ class StepWatch(TrainerCallback):
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
     @contextlib.contextmanager
-    def waiting_for_data(self, counts: torch.Tensor | None) -> Iterator[None]:
+    def waiting_for_data(self, progress: torch.Tensor | None) -> Iterator[None]:
         """Within, `check_wait` is called every `DATA_POLL_S`, by a timer's signal: `DataLoader`'s own timeout does not
         cover the wait for a file descriptor, which a frozen worker never sends."""
         begun_s = time.monotonic()
-        before = signal.signal(signal.SIGALRM, lambda *_: self.check_wait(time.monotonic() - begun_s, counts))
+        before = signal.signal(signal.SIGALRM, lambda *_: self.check_wait(time.monotonic() - begun_s, progress))
         try:
             signal.setitimer(signal.ITIMER_REAL, DATA_POLL_S, DATA_POLL_S)
             try:
@@ -142,12 +142,12 @@ class StepWatch(TrainerCallback):
             kill_workers()
             raise
 
-    def check_wait(self, waited_s: float, counts: torch.Tensor | None) -> None:
+    def check_wait(self, waited_s: float, progress: torch.Tensor | None) -> None:
         """A step has waited `waited_s` for data. Raises `RunError` after `STUCK_S` without progress; after a signal,
-        `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. Progress: `counts` of the
-        text that a worker reads (`TextReader`), for a resume perhaps for hours; a token cache has none."""
+        `Stopped` after `GRACE_S` without progress, or `GRACE_S` in all before the first step. `progress` grows
+        while workers tokenize text (`TextReader`), for a resume perhaps for hours; a token cache has none."""
         trainer, now_s, step = self.trainer, time.monotonic(), self.trainer.state.global_step + 1
-        read = None if counts is None else counts.tolist()
+        read = None if progress is None else progress.tolist()
         if read != self._read:
             self._read, self._read_s = read, now_s
         idle_s = min(waited_s, now_s - self._read_s)

@@ -1,0 +1,298 @@
+"""Chunks: consecutive rows of one file, about 8 MB of text, tokenized and packed together (paper, section 4.2).
+
+The chunk is the unit of reading: its blocks are a function of its documents, its place and the format, so nothing has
+to be remembered between chunks, and a block never continues over a chunk's end (one block of some thousands is short).
+`TextReader` makes chunks from text, `token_cache.TokenCache` reads them from disk; `stream` orders the blocks of both.
+A `ChunkIndex` says where chunks begin, once they have been packed.
+"""
+
+import contextlib
+import functools
+import json
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from roberta_recipe import durable
+from roberta_recipe.data import packing, pairs
+from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
+from roberta_recipe.data.documents import Row, file_rows
+from roberta_recipe.data.packing import Columns, Document, Packer
+from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
+from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
+from roberta_recipe.record import INDEX_NAME
+
+CHUNK_BYTES = 8_000_000  # of UTF-8 text; the last document goes over
+REVISION = "chunks of 8 MB"  # of chunks and order: blocks and checkpoints of former revisions are refused
+COUNTS = (
+    "documents",
+    "empty_documents",
+    "held_out_documents",
+    "sentences",
+    "split_sentences",
+    "tokens",
+    "blocks",
+    "bad_files",
+    "lost_rows",
+)
+_TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough to occupy the cores
+
+# Input formats by name. Formats of pairs are named with the meaning of their labels, the next sentence or the order of
+# two; or with "in_order", where nothing uses the labels
+PAIRS = {
+    "segment_pair": pairs.segment_pair,
+    "segment_pair_short": partial(pairs.segment_pair, short=pairs.SHORT),
+    "sentence_pair": pairs.sentence_pair,
+}
+PACKERS: dict[str, Packer] = {
+    "full_sentences": packing.full_sentences,
+    "doc_sentences": packing.doc_sentences,
+    "contiguous": packing.contiguous,
+    **{f"{name} nsp": partial(packer, label=pairs.NSP) for name, packer in PAIRS.items()},
+    **{f"{name} sop": partial(packer, label=pairs.SOP) for name, packer in PAIRS.items()},
+    **{f"{name} in_order": partial(packer, label=pairs.SOP, share_of_ones=0.0) for name, packer in PAIRS.items()},
+}
+
+
+def versions(input_format: str) -> int:
+    """Versions of the blocks of a text, which passes take in turn: those of pairs differ."""
+    return pairs.VERSIONS if _has_pairs(input_format) else 1
+
+
+def _has_pairs(input_format: str) -> bool:
+    return input_format.split()[0] in PAIRS
+
+
+class File(NamedTuple):
+    """A file of a source, read for one split, in one version of its blocks."""
+
+    source: int
+    split: str
+    number: int  # in sorted order
+    version: int = 0
+
+
+class Chunk(NamedTuple):
+    """The rows and blocks of a chunk. Of a split, the rows of the other split are passed over."""
+
+    row: int  # of the file, where reading begins
+    end: int  # row behind the last
+    first_block: int  # number of its first block in the file
+    blocks: int
+    last: bool  # of the file
+    counts: dict[str, int]  # by the names of `COUNTS`
+
+
+class ChunkIndex:
+    """The chunks of files in file order, as far as they have been packed. With `path`, kept as lines of a file, to
+    which the processes of a run append; a line that is damaged or of other text (`made_from`) does not count, and its
+    chunk is packed again."""
+
+    def __init__(self, path: Path | None = None, made_from: str = ""):
+        self._path, self._seed, self._read = path, zlib.crc32(made_from.encode()), 0
+        self._chunks: dict[File, list[Chunk]] = {}
+
+    def of(self, file: File) -> list[Chunk]:
+        self._refresh()  # a data worker may have packed more
+        return self._chunks.get(file, [])
+
+    def _refresh(self) -> None:
+        """Read the lines that other processes have appended."""
+        if self._path is None or not self._path.exists():
+            return
+        with open(self._path, "rb") as stream:
+            stream.seek(self._read)
+            for line in stream:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                self._read += len(line)
+                checksum, _, entry = line.rstrip(b"\n").partition(b" ")
+                if checksum == b"%08x" % zlib.crc32(entry, self._seed):
+                    file, number, chunk = json.loads(entry)
+                    self._put(File(*file), number, Chunk(*chunk))
+
+    def add(self, file: File, number: int, chunk: Chunk) -> None:
+        """Add the chunk `number` of a file, unless it is known."""
+        self._refresh()
+        if self._put(file, number, chunk) and self._path is not None:
+            entry = json.dumps([file, number, chunk]).encode()
+            line = b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry)
+            # a full or read-only disk loses nothing but time
+            with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
+                stream.write(line)
+
+    def _put(self, file: File, number: int, chunk: Chunk) -> bool:
+        chunks = self._chunks.setdefault(file, [])
+        if new := number == len(chunks):
+            chunks.append(chunk)
+        return new
+
+
+class TextReader:
+    """Chunks from text, tokenized and packed when they are asked for. `progress` grows with the texts that are encoded,
+    in data workers too. `index_folder`: where the chunk index is kept."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        input_format: str,
+        max_seq_length: int,
+        seed: int,
+        shuffle_window: int = 1,
+        phrases: Phrases | None = None,
+        index_folder: str | Path | None = None,
+    ):
+        self.corpus, self.tokenizer, self.phrases = corpus, tokenizer, phrases
+        self.input_format, self.max_seq_length = input_format, max_seq_length
+        self.seed, self.shuffle_window, self.versions = seed, shuffle_window, versions(input_format)
+        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
+        self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.index_folder = index_folder
+
+    @functools.cached_property
+    def index(self) -> ChunkIndex:
+        """Made when text is read: `evaluate` has no hashes of the training files."""
+        if not self.index_folder:
+            return ChunkIndex()
+        return ChunkIndex(Path(self.index_folder, INDEX_NAME), durable.fingerprint(self.fingerprint()))
+
+    def known(self, file: File) -> list[Chunk]:
+        """The first chunks of a file, as far as a process of the run has packed them."""
+        return self.index.of(file)
+
+    def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
+        """The chunks of a file with their blocks. Known chunks that lie within the first `skip` blocks are not read,
+        and have none."""
+        row, first_block, skipped = 0, 0, 0
+        for chunk in [*self.known(file)]:
+            if chunk.first_block + chunk.blocks > skip:
+                break
+            yield chunk, ()
+            row, first_block, skipped = chunk.end, chunk.first_block + chunk.blocks, skipped + 1
+            if chunk.last:
+                return
+        source = self.corpus.sources[file.source]
+        path = self.corpus.files(source, file.split)[1][file.number]
+        rows = file_rows(self.corpus, source, file.split, path, start=row)
+        for number, (chunk, blocks) in enumerate(self.pack_rows(rows, file, row, first_block), skipped):
+            self.index.add(file, number, chunk)
+            yield chunk, blocks
+
+    def pack_rows(
+        self, rows: Iterable[Row], file: File, row: int = 0, first_block: int = 0
+    ) -> Iterator[tuple[Chunk, list[Columns]]]:
+        """The chunks of the rows of a file from `row` on, with blocks of arrays: `input_ids` of `dtype`."""
+        for of_chunk in _divided(rows):
+            numbers = [one.number for one in of_chunk if one.text is not None]
+            documents, marks = self._tokenize([one.text for one in of_chunk if one.text is not None])
+            key = (file.source, file.number, row, file.version)
+            blocks = self._pack(documents, key, **boundary_ids(self.tokenizer))
+            if self.phrases:
+                for block, units in zip(blocks, self._pack(marks, key, bos_id=0, eos_id=0), strict=True):
+                    block[COLUMN] = units["input_ids"].astype(np.uint8)
+            for block in blocks:
+                block["document"] = numbers[block["document"]]
+            counts = self._counts(of_chunk, documents, len(blocks))
+            last = of_chunk[-1].text is None
+            yield Chunk(row, of_chunk[-1].number + 1, first_block, len(blocks), last, counts), blocks
+            row, first_block = of_chunk[-1].number + 1, first_block + len(blocks)
+
+    def _pack(self, documents: list[Document], key: tuple[int, ...], bos_id: int, eos_id: int) -> list[Columns]:
+        packed = PACKERS[self.input_format](documents, self.max_seq_length, bos_id, eos_id, key)
+        return [{**block, "input_ids": np.asarray(block["input_ids"], dtype=self.dtype)} for block in packed]
+
+    @functools.cached_property
+    def _encode(self) -> Any:
+        if self.phrases:
+            return encoder_with_marks(self.tokenizer, self.phrases)
+        encode = corpus_encoder(self.tokenizer)
+        return lambda texts: (ids := encode(texts), ids)
+
+    def _tokenize(self, texts: list[str]) -> tuple[list[Document], list[Document]]:
+        """(ids, marks of phrases) of each document by sentence; without phrases, no marks."""
+        ids: list[Document] = []
+        marks: list[Document] = []
+        split, size = [], 0
+        for number, text in enumerate(texts, 1):
+            split.append(self._sentences(text))
+            size += len(text)
+            if size < _TEXT_PER_CALL and number < len(texts):
+                continue
+            encoded, marked = (iter(part) for part in self._encode([one for sentences in split for one in sentences]))
+            for sentences in split:
+                # a normalizer can remove all of a sentence, as BERT's does with a soft hyphen: no ids, no sentence
+                both = [(next(encoded), next(marked)) for _ in sentences]
+                # arrays, as the tokens of a chunk would take 70 MB as lists
+                ids.append([array("i", of) for of, _ in both if of])
+                if self.phrases:
+                    marks.append([array("i", units) for of, units in both if of])
+            self.progress += len(split)
+            split, size = [], 0
+        return ids, marks
+
+    def _sentences(self, text: str) -> list[str]:
+        """The pieces of a document that are tokenized separately."""
+        if self.input_format == "contiguous":
+            return [text]
+        before = " " if _has_pairs(self.input_format) else ""  # of sentences that stand side by side in a segment
+        return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
+
+    def _counts(self, rows: list[Row], documents: list[Document], blocks: int) -> dict[str, int]:
+        sizes = [len(sentence) for sentences in documents for sentence in sentences]
+        most = self.max_seq_length - (4 if _has_pairs(self.input_format) else 2)  # of a sentence that stays whole
+        counts = {
+            "documents": len(documents),
+            "empty_documents": sum(row.empty for row in rows),
+            "held_out_documents": sum(row.held_out for row in rows),
+            "sentences": len(sizes),
+            "split_sentences": sum(size > most for size in sizes) if self.input_format != "contiguous" else 0,
+            "tokens": sum(sizes),
+            "blocks": blocks,
+            "bad_files": sum(row.bad_files for row in rows),
+            "lost_rows": sum(row.lost_rows for row in rows),
+        }
+        return {name: counts[name] for name in COUNTS}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the blocks depend on, but for their order."""
+        return {
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "input_format": self.input_format,
+            "max_seq_length": self.max_seq_length,
+            "chunks": REVISION,
+            **({"phrases": list(self.phrases)} if self.phrases else {}),
+            **corpus_fingerprint(self.corpus),
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise `RunError` where a file of the corpus is no longer what the fingerprint was made from."""
+        check_unchanged(self.corpus)
+
+
+def total(chunks: Iterable[Chunk]) -> Counter[str]:
+    """The sums of the chunks' counts."""
+    counts: Counter[str] = Counter()
+    for chunk in chunks:
+        counts.update(chunk.counts)
+    return counts
+
+
+def _divided(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows by chunk; the last chunk ends with the row without text, and may have no document."""
+    of_chunk, size = [], 0
+    for row in rows:
+        of_chunk.append(row)
+        size += len((row.text or "").encode())
+        if size >= CHUNK_BYTES or row.text is None:
+            yield of_chunk
+            of_chunk, size = [], 0
