@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from benchmarks.gpu import half
 from benchmarks.gpu.runs import PAIRS, Outcome, Work, kill
@@ -30,7 +29,7 @@ SECONDS = {"profile": 90.0, "evaluate": 30.0}
 START_S, END_S = 20.0, 12.0  # of training: before its first step, after its last
 SAVED_S = 30.0  # between two copies of the log while training
 COPY_BYTES = 2**31
-PART_SIZE = "15MB"  # of the weights: a file that comes back has at most 16 MiB
+PART_BYTES = 15_000_000  # of the weights: a file that comes back has at most 16 MiB
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 TINY_TRAINING = """--max_steps 6 --warmup_steps 2 --global_batch_size 8 --per_device_train_batch_size 8
 --logging_steps 1 --per_device_eval_batch_size 4 --max_eval_samples 16 --eval_steps 3 --save_steps 3
@@ -163,7 +162,7 @@ def half_precision(work: Work, end_s: float) -> dict[str, Any]:
 
 
 def evaluate(work: Work) -> Outcome:
-    """BLiMP beside random weights; the weights in bf16, in parts, in the output folder."""
+    """BLiMP beside random weights; the weights in bf16, in pieces, in the output folder."""
     flags = ["--model_name_or_path", str(work.model), "--data_dir", str(work.folder / "tasks" / "blimp")]
     process = work.start(
         "blimp", ["-m", "roberta_recipe.tools.blimp", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"]
@@ -177,11 +176,11 @@ def evaluate(work: Work) -> Outcome:
 
 
 def export(model: Path, output: Path) -> None:
-    """The weights in bf16, in files of `PART_SIZE`; their index goes beside the model's config."""
+    """The weights in bf16, `model.safetensors` cut into pieces of `PART_BYTES`, of which `cat` makes the file."""
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
-    save_torch_state_dict(weights, output, max_shard_size=PART_SIZE)
-    for index in output.glob("*.index.json"):
-        shutil.move(index, model / index.name)
+    content = save(weights, metadata={"format": "pt"})
+    for number, start in enumerate(range(0, len(content), PART_BYTES)):
+        (output / f"model.safetensors.{number}").write_bytes(content[start : start + PART_BYTES])
 
 
 def fine_tune(work: Work) -> Outcome:
