@@ -235,7 +235,7 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
         ours = f"{model}: {perplexity_with_error(metrics['eval_perplexity'], metrics.get('eval_loss_error'))} (1 seed)"
         shown = ("masked perplexity of its own held-out text", "none for this text", ours)
         spent = _spent([record], record["tokens_seen"])
-        lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(args), *spent))
+        lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(record), *spent))
     for row in paper_rows():
         tuned = [(model, entry) for (model, _), entry in ledger.tuned.items() if _has(entry, row)]
         for model, entry in tuned:
@@ -397,9 +397,11 @@ def _tuned_name(model: str, args: dict[str, Any]) -> str:
     return ", ".join([model, *shown])
 
 
-def _preset(args: dict[str, Any]) -> str:
+def _preset(record: PretrainingRecord) -> str:
+    """Sequences x tokens of a batch, steps taken (a clock may have ended them), rate."""
+    args = record["resolved_args"]
     batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
-    return f"{batch}, {args['max_steps']:,} steps at {args['learning_rate']:g}"
+    return f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
 
 
 def _settings(args: dict[str, Any]) -> str:
