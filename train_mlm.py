@@ -59,8 +59,7 @@ FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.
 
 def main(argv: list[str] | None = None, trained_since_s: float | None = None) -> records.PretrainingRecord:
     """Run the command line `argv` (the rest: `StepWatch`); returns the run record. Raises `InputError`, `RunError`."""
-    argv = sys.argv[1:] if argv is None else argv
-    started_s = time.monotonic()
+    argv, started_s = (sys.argv[1:] if argv is None else argv), time.monotonic()
     set_up_logging()
     environment.set_up_process()
 

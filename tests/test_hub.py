@@ -115,7 +115,8 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         f"It saw {record['tokens_seen']:,} tokens",
         "| global_batch_size | 8 |",
         "| hidden size | 32 |",
-        f"| train_file | 100.0% | {record['counts']['train']['train_file']['tokens']:,} | less than 1 | ",
+        f"| train_file | 100.0% | {record['counts']['train']['train_file']['tokens']:,} | "
+        f"{record['passes']['train_file']:.2f} | ",
         f"| all held-out text | {sum(counts['blocks'] for counts in record['counts']['validation'].values()):,} | ",
         'AutoModelForMaskedLM.from_pretrained("me/small")',
         "![loss over steps](loss_curve.png)",

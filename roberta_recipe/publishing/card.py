@@ -265,15 +265,14 @@ def _corpus_name(args: dict[str, Any]) -> str:
 
 
 def _corpus_table(record: PretrainingRecord) -> str:
-    """What each source had of the run."""
+    """Share, tokens and passes of each source."""
     train, held_out = record["counts"]["train"], record["counts"]["validation"]
-    packed = bool(record["resolved_args"].get("token_cache"))
     rows = [
-        (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0), packed),
+        (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0)),
          f"{held_out.get(name, {}).get('tokens', 0):,}")
         for (name, counts), share in zip(train.items(), record["fingerprint"]["shares"], strict=True)
     ]  # fmt: skip
-    tokens = "tokens in its text" if packed else "tokens read, ahead of training by what is shuffled"
+    tokens = "tokens read, up to the end of a chunk"
     head = ("source", "share of the blocks", tokens, "passes over its text", "held-out tokens measured on")
     lost = {name: counts["lost_rows"] for name, counts in train.items() if counts["lost_rows"]}
     notes = [f"Rows of {markdown.name(name)} that could not be read: {count:,}." for name, count in lost.items()]
@@ -282,9 +281,9 @@ def _corpus_table(record: PretrainingRecord) -> str:
     return "\n\n".join([_table(head, rows), *notes])
 
 
-def _passes(passes: float, packed: bool) -> str:
-    """How often a source's text was seen; a text that is read as it is needed says whole passes only."""
-    if packed:
+def _passes(passes: float) -> str:
+    """Passes over a source's text; whole ones as long as it has not been read to its end."""
+    if isinstance(passes, float):
         return f"{passes:.2f}"
     return f"{passes} to {passes + 1}" if passes else "less than 1"
 
