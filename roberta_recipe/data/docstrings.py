@@ -34,13 +34,14 @@ def docstring_file(max_bytes: int | None = None) -> Path:
     """A Parquet file (column `text`, a docstring a row), made on first use and cached by installed versions.
 
     Documents are the distinct docstrings of the standard library, then of the distributions in requirements.txt
-    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 (`MAX_BYTES`) are reached. A file
-    that is no longer as it was written, by the JSON file beside it, is made again.
+    and what they need, module by module in sorted order, until `max_bytes` of UTF-8 (`MAX_BYTES`) are reached; then in
+    the order of their hashes, so that a chunk is a sample of all. A file that is no longer as it was written, by the
+    JSON file beside it, is made again.
     """
     max_bytes = max_bytes or MAX_BYTES
     distributions = _required_distributions()
     versions = [f"python=={sys.version}"] + [f"{d.metadata['Name']}=={d.version}" for d in distributions]
-    fingerprint = hashlib.sha256("\n".join([*versions, str(max_bytes)]).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256("\n".join([*versions, str(max_bytes), "by hash"]).encode()).hexdigest()[:16]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "roberta_recipe" / f"docstrings-{fingerprint}.parquet"
     if not _is_whole(path):
         durable.make_folder(path.parent, "HF_HOME's cache")
@@ -48,6 +49,7 @@ def docstring_file(max_bytes: int | None = None) -> Path:
         documents = _collect(_standard_library() + [f for d in distributions for f in _python_files(d)], max_bytes)
         if not documents:
             raise InputError(f"no docstrings below {sysconfig.get_paths()['stdlib']}; was Python run with -OO?")
+        documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         durable.remove_left(path.parent)
         aside = durable.aside_of(path)
         try:
