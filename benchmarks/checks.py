@@ -56,7 +56,7 @@ def write_cache(folder: Path, files: int) -> Corpus:
         path.write_text(path.name)
     corpus = resolve(Corpus("random", [Source("random", files=[str(path) for path in texts])]))
     made_from = token_cache.claim(folder / "cache", {"input_format": "full_sentences"})
-    for file in token_cache.shards_of(folder / "cache", corpus):
+    for file in token_cache.shards_of(corpus, 1):
         token_cache._write_shard(folder / "cache", made_from, file, RandomTokens(corpus), iter(()))
     return corpus
 

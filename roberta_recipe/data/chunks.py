@@ -250,7 +250,7 @@ class TextReader:
     def _counts(self, rows: list[Row], documents: list[Document], blocks: int) -> dict[str, int]:
         sizes = [len(sentence) for sentences in documents for sentence in sentences]
         most = self.max_seq_length - (4 if _has_pairs(self.input_format) else 2)  # of a sentence that stays whole
-        counts = {
+        return {  # in the order of COUNTS
             "documents": len(documents),
             "empty_documents": sum(row.empty for row in rows),
             "held_out_documents": sum(row.held_out for row in rows),
@@ -261,7 +261,6 @@ class TextReader:
             "bad_files": sum(row.bad_files for row in rows),
             "lost_rows": sum(row.lost_rows for row in rows),
         }
-        return {name: counts[name] for name in COUNTS}
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the blocks depend on, but for their order."""

@@ -53,7 +53,7 @@ class TokenCache:
         self._fingerprint = _read_fingerprint(self.folder)
         self.versions = versions(self._fingerprint["input_format"])
         made_from = durable.fingerprint(self._fingerprint)
-        self._facts = {file: _facts(self.folder, corpus, file, made_from) for file in shards_of(self.folder, corpus)}
+        self._facts = {file: _facts(self.folder, corpus, file, made_from) for file in shards_of(corpus, self.versions)}
         for file, facts in self._facts.items():
             if facts is None:
                 path = shard_path(corpus, file)
@@ -108,16 +108,13 @@ class CachedBlocks(Sequence):
         content = np.memmap(self._path, np.uint8, "r", self._offset, self._size)
         if xxhash.xxh3_128_hexdigest(content) != self._hash:
             raise ValueError(f"bytes {self._offset} to {self._offset + self._size} are not what was written (hash)")
-        columns, begin = {}, 0
+        begin = 0
         for name, (kind, each) in self._facts["columns"].items():
-            count = self._count if each == "block" else int(self._ends[-1])
-            end = begin + count * np.dtype(kind).itemsize
+            columns, count = (self._of_blocks, self._count) if each == "block" else (self._of_tokens, self._ends[-1])
+            end = begin + int(count) * np.dtype(kind).itemsize
             columns[name], begin = content[begin:end].view(kind), end
             if name == _LENGTHS:
                 self._ends = np.cumsum(columns.pop(name), dtype=np.int64)
-        each = {name: each for name, (_, each) in self._facts["columns"].items()}
-        self._of_blocks = {name: values for name, values in columns.items() if each[name] == "block"}
-        self._of_tokens = {name: values for name, values in columns.items() if each[name] == "token"}
 
     def _refuse(self, error: Exception) -> None:
         try:
@@ -146,10 +143,10 @@ def shard_path(corpus: Corpus, file: File) -> str:
     return f"{corpus.sources[file.source].name}/{file.split}-{file.number:05d}{version}.bin"
 
 
-def shards_of(folder: Path, corpus: Corpus) -> list[File]:
+def shards_of(corpus: Corpus, versions: int) -> list[File]:
     """All shards of a cache: a training shard for each file (of pairs, for each of its versions), a validation shard
     for each file with held-out text."""
-    of_split = {"train": versions(_read_fingerprint(folder)["input_format"]), "validation": 1}
+    of_split = {"train": versions, "validation": 1}
     found = []
     for number, source in enumerate(corpus.sources):
         for split, count in of_split.items():
@@ -220,7 +217,7 @@ def build(
         _pack_missing(folder, reader, made_from, num_proc, machine, machines, by_content)
     finally:
         lock.release(folder, share)
-    return _is_complete(folder, reader.corpus, made_from)
+    return _is_complete(folder, reader, made_from)
 
 
 def _pack_missing(
@@ -229,7 +226,7 @@ def _pack_missing(
     """Pack one machine's files whose shards are not there or not whole, with a progress bar."""
     corpus = reader.corpus
     # packing a file makes the shards of both splits, unless its source has validation files
-    shards = shards_of(folder, corpus)
+    shards = shards_of(corpus, reader.versions)
     files = [file for file in shards if file.split == "train" or corpus.sources[file.source].validation_files]
     to_pack = [
         file
@@ -397,16 +394,16 @@ def _content(blocks: list[Columns], columns: dict[str, list[str]]) -> bytes:
     return content + bytes(-len(content) % 8)
 
 
-def _is_complete(folder: Path, corpus: Corpus, made_from: str) -> bool:
-    return all(_facts(folder, corpus, file, made_from) for file in shards_of(folder, corpus))
+def _is_complete(folder: Path, reader: TextReader, made_from: str) -> bool:
+    shards = shards_of(reader.corpus, reader.versions)
+    return all(_facts(folder, reader.corpus, file, made_from) for file in shards)
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
     """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
-    folder, corpus = Path(folder), reader.corpus
-    made_from = claim(folder, reader.fingerprint())
-    if _is_complete(folder, corpus, made_from):
+    folder, made_from = Path(folder), claim(folder, reader.fingerprint())
+    if _is_complete(folder, reader, made_from):
         return
     build(folder, reader, num_proc=num_proc, machine=process, machines=processes, by_content=False)
-    while not _is_complete(folder, corpus, made_from):  # no collective operation: packing may outlast its time limit
+    while not _is_complete(folder, reader, made_from):  # no collective operation: packing may outlast its time limit
         time.sleep(_POLL_S)

@@ -389,9 +389,8 @@ def build_readers(
     """The providers of training and validation blocks: the token cache, which is completed first, or the text."""
     seeds = data_seed(training_args), masking.EVAL_SEED
     if not args.token_cache:
-        return text_reader(args, corpus, tokenizer, seeds[0], training_args.output_dir), text_reader(
-            args, corpus, tokenizer, seeds[1]
-        )
+        index_folders = training_args.output_dir, None  # held-out text is read once
+        return tuple(text_reader(args, corpus, tokenizer, *of) for of in zip(seeds, index_folders, strict=True))
     was_packed = token_cache.tokens_per_pass(args.token_cache) is not None
     token_cache.ensure(
         args.token_cache,
