@@ -30,7 +30,8 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.tasks import answers, glue, glue_metric, protocol, qnli_ranking, summary_text, wnli, wsc
+from roberta_recipe.tasks import answers, glue, glue_scores, protocol, qnli_ranking, seeds, summary_text, wnli, wsc
+from roberta_recipe.tasks.stored_scores import scores_of_tests
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
@@ -46,7 +47,7 @@ SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps"
 
 @dataclass
 class GlueArguments(protocol.FinetuneArguments):
-    """What only GLUE needs."""
+    """GLUE's flags."""
 
     _argument_group_name = "GLUE"
 
@@ -63,19 +64,13 @@ class GlueArguments(protocol.FinetuneArguments):
     )
     qnli_form: Literal["classification", "ranking"] = setting(
         "classification",
-        "QNLI: each pair by itself (the paper's validation scores), or ranked among its question's pairs of the same "
-        "split (its test scores; the paper mines candidates from the training set).",
+        "QNLI: each pair by itself (the paper's validation scores), or ranked among its question's (its test scores).",
         "fixed",
         shown=True,
     )
-    wsc_dir: str | None = setting(
-        None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, val.jsonl, test.jsonl).", "content"
-    )
+    wsc_dir: str | None = setting(None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, ...).", "content")
     wsc_loss: Literal["margin", "cross_entropy"] = setting(
-        "cross_entropy",
-        "WNLI: the paper's margin ranking loss, or what fairseq found better.",
-        "fixed",
-        shown=True,
+        "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better.", "fixed", shown=True
     )
     spacy_model: str = setting(
         "en_core_web_lg", "WNLI: spaCy's model that finds noun phrases, a package or a folder.", "fixed"
@@ -108,11 +103,11 @@ def main(argv: list[str] | None = None) -> Summary:
     job = job_of(args, task, data, form, tokenizer, found)
     runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, SWEEP_FLAGS if args.sweep else ())
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT, SWEEP_FLAGS if args.sweep else ())
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir, glue.SWEEP_FOLDER if args.sweep else "")
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
+    summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         print(summary_text.table(summary, paper_line(args.task_name, args.qnli_form)))
@@ -127,7 +122,6 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.FinetuneTrainingArguments], dict]:
-    """The filled dataclasses, and the resolved values as a preset."""
     return protocol.read_arguments(GlueArguments, argv, DEFAULT, __doc__)
 
 
@@ -146,7 +140,8 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
         )
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
-    protocol.check_arguments(args, training_args)
+    task = TASKS[args.task_name]
+    protocol.check_arguments(args, training_args, task.metric, form_name(args, task) == "classification")
     protocol.check_validation_files(*(files_of(args, kind) for kind in ("train", "validation")))
 
 
@@ -404,11 +399,11 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
-        degenerate=lambda scores: degenerate(form, validation[0], scores),
+        degenerate=lambda scores: len(np.unique(form.predictions(validation[0], scores, scores).round(3))) == 1,
         answers=lambda scores: answers_of(task, form, validation[0], scores, data),
         scored_examples={split: len(labels) for split, labels in wanted.items()},
-        baseline=protocol.constant_answer(
-            wanted, task.labels, lambda split, answers: glue_metric.scores(task.metrics, answers, wanted[split])
+        baseline=seeds.constant_answer(
+            wanted, task.labels, lambda split, answers: glue_scores.scores(task.metrics, answers, wanted[split])
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
@@ -416,10 +411,10 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
     )
 
 
-def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[protocol.Run]:
+def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[seeds.Run]:
     """The paper's grid, each setting with every seed."""
     folder = os.path.join(training_args.output_dir, glue.SWEEP_FOLDER)
-    return protocol.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
+    return seeds.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
 
 
 def paper_line(name: str, qnli_form: str = "classification") -> str:
@@ -449,13 +444,7 @@ def measure(
 ) -> dict[str, float]:
     """The task's metrics on a split; `of_validation` are the same model's validation scores."""
     predictions = form.predictions(split, scores, of_validation)
-    return glue_metric.scores(task.metrics, predictions, data[split].labels)
-
-
-def degenerate(form: Form, split: str, scores: np.ndarray) -> bool:
-    """Whether a run has learnt to give one answer to everything."""
-    answers = form.predictions(split, scores, scores)
-    return len(np.unique(np.round(answers, 3))) == 1
+    return glue_scores.scores(task.metrics, predictions, data[split].labels)
 
 
 def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data) -> list[answers.Answer]:
@@ -474,10 +463,10 @@ def write_submission(
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
     of the best setting."""
     picked = picked_setting(summary)
-    chosen = [run for run in runs if run.rate_and_batch == (picked["learning_rate"], picked["global_batch_size"])]
+    chosen = seeds.of_setting(runs, picked)
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
-    tests = protocol.scores_of_tests(chosen, job)
+    tests = scores_of_tests(chosen, job.test_rows)
     of_validation = mean_over_runs(form, [validation_scores(run.output_dir) for run in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)

@@ -24,7 +24,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
-from roberta_recipe.tasks import answers, protocol, race, summary_text
+from roberta_recipe.tasks import answers, protocol, race, seeds, summary_text
 from roberta_recipe.training import environment
 from roberta_recipe.training.heads import load_with_head
 
@@ -33,7 +33,7 @@ DEFAULT = "presets/race/paper.yaml"
 
 @dataclass
 class RaceArguments(protocol.FinetuneArguments):
-    """What only RACE needs."""
+    """RACE's flags."""
 
     _argument_group_name = "RACE"
 
@@ -43,13 +43,9 @@ class RaceArguments(protocol.FinetuneArguments):
     level: Literal["all", "middle", "high"] = setting(
         "all", "Train and validate on both levels, or on a single level.", "fixed", shown=True
     )
-    max_option_length: int = setting(
-        128, "Tokens of a question with an option; longer texts are cut, and counted.", "fixed", shown=True
-    )
+    max_option_length: int = setting(128, "Tokens of a question with an option, then cut.", "fixed", shown=True)
     without_article: bool = setting(False, "Show the model no article: what reading is worth.", "fixed", shown=True)
-    max_train_samples: int | None = setting(
-        None, "Train on so many questions only, taken evenly from all.", "fixed", shown=True
-    )
+    max_train_samples: int | None = setting(None, "Train on so many questions, evenly taken.", "fixed", shown=True)
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -65,7 +61,7 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 2. Examples, and whether validation can be believed.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
-    left_out: dict[str, dict[str, str]] = {split: {} for split in splits}  # files without questions, and copies
+    left_out: dict[str, list[str]] = {split: [] for split in splits}  # passages without questions
     with training_args.main_process_first():  # one process downloads
         data = {split: read_split(args, split, left_out[split]) for split in splits}
     articles = {question.article for question in data["train"]}
@@ -73,18 +69,19 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
-    features = {split: make_features(args, questions, tokenizer) for split, questions in data.items()}
+    cut = args.max_seq_length, args.max_option_length, args.without_article
+    features = {split: race.features(questions, tokenizer, *cut) for split, questions in data.items()}
     found = announce(args, data, left_out, features, overlap)
 
     # 4. Every run of the protocol that is not finished yet.
     job = job_of(args, data, features, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run)
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
+    summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
@@ -96,7 +93,6 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[RaceArguments, protocol.FinetuneTrainingArguments], dict]:
-    """The filled dataclasses, and the resolved values as a preset."""
     return protocol.read_arguments(RaceArguments, argv, DEFAULT, __doc__)
 
 
@@ -109,7 +105,7 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
             f"max_seq_length={args.max_seq_length} leaves room for the article; the paper's share of the length: "
             f"--max_option_length {args.max_seq_length // 4}"
         )
-    protocol.check_arguments(args, training_args)
+    protocol.check_arguments(args, training_args, "accuracy", classifies=True)
     if args.data_dir:
         files = (race.files_of(Path(args.data_dir), split, levels_of(args)) for split in ("train", "validation"))
         protocol.check_validation_files(*files)
@@ -119,8 +115,8 @@ def levels_of(args: RaceArguments) -> tuple[str, ...]:
     return race.LEVELS if args.level == "all" else (args.level,)
 
 
-def read_split(args: RaceArguments, split: str, left_out: dict[str, str] | None = None) -> list[race.Question]:
-    """The questions of "train", "validation" or "test"; files that give none are put into `left_out`."""
+def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.Question]:
+    """The questions of "train", "validation" or "test"; passages without questions are added to `left_out`."""
     if args.data_dir:
         questions = race.read_folder(Path(args.data_dir), split, levels_of(args), left_out)
     else:
@@ -136,11 +132,6 @@ def build_model(args: RaceArguments) -> torch.nn.Module:
     return load_with_head(AutoModelForMultipleChoice, args.model_name_or_path, args.head_dropout, args.random_weights)
 
 
-def make_features(args: RaceArguments, questions: list[race.Question], tokenizer) -> race.Features:
-    """Four sequences a question."""
-    return race.features(questions, tokenizer, args.max_seq_length, args.max_option_length, args.without_article)
-
-
 def announce(args: RaceArguments, data, left_out, features: dict[str, race.Features], overlap: int) -> dict:
     """Log what will run, in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
@@ -150,13 +141,11 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
         for level in dict.fromkeys(question.level for question in questions):
             of_level = np.array([question.level == level for question in questions])
             lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
-            of_files = [(name, why) for name, why in left_out[split].items() if name.startswith(f"{level}/")]
-            without, twice = ([name for name, of in of_files if of == why] for why in (race.EMPTY, race.COPY))
+            without = [name for name in left_out[split] if name.startswith(f"{level}/")]
             asked = {question.passage for question in questions if question.level == level}
             counts[f"{split}_{level}"] = row = {
                 "passages": len(asked) + len(without),
                 "passages_without_questions": len(without),
-                "copies_left_out": len(twice),
                 "questions": int(of_level.sum()),
                 "median_tokens": int(np.median(lengths)),
                 "p95_tokens": int(np.percentile(lengths, 95)),
@@ -167,7 +156,6 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
             lines.append(
                 f"Passages    {split}, {level}: {row['passages']:,}"
                 + (f"; no question, and so no example, in {len(without)}: {', '.join(without[:5])}" if without else "")
-                + (f"; copies of another file left out: {len(twice)}, {', '.join(twice[:5])}" if twice else "")
             )
             lines.append(
                 f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
@@ -203,7 +191,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         degenerate=lambda scores: len(np.unique(scores.argmax(-1))) == 1,
         answers=lambda scores: answers_of(data["validation"], scores),
         scored_examples={"validation": len(right)} | (levels if args.level == "all" else {}),
-        baseline=protocol.constant_answer(
+        baseline=seeds.constant_answer(
             {"validation": right},
             race.LETTERS,
             lambda split, letters: measure(data[split], np.eye(len(race.LETTERS))[letters]),

@@ -40,23 +40,17 @@ HALF = 0.5  # the classifier's threshold: above it, having no answer is the more
 
 @dataclass
 class SquadArguments(protocol.FinetuneArguments):
-    """What only SQuAD needs."""
+    """SQuAD's flags."""
 
     _argument_group_name = "SQuAD"
 
     version_2_with_negative: bool = setting(False, "SQuAD 2.0, in which questions may have no answer.", "fixed")
-    data_dir: str | None = setting(
-        None, "Folder of train-v1.1.json, dev-v1.1.json (or v2.0); without it, the Hub.", "content"
-    )
+    data_dir: str | None = setting(None, "Folder of train-v1.1.json, ... (or v2.0); default: the Hub.", "content")
     train_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     validation_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     doc_stride: int = setting(128, "Tokens that neighbouring windows of a long context share.", "fixed", shown=True)
-    max_query_length: int = setting(
-        64, "Tokens of a question; longer questions are cut, and counted.", "fixed", shown=True
-    )
-    passage_first: bool = setting(
-        False, "<s> context </s></s> question </s>, in place of question first.", "fixed", shown=True
-    )
+    max_query_length: int = setting(64, "Tokens of a question; longer ones are cut.", "fixed", shown=True)
+    passage_first: bool = setting(False, "<s> context </s></s> question </s>.", "fixed", shown=True)
     no_answer: Literal["classifier", "null_score"] = setting(
         "classifier",
         "2.0: the paper's binary classifier trained beside the spans, or BERT's null span, its threshold tuned on "
@@ -95,11 +89,11 @@ def main(argv: list[str] | None = None) -> Summary:
     job = job_of(args, data, windows, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run)
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
-    summary = protocol.finish(args, training_args, folder, runs, records, job, resolved)
+    summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in squad.PAPER[version(args)].items())
@@ -117,7 +111,6 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[SquadArguments, protocol.FinetuneTrainingArguments], dict]:
-    """The filled dataclasses, and the resolved values as a preset."""
     return protocol.read_arguments(SquadArguments, argv, DEFAULT, __doc__)
 
 
@@ -146,7 +139,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
     if bool(args.train_file) != bool(args.validation_file):
         raise InputError("train_file and validation_file go together: neither split is used for the other")
-    protocol.check_arguments(args, training_args)
+    protocol.check_arguments(args, training_args, "f1", classifies=False)
     if all(files := [file_of(args, split) for split in FILES]):
         protocol.check_validation_files(*([path] for path in files))
 
@@ -298,16 +291,16 @@ def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def of_last_scores(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """`function`, which keeps its last result for as long as it is called with equal scores: finding spans takes a
-    while, and the best epoch is measured, judged and written down."""
-    last: list[Any] = []  # scores, result
+    """`function` with a cache of its last result: finding spans takes a while, and the best epoch is measured, judged
+    and written down."""
+    last: list[Any] = [None, None]  # scores, result
 
-    def kept(scores: np.ndarray) -> Any:
-        if not last or not np.array_equal(last[0], scores):
+    def cached(scores: np.ndarray) -> Any:
+        if not np.array_equal(last[0], scores):
             last[:] = scores, function(scores)
         return last[1]
 
-    return kept
+    return cached
 
 
 def predict(args: SquadArguments, questions, windows: squad.Windows, scores: np.ndarray) -> dict[str, squad.Spans]:
@@ -378,9 +371,8 @@ def write_predictions(args: SquadArguments, folder: Path, questions, windows: sq
     threshold = measure(args, predicted, questions).get("threshold")
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
     durable.write_json(folder / "predictions.json", texts)
-    durable.write_json(
-        folder / "nbest_predictions.json", {name: squad.n_best(spans) for name, spans in predicted.items()}
-    )
+    n_best = {name: squad.n_best(spans) for name, spans in predicted.items()}
+    durable.write_json(folder / "nbest_predictions.json", n_best)
     if args.version_2_with_negative:  # the best scores over all thresholds are the scores of these two files
         spans_only = {name: spans.answer(None) for name, spans in predicted.items()}
         durable.write_json(folder / "span_predictions.json", spans_only)

@@ -11,14 +11,16 @@ roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the l
 what the model saw at a step.
 """
 
+import dataclasses
 import functools
 import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from transformers import TrainerCallback, pipeline
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import record as records
 from roberta_recipe.args import shown_names
@@ -33,8 +35,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
-from roberta_recipe.tasks import blimp
-from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining, spikes, weights
+from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining, weights
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import PredictedPositions, flops_per_token
 from roberta_recipe.training.pretraining import (
@@ -52,13 +53,13 @@ from roberta_recipe.training.pretraining import (
     skipped_blocks,
     validation_blocks,
 )
-from roberta_recipe.training.step_watch import StepWatch
+from roberta_recipe.training.stopping import Stopping
 
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
 
 
-def main(argv: list[str] | None = None, trained_since_s: float | None = None) -> records.PretrainingRecord:
-    """Run the command line `argv` (the rest: `StepWatch`); returns the run record. Raises `InputError`, `RunError`."""
+def main(argv: list[str] | None = None) -> records.PretrainingRecord:
+    """Run the command line `argv`; returns the run record. Raises `InputError`, `RunError`."""
     argv, started_s = (sys.argv[1:] if argv is None else argv), time.monotonic()
     set_up_logging()
     environment.set_up_process()
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
+    resolved["attn_implementation"] = training_args.attn_implementation
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
@@ -77,7 +79,6 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
     model = build_model(args, training_args, tokenizer)
-    resolved["attn_implementation"] = training_args.attn_implementation
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = build_readers(args, training_args, corpus, tokenizer)
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
     collator = build_collator(args, training_args, tokenizer)
     validation = validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
-    fit_to_memory(args, training_args, model, validation[0], collator)
+    training_args = fit_to_memory(args, training_args, model, validation[0], collator)
     blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
@@ -97,21 +98,18 @@ def main(argv: list[str] | None = None, trained_since_s: float | None = None) ->
         eval_dataset=mask_validation(args, corpus, validation, tokenizer),
         data_collator=collator,
         processing_class=tokenizer,
-        callbacks=listeners(training_args, publisher),
+        callbacks=[hub.PublishCheckpoints(publisher, training_args.save_total_limit)] if publisher else [],
         fingerprint=fingerprint,
         resumed=resumed,
-        watch=StepWatch(args.max_train_minutes, args.rewind_on_spike, trained_since_s, args.cooldown_share),
+        stopping=Stopping(args.max_train_minutes, args.rewind_on_spike, args.cooldown_share),
         skipped=blocks.skipped,
-        also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
-        flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, args.objective),
+        also_measured=blimp_while_training(args, model, tokenizer),
+        flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, model.objectives),
     )
     announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
-    if is_sent_back(trainer, publisher):
-        trained_since_s = trainer.watch.start_s
-        del trainer, model, blocks  # what they hold is freed at the next start
-        return main(argv, trained_since_s)
+    trainer.stopping.end_if_stopped(note_on_push(publisher))
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
@@ -146,13 +144,13 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other; derive the batch."""
+    """Raise `InputError` for values out of range and for choices that exclude each other; fix batch and attention."""
     pretraining.check_text(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.leave_threads_to_worker(args, training_args)
-    args.global_batch_size = batch.derive_batch(training_args, args.global_batch_size)
+    pretraining.resolve(args, training_args)
     environment.check_deepspeed(training_args)
     environment.take_output_dir(training_args, extend=args.resume_despite_changes)
 
@@ -204,20 +202,30 @@ def build_blocks(
     )
 
 
-def fit_to_memory(args: MlmArguments, training_args: MlmTrainingArguments, model, block: Block, collator) -> None:
-    """Check the shared memory of the data workers. With `auto_find_batch_size`: lower the micro-batch until full
-    blocks, made of `block`, fit into memory; the global batch stays."""
+def fit_to_memory(
+    args: MlmArguments, training_args: MlmTrainingArguments, model, block: Block, collator
+) -> MlmTrainingArguments:
+    """Check the shared memory of the data workers. With `auto_find_batch_size`: arguments with the micro-batch lowered
+    until full blocks, made of `block`, fit into memory; the global batch stays."""
     pretraining.check_shared_memory(args, training_args, block, collator)
     if not training_args.auto_find_batch_size:
-        return
+        return training_args
     blocks = functools.partial(full_batch, args, block, collator)
-    batch.lower_to_memory(training_args, model, args.global_batch_size, blocks)
+    micro = batch.lower_to_memory(training_args, model, args.global_batch_size, blocks)
+    steps = batch.accumulation_steps(args.global_batch_size, micro, training_args.world_size)
+    found = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
+    return dataclasses.replace(training_args, **found, auto_find_batch_size=False)
 
 
-def listeners(training_args: MlmTrainingArguments, publisher: hub.Publisher | None) -> list[TrainerCallback]:
-    """The trackers of `report_to`, and what pushes checkpoints to the Hub."""
-    trackers = environment.take_trackers(training_args)
-    return [*trackers, hub.PublishCheckpoints(publisher)] if publisher else trackers
+def blimp_while_training(
+    args: MlmArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[MlmTrainer], dict[str, float]] | None:
+    """BLiMP at each evaluation; None without `blimp_dir`."""
+    if not args.blimp_dir:
+        return None
+    from roberta_recipe.tasks import blimp
+
+    return blimp.while_training(args.blimp_dir, model, tokenizer)
 
 
 def announce_run(
@@ -254,30 +262,10 @@ def announce_run(
         logger.info(line)
 
 
-def is_sent_back(trainer: MlmTrainer, publisher: hub.Publisher | None) -> bool:
-    """Whether a spike of the loss sends the run back to its last checkpoint; then its folder says which blocks it
-    leaves out from there. Raises `Stopped` where a signal ended training, and `RunError`, in all processes, where the
-    run has been sent back too often."""
-    if trainer.watch.spike is not None:
-        note_return(trainer)
-    cut_off = "; a push to the Hub was cut off, and the next push makes up for it"
-    trainer.end_if_stopped(cut_off if publisher and publisher.is_pushing() else "")
-    return trainer.watch.spike is not None
-
-
-def note_return(trainer: MlmTrainer) -> None:
-    """Write into the run's folder to which checkpoint it returns, and without which blocks."""
-    watch = trainer.watch
-    output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    path = checkpoint.find(trainer.args)
-    returned_to = Path(path).name if path else "the beginning"
-    returns = spikes.read_returns(output_dir)
-    spikes.check_returns(returns, step, watch.spike, returned_to)
-    trainer.accelerator.wait_for_everyone()
-    if trainer.is_world_process_zero():
-        blocks = trainer.blocks_of_steps(spikes.STEPS_LEFT_OUT)
-        spikes.write_return(output_dir, returns, step=step, loss=watch.spike, returned_to=returned_to, blocks=blocks)
-    trainer.accelerator.wait_for_everyone()
+def note_on_push(publisher: hub.Publisher | None) -> str:
+    """A note for a run that is stopped, where a push to the Hub is under way."""
+    pushing = publisher and publisher.is_pushing()
+    return "; the process ends after the push to the Hub that is under way" if pushing else ""
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:
@@ -309,6 +297,8 @@ def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
     """The five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
     if not sentences:
         return
+    from transformers import pipeline  # a tenth of a second
+
     fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")
     print()
     for sentence in sentences:

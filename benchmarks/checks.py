@@ -21,7 +21,7 @@ from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.chunks import Chunk, File
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, identified, resolve
 from roberta_recipe.data.order import batches_of
-from roberta_recipe.data.token_cache import CachedBlocks, TokenCache
+from roberta_recipe.data.token_cache import TokenCache
 
 LENGTH = 512  # tokens in a block
 BLOCKS_PER_CHUNK, CHUNKS_PER_FILE = 4000, 25  # about 100 MB a file
@@ -56,8 +56,8 @@ def write_cache(folder: Path, files: int) -> Corpus:
         path.write_text(path.name)
     corpus = resolve(Corpus("random", [Source("random", files=[str(path) for path in texts])]))
     made_from = token_cache.claim(folder / "cache", {"input_format": "full_sentences"})
-    for file in token_cache.shards_of(corpus, 1):
-        token_cache._write_shard(folder / "cache", made_from, file, RandomTokens(corpus), iter(()))
+    for file in itertools.chain.from_iterable(token_cache.shards_of(corpus, 1)):
+        token_cache._write_shard(folder / "cache", made_from, file, iter(()), RandomTokens(corpus))
     return corpus
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         checked = min(us_per_block(cache, args.reads) for _ in range(3))
         file = File(0, "train", 0)
         chunks = [blocks for _, blocks in cache.chunks(file)]
-        hash_s, _ = timed(lambda: [CachedBlocks._open(blocks) for blocks in chunks])
+        hash_s, _ = timed(lambda: [blocks.opened for blocks in chunks])
         print(f"token cache of {args.gb:g} GB, blocks of {LENGTH} tokens: opened in {open_s * 1e3:.1f} ms")
         print(f"  the hash of a chunk of {BLOCKS_PER_CHUNK:,} blocks: {hash_s / len(chunks) * 1e3:.2f} ms")
         print(f"  a block, its share of the hash included: {checked:.1f} us ({1e6 / checked:,.0f} blocks/s)")

@@ -28,7 +28,8 @@ from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import NSP, SOP
-from roberta_recipe.publishing import markdown
+from roberta_recipe.publishing.tables import table
+from roberta_recipe.training.objectives import labels_of_mask
 
 MICRO_BATCH, STEP = 16, 32
 MASKINGS = {
@@ -36,7 +37,7 @@ MASKINGS = {
     "token, exact count": {"mask_count": "exact"},
     "whole_word": {"masking_unit": "whole_word"},
     "span": {"masking_unit": "span"},
-    "span, with sbo": {"masking_unit": "span", "span_boundary": True},
+    "span, with sbo": {"masking_unit": "span", "labels_of_mask": labels_of_mask(["sbo"])},
     "ngram": {"masking_unit": "ngram"},
 }
 
@@ -119,7 +120,7 @@ def main() -> None:
             rows.append(described(name, blocks, seconds, tokenization.boundary_ids(tokenizer)["eos_id"]))
         head = "format", "blocks", "tokens a block", "padded", "documents meet", "sequences a block", "pairs", "label 0"
         head += ("read, tokens/s",)
-        print(f"\n{length} tokens\n\n{markdown.table(head, rows)}\n")
+        print(f"\n{length} tokens\n\n{table(head, rows)}\n")
         collators = {name: MlmCollator(tokenizer, **how) for name, how in MASKINGS.items()}
         collators["token, Hugging Face's"] = Stock(tokenizer)
         rates = timed(collators, plain, args.repeats)
@@ -127,7 +128,7 @@ def main() -> None:
             (name, f"{rate:,.0f}", f"{rate / rates['token'][0]:.2f}", f"{share:.2%}")
             for name, (rate, share) in rates.items()
         ]
-        print(markdown.table(("masking", "blocks/s", "of token's", "predicted"), lines))
+        print(table(("masking", "blocks/s", "of token's", "predicted"), lines))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import numpy as np
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import stream, token_cache, tokenization
 from roberta_recipe.data.chunks import TextReader
-from roberta_recipe.data.order import batches_of, source_of
+from roberta_recipe.data.order import batches_of, place_of
 
 
 def mixing(cache: token_cache.TokenCache, batch: int, names: list[int]) -> list[tuple[str, float, float]]:
@@ -32,7 +32,7 @@ def mixing(cache: token_cache.TokenCache, batch: int, names: list[int]) -> list[
     position = {name: number for number, name in enumerate(names)}
     rows = []
     for number, source in enumerate(cache.corpus.sources):
-        pairs = [(name, name + 1) for name in position if source_of(name) == number and name + 1 in position]
+        pairs = [(name, name + 1) for name in position if place_of(name)[0] == number and name + 1 in position]
         same_batch = [position[left] // batch == position[right] // batch for left, right in pairs]
         together = np.mean(same_batch) if pairs else 0.0
         share = cache.corpus.shares[number]

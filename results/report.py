@@ -24,6 +24,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from roberta_recipe import durable, significance
@@ -32,17 +34,18 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
 from roberta_recipe.presets import check_mapping, load_yaml
-from roberta_recipe.publishing import markdown, minimal_pairs, plots
+from roberta_recipe.publishing import minimal_pairs, plots, tables
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
-from roberta_recipe.publishing.plots import LedgerEntry
 from roberta_recipe.record import (
     BLIMP_NAME,
     CURVE_NAME,
     RECORD_NAME,
     SUMMARY_NAME,
     BlimpRecord,
+    FinetuneRecord,
     PretrainingRecord,
     RunRecord,
+    Summary,
     decimal,
     percent,
     picked_setting,
@@ -78,6 +81,13 @@ class Proof:
     claim: str
     figure: str
     command: str
+
+
+class LedgerEntry(Summary):
+    """A fine-tuning in the ledger (`results/`): only its picked setting, and the runs of that setting."""
+
+    note: str  # on data that are no official split; may be empty
+    runs: list[FinetuneRecord]  # shortened
 
 
 class Ledger(NamedTuple):
@@ -472,11 +482,9 @@ def as_markdown(shown: Sequence[Section], level: int) -> str:
     """Sections as Markdown, with titles of a level."""
     blocks = []
     for section in shown:
-        if section.picture:
-            what = f"![{section.title}]({section.picture})"
-        else:
-            what = markdown.table(section.head, [[markdown.sentence(cell) for cell in line] for line in section.lines])
-        above, below = (map(markdown.sentence, texts) for texts in (section.above, section.below))
+        picture = f"![{section.title}]({section.picture})"
+        what = picture if section.picture else tables.table(section.head, section.lines)
+        above, below = (map(tables.plain, texts) for texts in (section.above, section.below))
         blocks += [f"{'#' * level} {section.title}", *above, what, *below]
     return "\n\n".join(blocks)
 
@@ -487,6 +495,64 @@ def with_section(readme: str, section: str) -> str:
     if not pattern.search(readme):
         raise InputError(f"README.md has no section between {MARKS[0]} and {MARKS[1]}")
     return pattern.sub(lambda _: f"{MARKS[0]}\n{section}\n{MARKS[1]}", readme)
+
+
+def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None:
+    """Loss and perplexity of pretraining runs, by name, over tokens seen, as a PNG; dashed, the unigram entropy. Where
+    a run has BLiMP's curve, a third panel has it."""
+    from matplotlib.ticker import ScalarFormatter
+
+    panels = 2 + any(record.get("blimp_at_steps") for record in records.values())
+    figure, (left, right, *others) = plots.subplots(1, panels, 5.5 * panels, 4.5)
+    for number, (name, record) in enumerate(records.items()):
+        color = f"C{number % 10}"
+        logged = plots.columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
+        steps, losses = plots.columns(record["loss_at_steps"]["train"])
+        left.plot(np.interp(steps, *logged) / 1e6, losses, color=color, alpha=0.4, linewidth=1)
+        steps, losses = plots.columns(record["loss_at_steps"]["validation"])
+        tokens = np.interp(steps, *logged) / 1e6
+        label = f"{name}, {record['parameters'] / 1e6:.1f} M parameters"
+        left.plot(tokens, losses, color=color, marker="o", markersize=3, label=label)
+        left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
+        perplexities = [math.nan if loss is None else math.exp(loss) for loss in losses]
+        right.plot(tokens, perplexities, color=color, marker="o", markersize=3, label=label)
+        if points := record.get("blimp_at_steps"):
+            steps, scores = plots.columns(points)
+            tokens = np.interp(steps, *logged) / 1e6
+            others[0].plot(tokens, plots.times_100(scores), color=color, marker="o", markersize=3, label=label)
+            others[0].set_ylabel("BLiMP, mean over paradigms (%)")
+    left.set_ylabel("masked-LM loss (nats); dots: validation")
+    right.set_ylabel("validation perplexity")
+    right.set_yscale("log")
+    right.yaxis.set(major_formatter=ScalarFormatter(), minor_formatter=ScalarFormatter())
+    for axes in (left, right, *others):
+        axes.set_xlabel("million tokens seen")
+        axes.grid(alpha=0.3, which="both")
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> None:
+    """Validation score times 100 of (name, fine-tuning) over the share of its steps, as a PNG: a line for each run, a
+    panel for each task."""
+    tasks = list(dict.fromkeys(entry["task"] for _, entry in entries))
+    rows = -(-len(tasks) // 3) or 1
+    figure, grid = plots.subplots(rows, 3, 11, 3.6 * rows, squeeze=False)
+    for axes in grid.flat[len(tasks) :]:
+        axes.axis("off")
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        of_task = [(name, entry) for name, entry in entries if entry["task"] == task]
+        for number, (name, entry) in enumerate(of_task):
+            style = {"color": f"C{number}", "linestyle": ("-", "--")[number % 2], "marker": "o", "markersize": 3}
+            for record in entry["runs"]:
+                steps, scores = plots.columns(record["score_at_steps"])
+                axes.plot([step / record["steps"] for step in steps], plots.times_100(scores), **style)
+            axes.plot([], [], label=name, **style)
+        axes.set_title(f"{task}, {of_task[0][1]['metric']}", fontsize=10)
+        axes.set_xlabel("share of the run's steps", fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # below the axes, never on the lines
+    figure.savefig(path, dpi=110)
 
 
 def html_text(text: str) -> str:
@@ -539,9 +605,9 @@ def main(argv: list[str] | None = None) -> None:
     ledger = read(args.results)
     if not ledger.pretrained:
         raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
-    plots.plot_curves(ledger.pretrained, args.results / "curves.png")
+    plot_curves(ledger.pretrained, args.results / "curves.png")
     named = [(_tuned_name(model, entry["resolved_args"]), entry) for (model, _), entry in ledger.tuned.items()]
-    plots.plot_scores(named, args.results / "scores.png")
+    plot_scores(named, args.results / "scores.png")
     shown = sections(ledger)
     page_path, text_path = args.results / "index.html", args.results / "README.md"
     page_path.write_text(page(shown, args.results), encoding="utf-8")

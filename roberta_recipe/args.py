@@ -5,12 +5,12 @@ in tables (Tables 9 and 10 of the appendix); a preset is one column of such a ta
 """
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import math
+import re
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -23,15 +23,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.presets import did_you_mean, read_preset
 
 INHERITED_GROUP = "Hugging Face TrainingArguments"
-_OF_DOCS = {
-    "output_dir",
-    "save_steps",
-    "dataloader_num_workers",
-    "use_cpu",
-    "do_predict",
-    "push_to_hub",
-    "hub_model_id",
-}
+_NOT_GIVEN = object()  # in place of a flag's value
 NUMBERS_END = 2**32  # of whole numbers: seeds of NumPy, sizes and counts of torch are below it
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "kept"]
 
@@ -134,24 +126,23 @@ def _check_numbers(values: dict[str, Any], defaults: dict[str, Any]) -> None:
                 raise InputError(f"{name}={number} must be below 2^32")
 
 
-def hand_over(take: Callable[[dict[str, Any]], Any], values: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """`take(values)`, which hands flags to a library: what the library raises becomes an `InputError` with its words,
-    and with each flag that it would not have been raised without (under its default), or else with all that were set.
-    """
+def _fill(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """`cls(**values)`. What a library raises becomes an `InputError` with its words, and with each flag that it would
+    not have been raised without (under its default), or else with all that were set."""
     try:
-        return take(values)
+        return cls(**values)
     except InputError:
         raise
     except Exception as error:  # each library has exceptions of its own
         chosen = [name for name in values if plain(values[name]) != plain(defaults[name])]
-        guilty = [name for name in chosen if _is_taken(take, {**values, name: defaults[name]})] or chosen
+        guilty = [name for name in chosen if _is_taken(cls, {**values, name: defaults[name]})] or chosen
         said = ", ".join(f"{name}={_written(values[name])}" for name in guilty)
-        raise InputError(f"{said}: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(f"{said}: {type(error).__name__}: {first_line(error)}") from None
 
 
-def _is_taken(take: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> bool:
+def _is_taken(cls: type, values: dict[str, Any]) -> bool:
     try:
-        take(values)
+        cls(**values)
     except Exception:
         return False
     return True
@@ -186,88 +177,45 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
             action.option_strings = spellings
 
 
-class _Help(argparse.Action):
-    """`--help` shows what a recipe needs, `--help all` everything."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.print_help() if values == "all" else parser.print_needed()
-        parser.exit()
+def _groups(dataclass_types: Sequence[type]) -> list[type]:
+    """The flags of argument dataclasses as `HfArgumentParser` takes them: a dataclass for each group of `--help`, named
+    by the class that declares the flags."""
+    groups: dict[str, list[tuple]] = {}
+    for cls in dataclass_types:
+        hints = typing.get_type_hints(cls)
+        for field in (field for field in dataclasses.fields(cls) if field.init):
+            owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
+            metadata = {key: value for key, value in field.metadata.items() if key != "flag"}
+            if hints[field.name] == bool | None and field.default is None:  # `--bf16` alone is true
+                metadata |= {"nargs": "?", "const": True}
+            bare = dataclasses.field(
+                default=field.default, default_factory=field.default_factory, metadata=metadata, kw_only=True
+            )
+            title = getattr(owner, "_argument_group_name", INHERITED_GROUP)
+            groups.setdefault(title, []).append((field.name, hints[field.name], bare))
+    return [
+        dataclasses.make_dataclass("Group", fields, namespace={"_argument_group_name": title})
+        for title, fields in sorted(groups.items(), key=lambda group: group[0] == INHERITED_GROUP)
+    ]
 
 
 class RecipeParser(HfArgumentParser):
-    """`HfArgumentParser` that refuses abbreviations and says what was probably meant. `needed()`: names of inherited
-    flags that `--help` shows."""
+    """`HfArgumentParser` that refuses abbreviations and says what was probably meant."""
 
-    def __init__(self, dataclass_types, needed: Callable[[], Container[str]] = tuple, **kwargs):
-        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
-        self._needed, self._declared = needed, {}
-        self.add_argument(
-            *("-h", "--help"),
-            action=_Help,
-            nargs="?",
-            choices=["all"],
-            metavar="all",
-            help="this list; `--help all`: every flag",
-        )
-
-    def print_needed(self) -> None:
-        """Print help without the inherited flags that no recipe needs."""
-        needed = self._needed()
-        inherited = [group for group in self._action_groups if group.title == INHERITED_GROUP]
-        others = [action for group in inherited for action in group._group_actions if action.dest not in needed]
-        helps = [action.help for action in others]
-        for action in others:
-            action.help = argparse.SUPPRESS
-        if others:
-            self.epilog = (
-                f"{len({action.dest for action in others})} more flags of TrainingArguments are shown by --help all."
-            )
-        self.print_help()
-        self.epilog = None
-        for action, text in zip(others, helps, strict=True):
-            action.help = text
-
-    def _add_dataclass_arguments(self, dtype):
-        """Each field in the group of the class that declares it, so that `--help` has named groups."""
-        hints, groups = typing.get_type_hints(dtype), {}
-        for field in dataclasses.fields(dtype):
-            if not field.init:
-                continue
-            owner = next(cls for cls in dtype.__mro__ if field.name in vars(cls).get("__annotations__", {}))
-            title = getattr(owner, "_argument_group_name", dtype._argument_group_name)
-            if title not in groups:
-                groups[title] = self.add_argument_group(title)
-            bare = copy.copy(field)  # argparse does not know `flag`
-            bare.type = hints[field.name]
-            bare.metadata = {key: value for key, value in field.metadata.items() if key != "flag"}
-            self._parse_dataclass_field(groups[title], bare)
-            if bare.type == bool | None:  # `--bf16` alone is true, as of other switches
-                action = self._option_string_actions[f"--{field.name}"]
-                action.nargs, action.const = "?", True
+    def __init__(self, dataclass_types: Sequence[type], **kwargs):
+        super().__init__(_groups(dataclass_types), allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
-        # before the values of a preset take their place
-        self._declared = self._declared or {action.dest: action.default for action in self._actions}
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [option for action in self._actions for option in action.option_strings if "-" not in option[2:]]
             name = unknown[0].split("=")[0]  # without its value, which may be a secret
-            hint = did_you_mean(name, flags)
+            hint = did_you_mean(name, re.findall(r"--\w+", self.format_help()))
             self.error(f"unknown argument {name!r}{hint} (--help lists all)")
-        _check_numbers(vars(namespace), self._declared)
+        _check_numbers(vars(namespace), {name: self.get_default(name) for name in vars(namespace)})
         return namespace
 
     def error(self, message):
         raise InputError(message)
-
-
-def _needed(dataclass_types: list[type], default_config: str) -> set[str]:
-    """The flags that a recipe needs: those of its presets, those that records show, those that docs name."""
-    shown = {name for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.shown}
-    for path in resolve_path(default_config).parent.glob("*.yaml"):
-        with contextlib.suppress(InputError):  # a preset that is being written
-            shown |= set(read_preset(path, dataclass_types))
-    return shown | _OF_DOCS
 
 
 def parse(
@@ -285,50 +233,43 @@ def parse(
     without flags of a single start (`Flag`). Raises `InputError`.
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
-    parser = RecipeParser(
-        dataclass_types,
-        needed=lambda: _needed(dataclass_types, default_config),
-        description=description,
-        usage=usage,
-    )
+    parser = RecipeParser(dataclass_types, description=description, usage=usage, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="this list")
     parser.add_argument(
         "--config", default=default_config, help="preset; its values are the defaults here, and flags override them"
     )
-    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config.add_argument("--config")
-    untouched = vars(parser.parse_args([]))
-    path = config.parse_known_args(argv)[0].config
-    if {"-h", "--help"} & set(argv) and (path or resolve_path(default_config).is_file()):  # copied scripts may lack it
-        parser.set_defaults(**read_preset(path or default_config, dataclass_types))
-    named = vars(parser.parse_args(argv))
-    values = read_preset(path or default_config, dataclass_types)
-    _check_numbers(values, untouched)
-    given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in argv if argument.startswith("--")}
+    defaults = {name: parser.get_default(name) for cls in dataclass_types for name in flags_of(cls)}
+    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults, _NOT_GIVEN))))
+    path, is_help = given.pop("config"), given.pop("help")
+    given = {name: value for name, value in given.items() if value is not _NOT_GIVEN}
+    if is_help:
+        if path != default_config or resolve_path(path).is_file():  # a copied script may lack it
+            parser.set_defaults(**read_preset(path, dataclass_types))
+        parser.print_help()
+        parser.exit()
+    preset = read_preset(path, dataclass_types)
+    _check_numbers(preset, defaults)
     alternatives += tuple(pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ()))
-    for pair in alternatives:
-        for name, other in (pair, pair[::-1]):
-            if name in given and named[name] and other not in given:
-                values.pop(other, None)
-    for name, other in (pair for cls in dataclass_types for pair in getattr(cls, "replaces", ())):
-        if name in given and other not in given:
-            values.pop(other, None)
-    parser.set_defaults(**values)
-    namespace = vars(parser.parse_args(argv))
+    replaced = [pair for name, other in alternatives for pair in ((name, other), (other, name)) if given.get(pair[0])]
+    replaced += [pair for cls in dataclass_types for pair in getattr(cls, "replaces", ()) if pair[0] in given]
+    for _, other in replaced:
+        preset.pop(other, None)
+    values = {**defaults, **preset, **given}
     for name, other in alternatives:
-        if namespace[name] and namespace[other]:
+        if values[name] and values[other]:
             raise InputError(
-                f"{name}={namespace[name]} and {other}={namespace[other]} exclude each other; leave one of them out"
+                f"{name}={values[name]} and {other}={values[other]} exclude each other; leave one of them out"
             )
 
     filled, resolved = [], {}
     for cls in dataclass_types:
         flags = flags_of(cls)
-        check_kept(cls, namespace, untouched)
-        _check_no_secret(flags, namespace)
-        for name, flag in flags.items():
-            value = namespace[name]
-            if flag.resume != "start" and not (value is None and untouched[name] is None):
-                resolved[name] = plain(value)
-        chosen = {name: namespace[name] for name in flags}
-        filled.append(hand_over(lambda values, cls=cls: cls(**values), chosen, untouched))
+        check_kept(cls, values, defaults)
+        _check_no_secret(flags, values)
+        filled.append(_fill(cls, {name: values[name] for name in flags}, defaults))
+        resolved |= {
+            name: plain(values[name])
+            for name, flag in flags.items()
+            if flag.resume != "start" and not (values[name] is None and defaults[name] is None)
+        }
     return filled, resolved

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -150,46 +150,46 @@ def unsealed(values: Any) -> dict[str, Any]:
     return values
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
-
-
-def _write_manifest(folder: Path, others: dict[str, Any]) -> None:
-    """Make the files of a folder durable, and write their sizes and SHA-256, with `others` beside them."""
-    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, sha256(path)] for path in _files(folder)}
-    for path in folder.rglob("*"):
+def seal(folder: Path) -> None:
+    """Make the files of a finished folder durable, then write their sizes and SHA-256 into its manifest."""
+    paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
+    for path in (*paths, folder, folder.parent):
         sync(path)
-    write_json(folder / MANIFEST, {"files": files, **others})
+    files = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, sha256(path)] for path in paths if path.is_file()
+    }
+    write_json(folder / MANIFEST, {"files": files})
 
 
-def move_into_place(aside: Path, target: Path, replace: bool = True, **others: Any) -> None:
-    """Give the finished folder `aside` a manifest (sizes, SHA-256; `others`), make it durable, rename it to `target`.
+def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
+    """Seal the finished folder `aside` and rename it to `target`.
 
     An older folder of that name is deleted only when the new folder is on the disk; without `replace`, raises `OSError`
     where it is not empty.
     """
-    _write_manifest(aside, others)
+    seal(aside)
     if replace:
         shutil.rmtree(target, ignore_errors=True)
     os.replace(aside, target)
     sync(target.parent)
 
 
-def move_files_into_place(aside: Path, target: str | Path) -> None:
+def move_files_into_place(aside: Path, target: Path) -> None:
     """Move the files of the finished folder `aside` into the existing folder `target`, with a manifest of them alone.
 
     While they are moved, `target` has no manifest: files of two folders never stand under one.
     """
-    _write_manifest(aside, {})
-    Path(target, MANIFEST).unlink(missing_ok=True)
+    seal(aside)
+    (target / MANIFEST).unlink(missing_ok=True)
     sync(target)
     for path in sorted(aside.iterdir(), key=lambda path: path.name == MANIFEST):  # it comes last
-        path.replace(Path(target, path.name))
+        path.replace(target / path.name)
     sync(target)
+    aside.rmdir()
 
 
 def keep_only(folder: str | Path, kept: str) -> None:
-    """Delete the files of a folder that `move_into_place` made, except `kept`; the manifest then lists `kept` alone, as
+    """Delete the files of a folder that is sealed, except `kept`; the manifest then lists `kept` alone, as
     it was written. A folder whose manifest cannot be read stays as it is: `fault` says so to its next reader."""
     folder = Path(folder)
     others = [path for path in folder.glob("*") if path.name not in (kept, MANIFEST)]
@@ -206,7 +206,7 @@ def keep_only(folder: str | Path, kept: str) -> None:
 def fault(
     folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] = lambda name: True
 ) -> str | None:
-    """What is wrong with a folder that `move_into_place` made, or with the files of it whose names are `only` these:
+    """What is wrong with a folder that is sealed, or with the files of it whose names are `only` these:
     None where it is as it was written, and has the files `needed`."""
     folder = Path(folder)
     try:

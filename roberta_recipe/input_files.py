@@ -73,3 +73,17 @@ def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
 def is_text(value: Any) -> bool:
     """Whether `value` is a string that UTF-8 can hold (a JSON string may hold half of a surrogate pair)."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def load_from_hub(name: str, *config: str, split: str, instead: str) -> Any:
+    """A split (`datasets.Dataset`) of a dataset on the Hub. Raises `InputError` with its name, and the local files to
+    give `instead`."""
+    import datasets  # here: local files need no `datasets`
+
+    try:
+        return datasets.load_dataset(name, *config, split=split)
+    except Exception as error:  # the Hub client raises a dozen kinds
+        what = ", ".join([*config, split])
+        raise InputError(
+            f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
+        ) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import is_text, read_text, resolve_path
@@ -75,60 +76,36 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+# what pydantic calls what is wrong with a value, in the words of a preset
+_WORDS = {
+    **{"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"},
+    **{"list_type": "a list", "dict_type": "`key: value` lines", "none_required": "null"},
+}
+
+
 def check_type(value: Any, hint: Any) -> Any:
     """`value` as the annotation `hint` wants it (an int becomes a float there). Raises `TypeError`."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        # An Enum member's value is a plain string in a preset, so the Enum is asked before `str`.
-        for option in sorted(inner, key=lambda o: not (isinstance(o, type) and issubclass(o, Enum))):
-            try:
-                return check_type(value, option)
-            except TypeError:
-                if isinstance(option, type) and issubclass(option, Enum) and isinstance(value, str):
-                    raise
-        raise TypeError(describe_type(hint))
-    if origin is typing.Literal:
-        if any(value == option and type(value) is type(option) for option in inner):
-            return value
-        raise TypeError(describe_type(hint))
-    if origin in (list, dict):
-        if not isinstance(value, origin):
-            raise TypeError(describe_type(hint))
-        if origin is list and inner:
-            return [check_type(item, inner[0]) for item in value]
-        if inner:
-            return {check_type(key, inner[0]): check_type(item, inner[1]) for key, item in value.items()}
-        return value
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        if value in [member.value for member in hint]:
-            return value
-        raise TypeError(describe_type(hint))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and not is_text(value):
+    if any(isinstance(text, str) and not is_text(text) for text in (value if isinstance(value, list) else [value])):
         raise TypeError("text that UTF-8 can hold")
-    if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
-        return value
-    raise TypeError(describe_type(hint))
+    try:
+        return TypeAdapter(_as_written(hint)).validate_python(value, strict=True)
+    except ValidationError as error:
+        found = [(each, each["loc"][-1:]) for each in error.errors()]
+        wanted = [_WORDS.get(each["type"], each["msg"].removeprefix("Input should be ")) for each, _ in found]
+        entries = [f" (entry {at[0] + 1})" if at and isinstance(at[0], int) else "" for _, at in found]
+        raise TypeError(" or ".join(dict.fromkeys(map("".join, zip(wanted, entries, strict=True))))) from None
 
 
-def describe_type(hint: Any) -> str:
-    """The annotation in words, for an error message."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe_type(option) for option in inner)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(repr(option) for option in inner)
-    if origin is list and inner:
-        return f"a list of {describe_type(inner[0])}"
-    if origin is dict:
-        return "`key: value` lines"
+def _as_written(hint: Any) -> Any:
+    """The annotation with the values of an Enum in its place, and without the `str` that `TrainingArguments` has beside
+    one."""
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(repr(member.value) for member in hint)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+        return typing.Literal[tuple(member.value for member in hint)]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [(option, _as_written(option)) for option in typing.get_args(hint)]
+        has_enum = any(before is not after for before, after in inner)
+        return typing.Union[tuple(after for _, after in inner if not (has_enum and after is str))]  # noqa: UP007
+    return hint
 
 
 def read_preset(path: str | Path, dataclass_types: list[type]) -> dict[str, Any]:

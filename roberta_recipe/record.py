@@ -18,6 +18,7 @@ from roberta_recipe.log import is_first_process
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
 TIME_LIMIT = "max_train_minutes"  # what ended a run before its last step, which the same command continues
+SKIPPED_NAME = "skipped_blocks.json"  # every loss spike of a run, and the blocks that it leaves out since then
 INDEX_NAME = "chunks.index"  # where the chunks of the text begin that a run reads
 HASHES_NAME = ".file_hashes.json"  # of the text, also in a token cache; hidden, or it would be a text file to a user
 HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run

@@ -1,5 +1,7 @@
 """How this process was started: by a launcher or by hand, with which command and which environment."""
 
+import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -10,7 +12,12 @@ import psutil
 
 # torchrun sets the first for what it starts, `accelerate launch` the second; nobody sets them by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
-_parent = os.getppid()  # at the beginning, when it lives
+
+
+@functools.cache
+def _parent() -> int:
+    """The parent process at the first call, which `exit_on_error` makes while it lives; workers inherit the answer."""
+    return os.getppid()
 
 
 def by_launcher() -> bool:
@@ -19,47 +26,25 @@ def by_launcher() -> bool:
 
 
 def launcher() -> int | None:
-    """The process of the launcher, on Linux; else None."""
-    return _parent if sys.platform == "linux" and by_launcher() else None
-
-
-def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended, if only its main thread so far; False where none did,
-    or none is known."""
-    if launcher() is None:
-        return False
-    try:
-        return os.getppid() != _parent or psutil.Process(_parent).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def continue_with() -> str:
-    """A sentence with the command that this process, or its launcher, was started with."""
-    return f"Continue with: {_command}"
+    """The process of the launcher; None where there is none."""
+    return _parent() if by_launcher() else None
 
 
 def threads_are_the_users() -> bool:
     """Whether the user has set OMP_NUM_THREADS, which launchers set to 1 for what they start; where the system does not
-    tell, a 1 is taken for a launcher's."""
-    if "OMP_NUM_THREADS" not in os.environ or not by_launcher():
+    say, a 1 is taken for a launcher's."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or not by_launcher():
         return "OMP_NUM_THREADS" in os.environ
-    if os.environ["OMP_NUM_THREADS"] != "1":
-        return True
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in _of_process(launcher(), "environ"))
+    with contextlib.suppress(psutil.Error):
+        return "OMP_NUM_THREADS" in psutil.Process(_parent()).environ()
+    return False
 
 
-def _of_process(pid: int | None, name: str) -> list[bytes]:
-    """The entries of a file of Linux's /proc that are separated by null bytes; empty where there is none."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")[:-1]
-    except OSError:
-        return []
-
-
-def _as_typed(words: list[str]) -> str:
-    """A command as a user types it: a launcher without the interpreter in front of it, programs without the folder in
-    which the shell finds them, or relative to the current folder."""
+@functools.cache
+def continue_with() -> str:
+    """A sentence with the command that continues a run: the launcher's or, without one, this process's, as a user types
+    it (a launcher without its interpreter, programs as the shell finds them or relative to the current folder)."""
+    words = _words()
     if Path(words[0]).name.startswith("python") and Path((*words, "")[1]).name in ("accelerate", "torchrun"):
         words = words[1:]
     program = Path(words[0])
@@ -67,15 +52,10 @@ def _as_typed(words: list[str]) -> str:
         words = [program.name, *words[1:]]
     elif program.is_relative_to(Path.cwd()):
         words = [str(program.relative_to(Path.cwd())), *words[1:]]
-    return shlex.join(words)
+    return f"Continue with: {shlex.join(words)}"
 
 
 def _words() -> list[str]:
-    """The command line of the launcher or, without one, of this process; of systems without /proc too."""
-    try:
-        return (by_launcher() and psutil.Process(_parent).cmdline()) or sys.orig_argv
-    except psutil.Error:
-        return sys.orig_argv
-
-
-_command = _as_typed(_words())
+    with contextlib.suppress(psutil.Error):
+        return (by_launcher() and psutil.Process(_parent()).cmdline()) or sys.orig_argv
+    return sys.orig_argv

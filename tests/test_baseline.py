@@ -9,7 +9,7 @@ import pytest
 import finetune_glue
 import finetune_race
 import finetune_squad
-from roberta_recipe.tasks import glue, glue_metric, protocol, race, squad
+from roberta_recipe.tasks import glue, glue_scores, race, seeds, squad
 from roberta_recipe.tasks.squad_scores import score_2
 
 
@@ -19,11 +19,11 @@ def accuracy(wanted):
 
 def test_the_first_split_says_which_answer_is_the_most_frequent():
     wanted = {"validation_matched": [0, 2, 2, 1], "validation_mismatched": [0, 0, 0, 2, 1]}
-    found = protocol.constant_answer(wanted, ("yes", "maybe", "no"), accuracy(wanted))
+    found = seeds.constant_answer(wanted, ("yes", "maybe", "no"), accuracy(wanted))
     assert found == {"answer": "no", "metrics": {"accuracy": 0.5, "accuracy_mismatched": 0.2}}
     wanted = {"validation": [1, 0, 0, 1]}
-    assert protocol.constant_answer(wanted, "AB", accuracy(wanted))["answer"] == "A"  # of equals, the first
-    assert protocol.constant_answer({"validation": [2.5, 0.0]}, (), None) is None  # scores, not classes
+    assert seeds.constant_answer(wanted, "AB", accuracy(wanted))["answer"] == "A"  # of equals, the first
+    assert seeds.constant_answer({"validation": [2.5, 0.0]}, (), None) is None  # scores, not classes
 
 
 def glue_job(name, labels, model_dir, tokenizer):
@@ -53,7 +53,7 @@ def test_glue(name, answer, metrics, model_dir, tokenizer):
 def test_a_correlation_has_no_majority(model_dir, tokenizer):
     job = glue_job("stsb", [2.5, 5.0, 2.5, 0.0], model_dir, tokenizer)
     assert job.baseline is None and job.scored_examples == {"validation": 4}
-    of_constant = glue_metric.scores(glue.TASKS["stsb"].metrics, np.full(4, 2.5), np.array([2.5, 5.0, 2.5, 0.0]))
+    of_constant = glue_scores.scores(glue.TASKS["stsb"].metrics, np.full(4, 2.5), np.array([2.5, 5.0, 2.5, 0.0]))
     assert all(math.isnan(value) for value in of_constant.values())
 
 

@@ -21,7 +21,7 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import hub, minimal_pairs
 from roberta_recipe.record import read_record
-from roberta_recipe.tasks import blimp, protocol, pseudo_likelihood
+from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.tools import blimp as tool
 from roberta_recipe.tools import compare, evaluate
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -223,7 +223,7 @@ def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
 def test_pairs_from_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        protocol, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or blimp_rows(uid, 2)
+        blimp, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or blimp_rows(uid, 2)
     )
     assert len(blimp.read(None).good) == 134
     assert asked[0] == ("nyu-mll/blimp", "anaphor_gender_agreement", "train") and len(set(asked)) == 67
@@ -347,9 +347,9 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     train_mlm.main(["--config", preset, "--max_steps", "1"])
     tool.main(["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(data_dir), "--random_seeds", "0"])
     assert durable.fault(tmp_path / "run") is None  # the model's manifest still holds
-    files, shown = hub.contents("me/mine", tmp_path / "run")
-    assert "blimp.json" in files and "| mine | pseudo-log-likelihood |" in shown.content
-    assert minimal_pairs.EXPLAINED in shown.content
+    shown = (hub.prepare("me/mine", tmp_path / "run") / "README.md").read_text()
+    assert "blimp.json" in hub.PUBLISHED and "| mine | pseudo-log-likelihood |" in shown
+    assert minimal_pairs.EXPLAINED in shown
 
 
 def test_no_sentence_of_blimp_is_in_the_repository(root):

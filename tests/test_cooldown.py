@@ -8,7 +8,7 @@ from conftest import end_well, forked_ranks
 
 import train_mlm
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import step_watch
+from roberta_recipe.training import stopping
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 CONSTANT = ["--lr_scheduler_type", "constant_with_warmup", "--max_steps", "100000"]
@@ -23,15 +23,15 @@ def rates(folder):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of `step_watch`, which goes 6 s in a step."""
-    now_s, step = [0.0], MlmTrainer.begin_step
+    """The time of `stopping`, which goes 6 s in a step."""
+    now_s, step = [0.0], MlmTrainer.end_step
 
     def ticking(self):
         now_s[0] += 6.0
         step(self)
 
-    monkeypatch.setattr(MlmTrainer, "begin_step", ticking)
-    monkeypatch.setattr(step_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(MlmTrainer, "end_step", ticking)
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
 
@@ -48,15 +48,9 @@ def test_the_rate_is_constant_then_falls_with_the_clock(preset, tmp_path, clock)
     assert rates(tmp_path / "run")[10:] == pytest.approx([2e-3 * share for share in shares], rel=1e-5)
 
 
-def test_a_start_that_returns_to_a_checkpoint_keeps_the_clock(preset, tmp_path, clock):
-    """45 s have passed before its first step (the second rate is a half by the warm-up)."""
-    assert train_mlm.main(["--config", preset, *ONE_MINUTE], trained_since_s=-45.0)["steps"] == 3
-    assert rates(tmp_path / "run") == pytest.approx([0, 1e-3 * 0.5 * 0.5, 1e-3 * 0.3], rel=1e-5)
-
-
 def test_all_processes_have_the_first_ones_clock(preset, tmp_path, clock):
     def call(rank):
-        step_watch.time.monotonic = lambda: clock[0] * (1 + rank)
+        stopping.time.monotonic = lambda: clock[0] * (1 + rank)
         found, log = [], MlmTrainer.log
         MlmTrainer.log = lambda self, logs, *rest: found.append(logs.get("learning_rate")) or log(self, logs, *rest)
         train_mlm.main(["--config", preset, *ONE_MINUTE, "--per_device_train_batch_size", "4"])

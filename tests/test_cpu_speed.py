@@ -108,6 +108,7 @@ def test_every_attention_gives_a_model_the_same_loss_and_gradient(config, padded
     if padded:
         inputs["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [3], [17], [40], [1], [39]])).long()
     found = {}
+    attention.register()
     for name in ("sdpa", "eager", "blockwise"):
         torch.manual_seed(0)
         model = transformers.RobertaForMaskedLM(config).train()

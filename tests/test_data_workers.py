@@ -14,9 +14,8 @@ import torch
 from conftest import Forked
 from test_resume import SAVING, WORKER, train, wait_for_line
 
-from roberta_recipe.data import stream
 from roberta_recipe.errors import InputError, RunError, Stopped
-from roberta_recipe.training import step_watch
+from roberta_recipe.training import data_loading, data_workers
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
@@ -52,8 +51,8 @@ def test_a_step_of_many_micro_batches_passes_the_usual_limit_of_open_files(prese
 
 def test_too_little_shared_memory_is_said_before_training(preset, tmp_path, monkeypatch):
     """A bus error of a data worker otherwise. The bytes are those of a step's tensors."""
-    sent, pack = [], stream.packed
-    monkeypatch.setattr(stream, "packed", lambda batches: sent.append(pack(batches)) or sent[-1])
+    sent, pack = [], data_loading.packed
+    monkeypatch.setattr(data_loading, "packed", lambda batches: sent.append(pack(batches)) or sent[-1])
     train(preset, "--max_steps", 1, "--output_dir", tmp_path / "measured")
     step_bytes = sum(column.nbytes for column in sent[0][0].values())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3.5 * step_bytes))
@@ -68,22 +67,22 @@ def stuck(preset, tmp_path, monkeypatch):
     """A function that starts a run whose data worker stops at the fourth step, and waits until it does."""
 
     def start(how):
-        def stopping(self, blocks):
+        def stopping(*args):
             numbers.append(0)
             if len(numbers) == 4 and how == "silent":
                 # as in a library's call that does not return
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
                 (tmp_path / "stops").touch()
                 time.sleep(1000)
-            columns, shapes, record = collate(self, blocks)
+            columns, shapes, record = collate(*args)
             if len(numbers) == 4:
                 (tmp_path / "stops").touch()
                 shapes[0]["lost"] = lambda: None  # cannot be pickled, which the queue's thread alone sees
             return columns, shapes, record
 
-        numbers, collate = [], stream.MicroBatches.__call__
-        monkeypatch.setattr(stream.MicroBatches, "__call__", stopping)
-        monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
+        numbers, collate = [], data_loading.micro_batches
+        monkeypatch.setattr(data_loading, "micro_batches", stopping)
+        monkeypatch.setattr(data_workers, "POLL_S", 0.1)
         run = Forked(lambda: train(preset, *SAVING, *WORKER), tmp_path / "log")
         wait_for_line(run, "step 3/12  loss", 1)
         while not (tmp_path / "stops").exists():
@@ -95,8 +94,8 @@ def stuck(preset, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["silent", "lost"])
 def test_a_data_worker_that_is_stuck_is_a_line(stuck, monkeypatch, how):
-    monkeypatch.setattr(step_watch, "STUCK_S", 1.0)
-    monkeypatch.setattr(step_watch, "ANNOUNCE_S", 0.3)
+    monkeypatch.setattr(data_workers, "STUCK_S", 1.0)
+    monkeypatch.setattr(data_workers, "ANNOUNCE_S", 0.3)
     run = stuck(how)
     workers = psutil.Process(run.pid).children()
     assert run.end() == 1, run.log
@@ -109,7 +108,7 @@ def test_a_data_worker_that_is_stuck_is_a_line(stuck, monkeypatch, how):
 
 @pytest.mark.parametrize(("number", "by", "code"), [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGINT, "Ctrl-C", 130)])
 def test_a_signal_ends_the_wait_for_a_data_worker_that_is_stuck(stuck, monkeypatch, number, by, code):
-    monkeypatch.setattr(step_watch, "GRACE_S", 0.5)
+    monkeypatch.setattr(data_workers, "GRACE_S", 0.5)
     run = stuck("silent")
     os.kill(run.pid, number)
     assert run.end() == code, run.log
@@ -118,8 +117,8 @@ def test_a_signal_ends_the_wait_for_a_data_worker_that_is_stuck(stuck, monkeypat
 
 def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
     """Its batches are in the queue, but their file descriptors are not, for which `DataLoader` waits without end."""
-    monkeypatch.setattr(step_watch, "DATA_POLL_S", 0.1)
-    monkeypatch.setattr(step_watch, "GRACE_S", 0.5)
+    monkeypatch.setattr(data_workers, "POLL_S", 0.1)
+    monkeypatch.setattr(data_workers, "GRACE_S", 0.5)
     run = Forked(lambda: train(preset, *SAVING, *WORKER, "--max_steps", 5000), tmp_path / "log")
     wait_for_line(run, "step 3/", 1)
     (worker,) = psutil.Process(run.pid).children()
@@ -131,47 +130,33 @@ def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("signaled", "step", "reads", "waited_s", "ending"),
+    ("signaled_by", "reads", "waited_s", "ending"),
     [
-        (0, 9, True, 3600, None),  # a resume reads text for an hour
-        (0, 9, False, 590, None),
-        (0, 9, False, 610, RunError),
-        (signal.SIGTERM, 9, False, 10, None),
-        (signal.SIGTERM, 9, False, 30, Stopped),
-        (signal.SIGTERM, 9, True, 3600, None),  # steps since the checkpoint would be lost
-        (signal.SIGTERM, 6, True, 30, Stopped),
-        (0, 9, None, 590, None),  # a token cache
-        (0, 9, None, 610, RunError),
-        (signal.SIGTERM, 9, None, 30, Stopped),
+        (None, True, 3600, None),  # workers tokenize text for an hour
+        (None, False, 590, None),
+        (None, False, 610, RunError),
+        ("SIGTERM", False, 15, None),
+        ("SIGTERM", False, 30, Stopped),
+        ("SIGTERM", True, 3600, None),  # steps since the checkpoint would be lost
+        (None, None, 590, None),  # a token cache
+        (None, None, 610, RunError),
+        ("SIGTERM", None, 30, Stopped),
     ],
 )
-def test_how_long_a_step_waits_for_data(monkeypatch, signaled, step, reads, waited_s, ending):
-    """A run that was resumed at step 6, in step `step` + 1."""
-    watch, clock = step_watch.StepWatch(), [1000.0]
-    state = SimpleNamespace(global_step=step)
-    watch.trainer = SimpleNamespace(state=state, _first_step=6, _last_good=lambda: "Kept.")
-    watch.told[0] = signaled
-    monkeypatch.setattr(step_watch.time, "monotonic", lambda: clock[0])
+def test_how_long_a_step_waits_for_data(monkeypatch, signaled_by, reads, waited_s, ending):
+    clock, progress = [1000.0], None if reads is None else torch.zeros(1)
+    state, stopping = SimpleNamespace(global_step=9), SimpleNamespace(signaled_by=signaled_by)
+    trainer = SimpleNamespace(state=state, stopping=stopping, _last_good=lambda: "Kept.")
+    monkeypatch.setattr(data_workers.time, "monotonic", lambda: clock[0])
     raised = None
-    for waited in range(5, waited_s + 1, 5):
-        clock[0] += 5
-        try:
-            watch.check_wait(waited, None if reads is None else torch.tensor([[waited * reads]]))
-        except RunError as error:
-            raised = type(error)
-            break
+    with data_workers.DataTimeout(trainer, progress) as wait:
+        for _ in range(5, waited_s + 1, 5):
+            clock[0] += 5
+            if reads:
+                progress += 1
+            try:
+                wait.check()
+            except RunError as error:
+                raised = type(error)
+                break
     assert raised is ending
-
-
-def test_a_worker_that_is_killed_as_training_ends_is_a_line(tmp_path):
-    """`DataLoader` raises while it is deleted, where nothing can catch it; another error keeps its traceback."""
-
-    def delete(self):
-        raise RuntimeError("said as it was deleted")
-
-    for name, in_a_line in (("_MultiProcessingDataLoaderIter", True), ("Another", False)):
-        delete.__qualname__ = f"{name}.__del__"
-        run = Forked(type(name, (), {"__del__": delete}), tmp_path / name)
-        assert run.end() == 0 and "said as it was deleted" in run.log
-        assert ("Traceback" not in run.log) is in_a_line
-        assert ("warning: a data worker is gone" in run.log) is in_a_line

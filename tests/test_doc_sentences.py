@@ -12,6 +12,7 @@ import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.training import cpu_kernels, varlen
+from roberta_recipe.training.attention import register
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 
@@ -28,7 +29,8 @@ def blocks(tokenizer):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE, varlen.VARLEN])
 def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, blocks, attention, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", attention_by_definition)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_definition)
+    register()
     torch.manual_seed(0)
     config.initializer_range = 0.5
     model = RobertaForMaskedLM(config)

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from conftest import Forked, run_python
 from official_files import write_glue
-from transformers import TrainerCallback
 
 import finetune_glue
 import train_mlm
@@ -23,7 +22,7 @@ from roberta_recipe.errors import InputError, Stopped, exit_on_error
 from roberta_recipe.hardware import lost_process
 from roberta_recipe.publishing import plots
 from roberta_recipe.tools import compare
-from roberta_recipe.training import checkpoint, durable_trainer, environment, step_watch
+from roberta_recipe.training import checkpoint, durable_trainer, environment, stopping
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -56,19 +55,14 @@ def at_step(monkeypatch):
     """A function that has `call()` called at the end of a step, once."""
 
     def arrange(step, call):
-        class Once(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                if state.global_step == step and calls:
-                    calls.pop()()
+        original, calls = durable_trainer.StepBoundaries.on_step_end, [call]
 
-        original = durable_trainer.StepBoundaries.__init__
-        calls = [call]
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step and calls:
+                calls.pop()()
+            original(self, args, state, control, **kwargs)
 
-        def begin(self, trainer):
-            original(self, trainer)
-            trainer.add_callback(Once())
-
-        monkeypatch.setattr(durable_trainer.StepBoundaries, "__init__", begin)
+        monkeypatch.setattr(durable_trainer.StepBoundaries, "on_step_end", on_step_end)
 
     return arrange
 
@@ -111,7 +105,6 @@ def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path
             yield batch
 
     monkeypatch.setattr(MlmTrainer, "_equally_many", slowly)
-    monkeypatch.setattr(step_watch, "_MOST_OF_A_CALL_S", 5.0)
     evaluating = ["--eval_strategy", "steps", "--eval_steps", 5, "--dataloader_num_workers", 1]
     run = Forked(lambda: train(preset, *SAVING, *evaluating), tmp_path / "log")
     deadline_s = time.monotonic() + 60
@@ -125,7 +118,7 @@ def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path
 
 
 def test_a_second_interrupt_ends_at_once(preset, tmp_path, at_step, monkeypatch):
-    monkeypatch.setattr(step_watch, "_SAME_INTERRUPT_S", 0.0)
+    monkeypatch.setattr(stopping, "_SAME_INTERRUPT_S", 0.0)
 
     def twice():
         send(signal.SIGINT)()
@@ -244,14 +237,13 @@ def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
     assert flags == f"'{script}' --train_file 'my text/*.txt'\n"
 
 
-def test_the_command_that_continues_is_known_without_proc(monkeypatch):
-    """As on macOS; a launcher's is asked of the system."""
-    monkeypatch.setattr(started, "_of_process", lambda *_: [])
+def test_the_command_that_continues_is_the_launcher_s(monkeypatch):
+    """Or this process's own, where the launcher's cannot be read."""
     assert started._words() == sys.orig_argv
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(started, "_parent", 1)
+    monkeypatch.setattr(started, "_parent", lambda: 1)
     assert started._words() == (psutil.Process(1).cmdline() or sys.orig_argv)
-    monkeypatch.setattr(started, "_parent", 2**22 + 1)  # no process
+    monkeypatch.setattr(started, "_parent", lambda: 2**22 + 1)  # no process
     assert started._words() == sys.orig_argv
 
 
@@ -275,15 +267,6 @@ def test_a_data_worker_s_end_is_seen_behind_another_error():
     except KeyError as error:
         assert lost_process(error) == "a data worker is gone"
     assert lost_process(KeyError("thread")) is None
-
-
-def test_a_data_worker_s_end_that_nothing_can_catch_is_a_line(capfd, monkeypatch):
-    """Torch's handler may raise within a callback of Python's, which prints a traceback and goes on."""
-    error = RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed.")
-    errors._print_ignored(
-        types.SimpleNamespace(object=test_the_lock_of_a_build_that_was_killed_is_removed, exc_value=error)
-    )
-    assert capfd.readouterr().err == f"warning: a data worker is gone: {error}\n"
 
 
 def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path, monkeypatch):
@@ -319,8 +302,8 @@ def killed_at(tmp_path, monkeypatch):
 
 
 def test_what_was_written_of_a_best_epoch_is_no_file_of_the_next(glue, tmp_path, killed_at):
-    killed_at(".partial/best/manifest.json", lambda: glue("run"))
-    assert list(tmp_path.glob("run/lr*/.partial/best/*.tmp"))
+    killed_at(".tmp/manifest.json", lambda: glue("run"))
+    assert list(tmp_path.glob("run/lr*/best.*.tmp/*.tmp"))
     glue("run")
     assert list(tmp_path.glob("run/lr*/best/manifest.json")) and not list(tmp_path.rglob("*.tmp"))
 
@@ -390,26 +373,6 @@ def test_a_forked_worker_that_is_ended_as_it_begins_prints_nothing(tmp_path):
     assert process.log == f"worker: {128 + signal.SIGTERM}\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(tmp_path, number, code):
-    """In the end of an object, in a weak reference's callback: Python prints the exception there, and goes on."""
-
-    class Ends:
-        def __del__(self):
-            os.kill(os.getpid(), number)
-            for _ in range(100):  # the handler runs here
-                pass
-
-    def run():
-        Ends()
-        time.sleep(20)
-
-    process = Forked(run, tmp_path / "log")
-    assert process.end() == code
-    (line,) = process.log.splitlines()
-    assert line.startswith("ended by ")
-
-
 def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):
     """As a launcher does to each process once one has failed."""
 
@@ -442,13 +405,7 @@ def test_output_that_nobody_reads_any_more_ends_a_command_in_silence(tmp_path, l
     assert (tmp_path / "log.txt").read_text() == ""
 
 
-def test_closed_and_narrow_output_is_no_traceback(tmp_path):
-    def closed():
-        sys.stdout = sys.stderr = None  # as Python has them after `>&- 2>&-`
-        exit_on_error(lambda: print("nobody reads it"))
-
-    assert Forked(closed, tmp_path / "closed").end() == 0
-
+def test_a_character_that_the_terminal_lacks_is_an_escape(tmp_path):
     def latin():
         sys.stdout.reconfigure(encoding="latin-1", errors="strict")
         exit_on_error(lambda: print("é → e"))

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import math
-import typing
 import weakref
 
 import pytest
@@ -22,7 +21,8 @@ from roberta_recipe.tools.estimate import GIB, Estimate, Hardware, Zero, memory_
 from roberta_recipe.training import objectives, optimizers
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token
+from roberta_recipe.training.modeling import RobertaForMaskedLM, flops_per_token, masked_lm_class
+from roberta_recipe.training.objectives import named
 from roberta_recipe.training.weights import read_config
 
 # layers, hidden, heads, intermediate, vocabulary, batch, seq_len; batch x seq_len is no dimension of a weight
@@ -157,7 +157,7 @@ def targets_of(objective, ids, labels):
     if "sbo" in objective:
         inputs["sbo_labels"] = inputs["labels"].clone()
     for of_pairs in {"nsp", "sop"} & set(objective):
-        pairs = inputs[objectives.COLUMNS[of_pairs]] = torch.full_like(ids, -100)
+        pairs = inputs[objectives.TABLE[of_pairs].column] = torch.full_like(ids, -100)
         pairs[:, 0] = 1
     return inputs
 
@@ -200,7 +200,7 @@ def test_peak_of_a_backward_pass(shape, precision, family, objective, checkpoint
     config = make_config(*dims, seq_len, dropout=0.0)
     if family == "albert":
         config = AlbertConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"}, embedding_size=32)
-    model = objectives.model_class(objective, config)(config).train()
+    model = masked_lm_class(config, objectives=named(objective))(config).train()
     if checkpointing:
         model.activation_checkpointing_enable()
     inputs = targets_of(objective, *make_batch(config.vocab_size, batch, seq_len))
@@ -224,7 +224,7 @@ def test_peak_of_a_backward_pass(shape, precision, family, objective, checkpoint
     assert memory.total - memory.optimizer == pytest.approx(tracker.peak + weights, rel=0.05)
 
 
-@pytest.mark.parametrize("optim", typing.get_args(optimizers.Optimizer))
+@pytest.mark.parametrize("optim", list(optimizers.TABLE))
 def test_states_are_what_an_optimizer_keeps(tmp_path, optim):
     args = MlmTrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, optim=optim)
     config = make_config(2, 64, 4, 256, 1000, 32, dropout=0.0)
@@ -249,12 +249,12 @@ def test_flops_are_those_that_torch_counts(objective):
     *dims, batch, seq_len = SHAPES[2]
     config = make_config(*dims, seq_len, dropout=0.0)
     config._attn_implementation = "eager"  # whose matrices are counted on every processor
-    model = objectives.model_class(objective, config)(config).train()
+    model = masked_lm_class(config, objectives=named(objective))(config).train()
     with FlopCounterMode(display=False) as counter:
         sum(
             model(**targets_of(objective, *make_batch(config.vocab_size, batch, seq_len))).loss_sums.values()
         ).backward()
-    ours = batch * seq_len * flops_per_token(config, seq_len, (seq_len // 8) / seq_len, objective)
+    ours = batch * seq_len * flops_per_token(config, seq_len, (seq_len // 8) / seq_len, model.objectives)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

@@ -485,7 +485,7 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"rows": [{"name": "a", "flags": {"push_to_hub": True}}]}, "push_to_hub=True is the runner's: push a"),
         ({"rows": [{"name": "a", "config": "{folder}/timed.yaml"}]}, "max_train_minutes=5.0 in the preset: stop"),
         ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better: the first row is what the others"),
-        ({"rows": [{"name": "a", "claim": "best"}]}, "row 1: claim is 'best', and must be one of 'better', 'worse'"),
+        ({"rows": [{"name": "a", "claim": "best"}]}, "row 1: claim is 'best', and must be 'better' or 'worse'"),
         ({"rows": [{"nam": "a"}]}, "row 1: unknown key 'nam'; did you mean 'name'?"),
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),

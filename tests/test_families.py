@@ -13,7 +13,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import families, modeling
-from roberta_recipe.training.objectives import model_class
+from roberta_recipe.training.objectives import named
 
 SHAPE = {
     "vocab_size": 400,
@@ -120,10 +120,10 @@ def test_weights_in_bf16_keep_the_sequences_of_a_row_apart_too():
 @pytest.mark.parametrize("name", TRAINED)
 def test_other_objectives_have_heads_that_fit(name, objectives, batch):
     config = config_of(name)
-    model = model_class(objectives, config)(config)
+    model = modeling.masked_lm_class(config, objectives=named(objectives))(config)
     other = torch.full_like(batch["labels"], IGNORED)
     other[:, 0 if "nsp" in objectives else 5] = 1
-    losses = model(**batch, **{model.objectives[objectives[1]]: other}).loss_sums
+    losses = model(**batch, **{model.objectives[objectives[1]].column: other}).loss_sums
     sum(losses.values()).backward()
     assert list(losses) == objectives and all(loss.isfinite() and loss > 0 for loss in losses.values())
     heads = [weight for key, weight in model.named_parameters() if key.startswith(model.heads_of_objectives)]

@@ -76,7 +76,7 @@ def test_a_flipped_bit_of_a_finished_run_is_refused_or_changes_nothing(flags, fi
             try:
                 after = finetune_glue.main(flags("--do_predict"))
                 assert after == before, name
-                hub.files_of(tmp_path / "rte")
+                hub.prepare("me/rte", tmp_path / "rte")
             except InputError as error:
                 assert "\n" not in str(error) and str(finished) in str(error)
                 refused.append(name)
@@ -84,7 +84,7 @@ def test_a_flipped_bit_of_a_finished_run_is_refused_or_changes_nothing(flags, fi
     assert set(refused) == set(names) and len(refused) > 24
     flip(tmp_path / "rte" / "summary.json", 900)
     with pytest.raises(InputError, match=r"summary.json: it is not what was written \(checksum\)|summary.json is not"):
-        hub.files_of(tmp_path / "rte")
+        hub.prepare("me/rte", tmp_path / "rte")
 
 
 def test_a_changed_digit_of_a_record_does_not_reach_the_median(flags, finished):

@@ -5,11 +5,13 @@ import importlib.util
 import itertools
 import os
 import sys
-import typing
+import types
+from unittest import mock
 
 import pytest
 import torch
 from conftest import make_documents, write_parquet
+from torch.nn import functional
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
@@ -22,6 +24,7 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.tasks import protocol
 from roberta_recipe.training import checkpoint, environment, optimizers, pretraining
 from roberta_recipe.training.arguments import TRAINER_FLAGS, FinetuneTrainingArguments, MlmTrainingArguments
+from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
 spec = importlib.util.spec_from_file_location("benchmark_of_flags", ROOT / "benchmarks" / "flags.py")
 flags = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -69,8 +72,10 @@ def check(script, filled):
 # inherited flags whose value may differ from one start of a run to the next
 FREE = """
 auto_find_batch_size batch_eval_metrics dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
-ddp_timeout disable_tqdm do_eval do_predict do_train eval_accumulation_steps eval_delay eval_on_start eval_steps
-eval_strategy eval_use_gather_object include_for_metrics length_column_name log_level log_level_replica
+dataloader_drop_last dataloader_persistent_workers ddp_timeout disable_tqdm do_eval do_predict do_train
+enable_jit_checkpoint eval_accumulation_steps eval_delay eval_on_start eval_steps eval_strategy eval_use_gather_object
+greater_is_better include_for_metrics include_num_input_tokens_seen length_column_name load_best_model_at_end log_level
+log_level_replica metric_for_best_model
 log_on_each_node logging_first_step logging_steps logging_strategy output_dir prediction_loss_only project
 report_to run_name save_steps save_strategy save_total_limit skip_memory_metrics torch_empty_cache_steps
 trackio_bucket_id trackio_space_id trackio_static_space_id
@@ -123,14 +128,15 @@ def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch,
 def test_what_is_kept_says_its_value_and_why(preset):
     kept = [(c, n, f) for c in (MlmTrainingArguments, FinetuneTrainingArguments) for n, f in flags_of(c).items()]
     kept = [(cls, name) for cls, name, flag in kept if flag.resume == "kept"]
-    assert len(kept) > 55 and (MlmTrainingArguments, "save_only_model") in kept
+    assert len(kept) == 50 and (MlmTrainingArguments, "save_only_model") in kept
     for name, value, said in (
         ("save_only_model", "true", "save_only_model=true: save_only_model must stay false; a checkpoint without"),
         ("accelerator_config", '{"even_batches": true}', "accelerator_config must stay .*'even_batches': False"),
         ("metric_for_best_model", "loss", "metric_for_best_model=loss: metric_for_best_model must stay unset"),
         ("average_tokens_across_devices", "false", "must stay true; the batch is that of all processes"),
         ("fsdp", "full_shard", "fsdp must stay unset; a model is whole"),
-        ("enable_jit_checkpoint", "true", "enable_jit_checkpoint must stay false; SIGTERM"),
+        ("label_smoothing_factor", "0.1", "label_smoothing_factor must stay 0.0; perplexity is of the plain loss"),
+        ("use_liger_kernel", "true", "use_liger_kernel must stay false; Liger's kernels are of decoders"),
     ):
         with pytest.raises(InputError, match=said):
             train_mlm.read_arguments(["--config", preset, f"--{name}", value])
@@ -138,6 +144,51 @@ def test_what_is_kept_says_its_value_and_why(preset):
         Flag("kept")
     with pytest.raises(TypeError):
         Flag("free", because="of nothing")
+
+
+STOCK = """
+--load_best_model_at_end --metric_for_best_model eval_accuracy --greater_is_better true --enable_jit_checkpoint
+--include_num_input_tokens_seen true --dataloader_drop_last --dataloader_persistent_workers --label_smoothing_factor 0.1
+--data_seed 7
+"""
+
+
+def test_flags_of_stock_command_lines_that_are_so_already_are_taken(monkeypatch):
+    """What Trainer would do beside the recipe is off."""
+    monkeypatch.setattr(protocol.heads, "check_length", lambda *args: None)
+    for words in ([], ["--dataloader_num_workers", "1"]):
+        _, taken = filled = arguments("finetune_glue", [*STOCK.split(), *words])
+        check("finetune_glue", filled)
+        assert not (taken.load_best_model_at_end or taken.enable_jit_checkpoint or taken.dataloader_drop_last)
+        assert taken.include_num_input_tokens_seen == "no" and taken.dataloader_persistent_workers == bool(words)
+        assert fixed_values(taken)["label_smoothing_factor"] == 0.1 and fixed_values(taken)["data_seed"] == 7
+    with pytest.raises(InputError, match=r"label_smoothing_factor=0.1 .* is for losses of classification"):
+        check("finetune_squad", arguments("finetune_squad", ["--label_smoothing_factor", "0.1"]))
+
+
+def test_label_smoothing_is_torchs():
+    logits, labels = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    trainer = types.SimpleNamespace(
+        args=types.SimpleNamespace(label_smoothing_factor=0.1),
+        loss_sum=flags.finetune_glue.classification_loss,
+        loss_of_batch=lambda losses, count: losses.sum() / count,
+    )
+    loss = FinetuneTrainer.compute_loss(
+        trainer, lambda: types.SimpleNamespace(logits=logits), {"labels": labels}, num_items_in_batch=6
+    )
+    assert loss.item() == pytest.approx(functional.cross_entropy(logits, labels, label_smoothing=0.1).item())
+
+
+def test_data_seed_draws_the_order_of_all_seeds():
+    def order(**seeds):
+        features = [{"input_ids": [0] * size} for size in range(1, 33)]
+        args = types.SimpleNamespace(per_device_train_batch_size=4, **seeds)
+        trainer = mock.MagicMock(train_dataset=features, fingerprint={"global_batch_size": 4}, args=args)
+        FinetuneTrainer.get_train_dataloader(trainer)
+        return list(trainer.sampler)
+
+    assert order(seed=1, data_seed=7) == order(seed=2, data_seed=7) == order(seed=7, data_seed=None)
+    assert order(seed=1, data_seed=None) != order(seed=2, data_seed=None)
 
 
 def test_values_that_break_the_gradient_or_follow_evaluations_are_refused(preset):
@@ -154,6 +205,7 @@ def fingerprint(argv):
     (args, training_args), _ = train_mlm.read_arguments(argv)
     corpus = identified(resolve(pretraining.read_corpus(args)), kept_in=os.devnull)
     tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
+    pretraining.resolve(args, training_args)
     model = pretraining.build_model(args, training_args, tokenizer)
     reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))
     return pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)[0]
@@ -204,7 +256,10 @@ def test_a_resume_under_other_free_flags_is_the_same_run(folder):
     wanted = flags.half_run("train_mlm", folder)
     sample = {
         "free": [
-            [*("--eval_strategy", "steps", "--eval_steps", "1", "--dataloader_num_workers", "1")],
+            [
+                *("--eval_strategy", "steps", "--eval_steps", "1", "--dataloader_num_workers", "1"),
+                *("--dataloader_persistent_workers", "true", "--dataloader_drop_last", "true"),
+            ],
             [*("--logging_steps", "4", "--save_steps", "1", "--save_total_limit", "1", "--eval_on_start", "true")],
             [*("--token_cache", str(folder / "cache"), "--max_eval_samples", "4", "--auto_find_batch_size", "true")],
         ],
@@ -249,7 +304,7 @@ KWARGS = {
     "cosine_warmup_with_min_lr": '{"min_lr_rate": 0.1}',
     "warmup_stable_decay": '{"num_decay_steps": 2}',
 }
-OPTIMIZERS = typing.get_args(optimizers.Optimizer)
+OPTIMIZERS = tuple(optimizers.TABLE)
 OPTIM_ARGS = {
     "muon": "lr=0.02,adjust_lr_fn=match_rms_adamw",
     "sgd": "momentum=0.9,nesterov=true",
@@ -296,9 +351,15 @@ def equal(first, second):
 
 def test_arguments_that_an_optimizer_or_a_schedule_does_not_take_are_refused(preset):
     for words, said in (
-        (["--optim_args", "momentum=0.9"], "momentum=0.9 changes nothing of optim=adamw_torch_fused"),
-        (["--optim", "sgd", "--optim_args", "momentun=0.9"], "momentun=0.9 changes nothing"),
-        (["--optim", "sgd", "--optim_args", "weight_decay=0.5"], "weight_decay=0.5 changes nothing"),
+        (
+            ["--optim_args", "momentum=0.9"],
+            "optim=adamw_torch_fused cannot take them .it has no momentum, it takes no",
+        ),
+        (
+            ["--optim", "sgd", "--optim_args", "momentun=0.9"],
+            "no momentun, it takes momentum, dampening, nesterov;",
+        ),
+        (["--optim", "sgd", "--optim_args", "weight_decay=0.5"], "it has no weight_decay"),
         (["--optim", "sgd", "--optim_args", "momentum=much"], "optim_args=momentum=much: .* cannot take them"),
         (["--optim", "sgd", "--optim_args", "momentum"], "write them as name=value"),
         (["--optim", "sgd", "--optim_args", "momentum=-1"], "Invalid momentum"),

@@ -162,8 +162,8 @@ def test_half_precision_gives_the_curve_of_fp32_and_its_checkpoint_is_fp32(train
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(train, tmp_path):
-    """Also in a checkpoint between two log lines, and for the log lines that follow."""
-    record = train(Overflow(losses={3}), "--logging_steps", "2")
+    """Also for the log lines that follow."""
+    record = train(Overflow(losses={3}), "--logging_steps", "2", "--save_steps", "6")
     every = train(Overflow(steps={3}), name="every")
     assert record["skipped_steps"] == every["skipped_steps"] == 1
     losses = {entry["step"]: entry["loss"] for entry in history(tmp_path / "every")}
@@ -240,13 +240,13 @@ def test_it_is_resumed_in_another_precision_as_the_message_says(train, tmp_path)
 
 def test_fine_tuning_keeps_the_same_promises(root, model_dir, tmp_path, monkeypatch):
     fp16_on_cpu(monkeypatch.setattr, Overflow({2}, losses={5}))
-    move, out = durable.move_into_place, tmp_path / "glue"
+    seal, out = durable.seal, tmp_path / "glue"
 
-    def move_and_copy(aside, target, **others):  # a finished run deletes its checkpoints
-        move(aside, target, **others)
-        shutil.copytree(target, tmp_path / "kept" / target.name, dirs_exist_ok=True)
+    def seal_and_copy(folder):  # a finished run deletes its checkpoints
+        seal(folder)
+        shutil.copytree(folder, tmp_path / "kept" / folder.name)
 
-    monkeypatch.setattr(durable, "move_into_place", move_and_copy)
+    monkeypatch.setattr(durable, "seal", seal_and_copy)
     lines = [f"{n}\tThe cat sees {n} boats.\tA cat sees boats.\t{('not_', '')[n % 2]}entailment\n" for n in range(24)]
     (tmp_path / "RTE").mkdir()
     for split, rows in (("train", lines), ("dev", lines[:9])):

@@ -26,7 +26,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
-from roberta_recipe.tasks import answers, glue, protocol, summary_text
+from roberta_recipe.tasks import answers, glue, seeds, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
 from roberta_recipe.training import finetune_trainer, heads
@@ -93,7 +93,7 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
         assert all(Path(path).exists() for path in paths)
         check_answers(name, read_answers(Path(paths[1])), record)
     assert "accuracy_mismatched" in record_of(tmp_path, "mnli")["metrics"]
-    assert not list(tmp_path.rglob(".partial"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
     folder = ["--folder", str(tmp_path / "glue")]
     assert glue_table.main([*folder, "--submission", "--other_rows"]).keys() == set(TASKS)
@@ -209,6 +209,8 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
     assert "rte, validation accuracy x 100" in done.stdout and "base 78.7, large 86.6" in done.stdout
     assert "7 rows from 2 runs" in done.stdout and "ensemble    validation accuracy" in done.stdout
     assert "Duplicates  0 of 9" in done.stderr
+    said = "presets/glue/rte.yaml: learning rate 0.001, batch 8, 6 steps, warm-up 1 step, seeds 1, 2\n"
+    assert said in done.stderr and done.stderr.count(", of all runs ") == 4  # from the second step of the first seed on
     kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
     assert len(kept) == 1  # only the best run's weights are kept
     finetune_glue.main(argv)
@@ -290,23 +292,27 @@ def test_a_score_that_is_no_number(flags, tmp_path, monkeypatch, capsys):
 
 
 def test_the_papers_grid(flags, tmp_path, capsys):
-    grid = ["--sweep", "--seeds", 3, "--per_device_train_batch_size", 32]  # more than the grid's first batch size, 16
+    sizes = ["--per_device_train_batch_size", 32, "--global_batch_size", 32]  # more than the grid's first, 16
+    grid = ["--sweep", "--seeds", 3, *sizes]
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
         finetune_glue.main(flags("rte", *grid))
-    assert "rates 1e-05, 2e-05, 3e-05 x batches 16, 32, 10 epochs each: learning_rate" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "rates 1e-05, 2e-05, 3e-05 x batches 16, 32, 10 epochs each: learning_rate" in said
+    grid = "learning rate 1e-05, 2e-05, 3e-05, batch 16, 32, 10 epochs, warm-up 6% of the steps, seeds 3\n"
+    assert f"presets/glue/rte.yaml: {grid}" in said
     done = {
         path.name for path in (tmp_path / "glue" / "rte" / "sweep").iterdir() if (path / "run_record.json").is_file()
     }
     assert done == {"lr1e-05-batch16-seed3"}
     assert record_of(tmp_path, "rte/sweep", "lr1e-05-batch16-seed3")["steps"] == 10  # 24 // 16 steps, ten epochs
-    assert len(protocol.runs_of(finetune_glue.SWEEP_RATES, finetune_glue.SWEEP_BATCHES, [1, 2, 3, 4, 5], "x")) == 30
+    assert len(seeds.runs_of(finetune_glue.SWEEP_RATES, finetune_glue.SWEEP_BATCHES, [1, 2, 3, 4, 5], "x")) == 30
 
 
 def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
-    runs = protocol.runs_of([1e-5, 2e-5], [16], [1, 2, 3], "out")
+    runs = seeds.runs_of([1e-5, 2e-5], [16], [1, 2, 3], "out")
     scores = [0.9, 0.5, 0.6, 0.7, 0.7, 0.1]
     records = [{"metrics": {"accuracy": score}, "degenerate": score == 0.1} for score in scores]
-    summary = protocol.summarise(runs, records, "accuracy")
+    summary = seeds.summarise(runs, records, "accuracy")
     first, second = summary["settings"]
     assert (first["median"], second["median"]) == (0.6, 0.7) and summary["picked"] == 1
     assert (second["lowest"], second["highest"]) == (0.1, 0.7) and second["degenerate_seeds"] == [3]
@@ -318,9 +324,9 @@ def test_the_best_median_is_picked_and_degenerate_seeds_are_shown():
 
 
 def test_a_result_that_one_answer_to_everything_would_have_is_said():
-    runs = protocol.runs_of([1e-5], [16], [1, 2], "out")
+    runs = seeds.runs_of([1e-5], [16], [1, 2], "out")
     records = [{"metrics": {"accuracy": score}, "degenerate": score == 0.57} for score in (0.52, 0.57)]
-    summary = protocol.summarise(runs, records, "accuracy") | {"task": "mine", "baseline": None}
+    summary = seeds.summarise(runs, records, "accuracy") | {"task": "mine", "baseline": None}
     kept = "the weights that are kept, of seed 2, give one answer to everything"
     assert summary_text.table(summary, finetune_glue.paper_line("mine")).splitlines()[-1] == f"Warning: {kept}"
     summary["baseline"] = {"answer": "positive", "metrics": {"accuracy": 0.57}}

@@ -191,11 +191,11 @@ BAD = {
     "no batch": (["--per_device_eval_batch_size", "0"], "per_device_eval_batch_size=0 must be at least 1"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
     "unknown tracker": (["--report_to", "mlflow"], "report_to=.*mlflow"),
-    "smoothing": (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
-    "best by Trainer": (
-        ["--load_best_model_at_end", "true", "--save_strategy", "epoch"],
-        "load_best_model_at_end must stay false",
-    ),
+    "smoothing": (["--label_smoothing_factor", "1"], "label_smoothing_factor=1.0 must be below 1"),
+    "smoothing of scores": (["--task_name", "stsb", "--label_smoothing_factor", "0.1"], "is for losses of class"),
+    "another metric": (["--metric_for_best_model", "f1"], "metric_for_best_model=f1 .* the highest accuracy"),
+    "the lowest metric": (["--greater_is_better", "false"], "greater_is_better=false: the highest accuracy"),
+    "micro-batch": (["--global_batch_size", "4"], "per_device_train_batch_size=8 is more than global_batch_size=4"),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
     "no step": (["--max_steps", "0"], "max_steps=0 and num_train_epochs=3 train nothing"),
@@ -328,7 +328,6 @@ def test_a_metric_that_is_not_of_the_task(flags, monkeypatch, labels, metrics, s
     ("argv", "said"),
     [
         (["--seed", 7], r"seed=7: each run has one of seeds; --seeds 7"),
-        (["--data_seed", 7], "data_seed=7.* name --seeds"),
         (["--predict_with", "ensemble"], "predict_with=ensemble says how the test set is predicted: add --do_predict"),
     ],
 )

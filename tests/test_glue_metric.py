@@ -11,7 +11,7 @@ from conftest import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roberta_recipe.tasks import glue_metric
+from roberta_recipe.tasks import glue_metric, glue_scores
 from roberta_recipe.tasks.glue import TASKS
 
 CLASSES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=40)
@@ -27,23 +27,23 @@ def columns(pairs):
 def test_accuracy(pairs):
     predictions, references = columns(pairs)
     wanted = sklearn.metrics.accuracy_score(references, predictions)
-    assert glue_metric.accuracy(predictions, references) == pytest.approx(wanted, abs=1e-12)
+    assert glue_scores.accuracy(predictions, references) == pytest.approx(wanted, abs=1e-12)
 
 
 @given(BINARY)
 def test_f1_and_matthews_correlation(pairs):
     predictions, references = columns(pairs)
     wanted = sklearn.metrics.f1_score(references, predictions, zero_division=0.0)
-    assert glue_metric.f1(predictions, references) == pytest.approx(wanted, abs=1e-12)
+    assert glue_scores.f1(predictions, references) == pytest.approx(wanted, abs=1e-12)
     wanted = sklearn.metrics.matthews_corrcoef(references, predictions)
-    assert glue_metric.matthews_correlation(predictions, references) == pytest.approx(wanted, abs=1e-12)
+    assert glue_scores.matthews_correlation(predictions, references) == pytest.approx(wanted, abs=1e-12)
 
 
 @given(SCORES)
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 def test_correlations_of_scores(pairs):
     predictions, references = columns(pairs)
-    for ours, scipys in ((glue_metric.pearson, scipy.stats.pearsonr), (glue_metric.spearman, scipy.stats.spearmanr)):
+    for ours, scipys in ((glue_scores.pearson, scipy.stats.pearsonr), (glue_scores.spearman, scipy.stats.spearmanr)):
         wanted, got = scipys(predictions, references).statistic, ours(predictions, references)
         assert got == pytest.approx(wanted, abs=1e-9) or (math.isnan(wanted) and math.isnan(got))
 
@@ -58,8 +58,8 @@ def test_each_task_has_its_metrics_in_python_and_from_its_path(root, tmp_path, m
     )
     assert set(scores) == {"pearson", "spearman"} and scores["spearman"] == pytest.approx(1.0)
     used = {name for task in TASKS.values() for name in task.metrics}
-    assert used == set(glue_metric.FUNCTIONS) and len(TASKS) == 9
-    assert {name: task.metrics for name, task in TASKS.items()} == glue_metric.GLUE_METRICS
+    assert used == set(glue_scores.FUNCTIONS) and len(TASKS) == 9
+    assert {name: task.metrics for name, task in TASKS.items()} == glue_scores.GLUE_METRICS
     with pytest.raises(KeyError, match="no task of GLUE"):
         glue_metric.Glue("glue")
 

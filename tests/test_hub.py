@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -73,9 +74,10 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     assert done.returncode == 0, done.stderr
     files, out = server.repositories["me/small"]["main"], tmp_path / "run"
     messages = [message for _, _, message in server.commits]
-    assert messages == ["In training", "Training in progress, step 2", "Trained for 4 steps"]
+    step_2 = "Training in progress, step 2"
+    assert messages == ["In training", "Settings", step_2, f"{step_2}, checkpoint", "Trained for 4 steps"]
     whole = {"last-checkpoint/optimizer.pt", "last-checkpoint/recipe_state.json", "last-checkpoint/manifest.json"}
-    assert whole <= server.held[1] and "preset.yaml" in server.held[1]
+    assert {*whole, "preset.yaml", "model.safetensors"} <= server.held[3]
     wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
     wanted |= {"preset.yaml", "run_record.json", "loss_curve.png"}
     assert wanted <= set(files) and not [name for name in files if "training_args" in name or "checkpoint" in name]
@@ -84,7 +86,6 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     assert any(line.startswith("PUT /large/") for line in server.log)  # the large file protocol
     assert TOKEN not in done.stdout + done.stderr
     assert TOKEN.encode() not in read_all(tmp_path) and TOKEN.encode() not in b"".join(files.values())
-    assert not list(out.glob(".push-*"))
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -122,7 +123,7 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         "![loss over steps](loss_curve.png)",
     ):
         assert wanted in card.text, wanted
-    assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
+    assert [message for _, _, message in server.commits] == ["In training", "Settings", "Trained for 4 steps"]
     assert "num_train_epochs" not in card.text and "held-out tokens measured on" in card.text
     assert head["language"] == "en" and "recipe on train.parquet: " in card.text
     assert str(tmp_path) not in str(card)  # no path of this machine
@@ -167,37 +168,58 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
         push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
-def drop_then(server, push):
-    """`push`, with every try of its commit dropped by the server."""
+def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, monkeypatch):
+    push = hub.Publisher.push_preset
 
     def dropping(*args):
-        server.drops = [("POST", "/commit/")] * 4
+        server.drops = [("POST", "/commit/")]
         push(*args)
 
-    return dropping
-
-
-def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, monkeypatch):
-    monkeypatch.setattr(hub.Publisher, "push_checkpoint", drop_then(server, hub.Publisher.push_checkpoint))
+    monkeypatch.setattr(hub.Publisher, "push_preset", dropping)
     saving = ["--save_strategy", "steps", "--save_steps", "2", "--hub_always_push", "true"]
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     assert record["steps"] == 4 and "a push while training failed, and training continues" in capsys.readouterr().err
-    assert server.commits[-1][2] == "Trained for 4 steps"
+    assert [message for _, _, message in server.commits][1:] == ["Training in progress, step 2", "Trained for 4 steps"]
 
 
-def test_a_push_that_preemption_cuts_off_is_said(server, preset, monkeypatch):
-    push, commit, over = hub.Publisher.push_checkpoint, hub.Publisher.commit, threading.Event()
+def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
+    push, commit, over = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit, threading.Event()
 
     def preempting(*args):
-        monkeypatch.setattr(hub.Publisher, "commit", lambda *args: over.wait(60) and commit(*args))
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", waiting)
         push(*args)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def waiting(*args, **others):
+        assert over.wait(60)
+        return commit(*args, **others)
+
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; a push to the Hub was cut off"):
+    with pytest.raises(
+        Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; the process ends after the push to the Hub"
+    ):
         train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     over.set()
+
+
+def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset, monkeypatch, capsys):
+    """The connection is slower than training, and the folder keeps a single checkpoint."""
+    commit = huggingface_hub.HfApi.create_commit
+
+    def slow(*args, **others):
+        time.sleep(0.5)
+        return commit(*args, **others)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1"]
+    saving += ["--hub_strategy", "all_checkpoints", "--hub_always_push", "false"]
+    train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
+    files = server.repositories["me/small"]["main"]
+    for step in (1, 2, 3):
+        names = {"optimizer.pt", "model.safetensors", "recipe_state.json", "manifest.json"}
+        assert {f"checkpoint-{step}/{name}" for name in names} <= set(files)
+    assert "a push while training failed" not in capsys.readouterr().err
 
 
 def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):
@@ -216,7 +238,7 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
     with pytest.raises(InputError, match="the name me/odd is taken"):
         train(preset, *push, "me/odd")
     for token, message in (("hf_wrongSecret", "does not know the token.*that may write to"), ("", "does not know"),
-                           ("hf_Sécret", "has characters that no token has")):  # fmt: skip
+                           ("hf_Sécret", "contains invalid characters")):  # fmt: skip
         monkeypatch.setenv("HF_TOKEN", token)
         for name in ("me/small", "small"):
             with pytest.raises(InputError, match=message) as refused:
@@ -352,7 +374,7 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     scored = (
         "| Same sense? | validation, 277 examples | kappa | 50.0 | 40.0 to 60.0 | 2 | 25.0 (always same) | kappa 50.0 |"
     )
-    assert scored in card.text and "Majority answer: what the most frequent right answer scores" in card.text
+    assert scored in card.text and "Majority answer: the score of the most frequent right answer" in card.text
     assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
     with pytest.raises(InputError, match=r"has no summary\.json"):
         push_tool.main([*push, str(tmp_path / "none")])

@@ -29,7 +29,7 @@ spec.loader.exec_module(fuzz)
     ("words", "said"),
     [
         ("--learning_rate nan", "learning_rate=nan must be a number from 0 on"),
-        ("--adam_beta1 2", r"adam_beta1=2.0: ValueError: Invalid beta parameter at index 0: 2.0"),
+        ("--adam_beta1 2", r"adam_beta1=2.0, .*: Invalid beta parameter at index 0: 2.0"),
         ("--adam_epsilon -1", "adam_epsilon=-1.0 must be a number from 0 on"),
         ("--dataloader_num_workers -1", "dataloader_num_workers=-1 must be a number from 0 on"),
         ("--dataloader_num_workers 100000", "dataloader_num_workers=100000: each is a process"),
@@ -41,7 +41,7 @@ spec.loader.exec_module(fuzz)
         ("--optim adamw_bnb_8bit", "argument --optim: invalid choice: .adamw_bnb_8bit. .choose from"),
         ("--accelerator_config nofile.json", "accelerator_config=nofile.json"),
         ("--logging_steps 0", "logging_steps=0.0: ValueError: logging strategy"),
-        ("--torch_compile_mode much", "torch_compile_mode=much: RuntimeError: Unrecognized mode"),
+        ("--torch_compile_mode much", "torch_compile_mode=much: Unrecognized mode"),
         ("--torch_compile_backend much", "torch_compile_backend=much"),
         ("--report_to wandb", "report_to=.*wandb.* requires wandb to be installed"),
         ("--seed 4294967296", r"seed=4294967296 must be below 2\^32"),
@@ -100,7 +100,7 @@ def test_a_source_that_holds_out_nothing_is_said_before_packing(tmp_path, caplog
         check_sources(corpus)
     sources = [corpora.Source(name, files=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in ("few", "many")]
     check_sources(corpora.resolve(corpora.Corpus("mixture", sources)))
-    assert "source 'few' holds out no document" in caplog.text and "'many'" not in caplog.text
+    assert "no document is held out of few, so" in caplog.text
 
 
 def test_files_of_fairseq_of_another_shape_are_a_line(tmp_path):

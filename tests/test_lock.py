@@ -1,8 +1,6 @@
 """One run at a time in a folder, and no process that outlives its launcher."""
 
-import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -57,19 +55,17 @@ def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_p
     lock.take(folder, ".another")  # another name is another lock
     child.kill()
     child.end()
-    assert psutil.pid_exists(worker)  # it was forked with the lock's descriptor
+    assert psutil.pid_exists(worker)  # it has inherited the lock file's descriptor
     lock.take(folder)
     lock.take(folder)  # held already
     os.kill(worker, signal.SIGKILL)
-    held = json.loads((folder / ".lock").read_text())
-    assert held["pid"] == os.getpid() and held["command"] == "train.py --hub_token ***"
+    held = (folder / ".lock").read_text()
+    assert held.startswith(f"process {os.getpid()} on ") and held.endswith(" (train.py --hub_token ***)\n")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[1]", b'{"pid": 3}'])
-def test_a_damaged_lock_file_locks_all_the_same(tmp_path, content, monkeypatch):
-    monkeypatch.setattr(lock, "_OWNER_READS", 1)
+def test_an_empty_lock_file_locks_all_the_same(tmp_path):
     child, worker = in_child(tmp_path, tmp_path / "log")
-    (tmp_path / ".lock").write_bytes(content)
+    (tmp_path / ".lock").write_bytes(b"")
     with pytest.raises(InputError, match="is in use by another process; wait for it"):
         lock.take(tmp_path)
     child.kill()
@@ -123,33 +119,7 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
             process.kill()
     text = (tmp_path / "log.txt").read_text()
     assert not alive and len(children) >= 2, text
-    assert "The launcher has ended: saving step" in text and "\nstopped by SIGTERM: step" in text
+    assert "SIGTERM: saving step" in text and "\nstopped by SIGTERM: step" in text
     newest = checkpoint.newest_first(tmp_path / "run")[0]
     assert durable.fault(newest) is None
     lock.take(tmp_path / "run")
-
-
-def test_a_launcher_is_gone_as_soon_as_its_main_thread_is(tmp_path, root):
-    """`kill -9` ends the threads of a launcher one after another; the kernel tells its children at the first."""
-    child = """
-import os, sys, time
-from roberta_recipe import started
-begun = started.launcher_is_gone()
-print("begun", file=sys.stderr, flush=True)
-deadline_s = time.monotonic() + 30
-while not started.launcher_is_gone() and time.monotonic() < deadline_s:
-    time.sleep(0.01)
-print(begun, started.launcher_is_gone(), os.getppid() == started._parent)
-os.kill(started._parent, 9)
-"""
-    thread_exit = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the system call
-    launcher = f"""
-import ctypes, subprocess, sys, threading, time
-threading.Thread(target=time.sleep, args=(60,)).start()
-child = subprocess.Popen([sys.executable, "-c", {child!r}], stderr=subprocess.PIPE)
-child.stderr.readline()
-ctypes.CDLL(None).syscall({thread_exit}, 0)
-"""
-    environ = {**os.environ, "ACCELERATE_DYNAMO_BACKEND": "no", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", launcher], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "False True True\n", (done.stdout, done.stderr)

@@ -9,6 +9,7 @@ import pytest
 
 from roberta_recipe import log
 from roberta_recipe.log import Bar
+from roberta_recipe.training import progress
 
 
 class Terminal(io.StringIO):
@@ -60,3 +61,17 @@ def test_without_a_total_a_line_says_how_many(clock, caplog):
     for _ in Bar(iter(range(3)), "wiki", unit=" documents", file=io.StringIO()):
         clock.s += 20
     assert caplog.messages == ["wiki 2 documents"]
+
+
+def test_the_eta_of_several_runs_has_them_all(monkeypatch):
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.s))
+    state = types.SimpleNamespace(global_step=0, max_steps=11, is_world_process_zero=False)
+    for steps_after, said in ((0, "ETA 50 s"), (22, "ETA 50 s, of all runs 4 min")):
+        line, state.global_step, now.s = progress.Progress(steps_after), 0, 0.0
+        line.on_train_begin(None, state, None)
+        for state.global_step in range(1, 7):
+            line.on_step_end(None, state, None)
+            now.s += 10
+        now.s -= 10
+        assert line._line(state, {"loss": 1.0, "learning_rate": 1e-3}).rpartition("  ")[2] == said

@@ -15,7 +15,8 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.tools import evaluate
-from roberta_recipe.training.objectives import model_class
+from roberta_recipe.training.modeling import masked_lm_class
+from roberta_recipe.training.objectives import labels_of_mask, named
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 
@@ -24,7 +25,7 @@ SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 def model(config):
     torch.manual_seed(0)
     config.initializer_range = 0.3
-    return model_class(["mlm", "sbo"], config)(config).eval()
+    return masked_lm_class(config, objectives=named(["mlm", "sbo"]))(config).eval()
 
 
 def by_definition(model, ids, labels):
@@ -46,7 +47,8 @@ def test_the_loss_is_that_of_the_definition(model, tokenizer):
     rng = np.random.default_rng(0)
     lengths = [60, 33, 9]
     blocks = [Block({"input_ids": np.array([0, *rng.integers(261, 390, n - 2), 2])}, n) for n in lengths]
-    batch = MlmCollator(tokenizer, masking_unit="span", mlm_probability=0.4, span_boundary=True)(blocks)
+    settings = {"masking_unit": "span", "mlm_probability": 0.4, "labels_of_mask": labels_of_mask(["sbo"])}
+    batch = MlmCollator(tokenizer, **settings)(blocks)
     given = {name: batch[name] for name in ("input_ids", "labels", "attention_mask", "sbo_labels")}
     found = model(**given).loss_sums
     targets = (batch["sbo_labels"] != IGNORED).sum()
@@ -63,7 +65,7 @@ def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
     block = {"input_ids": np.array([0, *range(261, 300)])}
     at_end = 0
     for epoch in range(60):
-        collator = MlmCollator(tokenizer, masking_unit="span", span_boundary=True)
+        collator = MlmCollator(tokenizer, masking_unit="span", labels_of_mask=labels_of_mask(["sbo"]))
         [seen] = collator.seen_by_model([Block(block, 1, epoch)])
         labels, targets = seen["labels"], seen["sbo_labels"]
         last = np.flatnonzero(labels == IGNORED)[-1]
@@ -106,7 +108,7 @@ def test_a_finished_model_is_the_stock_classs(preset, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--objective", "mlm", "sbo"], "objective sbo goes with masking_unit=span, .* not token"),
+        (["--objective", "mlm", "sbo"], "objective sbo goes with masking_unit=span, not token"),
         (["--objective", "sbo"], "objective='sbo': name mlm, and what is beside it, once each"),
         (["--objective", "mlm", "nps"], "objective 'nps' is none of mlm, sbo, nsp, sop"),
         (["--objective", "mlm", "nsp", "sop"], "nsp and sop exclude each other"),
@@ -126,7 +128,7 @@ def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, 
     """With segment types where the model has them."""
     config.initializer_range, config.type_vocab_size = 0.3, types
     torch.manual_seed(0)
-    model = model_class(["mlm", "nsp"], config)(config).eval()
+    model = masked_lm_class(config, objectives=named(["mlm", "nsp"]))(config).eval()
     rng = np.random.default_rng(0)
     blocks = []
     for n in range(4, 16):
@@ -183,7 +185,5 @@ def test_text_without_pairs_is_told(preset, tmp_path, objective, texts, needs):
     path = write_parquet(tmp_path / "text.parquet", texts)
     held_out = write_parquet(tmp_path / "held_out.parquet", [text.replace("dog", "cat") for text in texts])
     flags = ["--train_file", path, "--validation_file", held_out, "--input_format", "segment_pair"]
-    with pytest.raises(
-        InputError, match=f"objective {objective}: none of .* has a pair with a label; it needs {needs}"
-    ):
+    with pytest.raises(InputError, match=f"objective {objective}: none of .* has a label for it; it needs {needs}"):
         train_mlm.main(["--config", preset, *flags, "--objective", "mlm", objective])

@@ -1,4 +1,4 @@
-"""The seam for further objectives: the library carries columns and losses that it does not know."""
+"""A further objective and optimizer are a declaration each (toy_declarations.py): no line of the library knows them."""
 
 import functools
 import itertools
@@ -7,9 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import KeepGradients, corpus_of, end_well, forked_ranks, make_documents, write_parquet
+from conftest import ROOT, KeepGradients, corpus_of, end_well, forked_ranks, make_documents, run_python, write_parquet
+from safetensors.torch import load_file
 from test_modeling import Blocks
-from toy_objective import ToyArguments, ToyModel, halves
+from toy_declarations import declare
+from transformers import AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe.data import chunks, stream, token_cache
@@ -19,8 +21,10 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError
 from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training.data_loading import record_of
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.pretraining import build_model
+from roberta_recipe.training.modeling import masked_lm_class
+from roberta_recipe.training.objectives import named
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
 
@@ -31,12 +35,20 @@ def toy_config(config):
     return config
 
 
+@pytest.fixture(autouse=True)
+def toys(monkeypatch):
+    declare(monkeypatch.setitem)
+
+
+def toy_model(config):
+    return masked_lm_class(config, objectives=named(["mlm", "toy"]))(config)
+
+
 @pytest.fixture
-def reader(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setitem(chunks.PACKERS, "halves", halves)
+def reader(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
     corpus = corpus_of("c", [Source("s", files=path)], validation_share=0.3)
-    return chunks.TextReader(corpus, tokenizer, input_format="halves", max_seq_length=64, seed=1)
+    return chunks.TextReader(corpus, tokenizer, input_format="full_sentences toy", max_seq_length=64, seed=1)
 
 
 def taken(blocks, count):
@@ -77,8 +89,8 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         wanted[: len(block["token_type_ids"])] = block["token_type_ids"]
         assert row.tolist() == wanted.tolist()
     changed = [Block({**block, "toy_label": 1 - max(block["toy_label"], 0)}, block.id) for block in cached[:6]]
-    records = [stream.record_of(of, collator(of)) for of in (cached[:6], changed)]
-    assert all(map(int.__ne__, records[0][1:], records[1][1:]))  # the checksums cover every column
+    records = [record_of(of, collator(of)) for of in (cached[:6], changed)]
+    assert (records[0][1:] != records[1][1:]).all()  # the checksums cover every column
     assert all(set(example) == COLUMNS | {"labels", "cluster"} for example in fixed_masks(held_out, tokenizer))
 
 
@@ -87,7 +99,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
     torch.manual_seed(0)
     keep, collator = KeepGradients(), MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
     trainer = MlmTrainer(
-        model=ToyModel(config),
+        model=toy_model(config),
         args=MlmTrainingArguments(
             output_dir=str(folder),
             max_steps=1,
@@ -115,7 +127,7 @@ def one_step(config, tokenizer, blocks, micro_batch, folder):
 def by_definition(config, tokenizer, blocks):
     """(losses by objective, gradients) of all blocks at once, each loss a mean over its own targets."""
     torch.manual_seed(0)
-    model = ToyModel(config)
+    model = toy_model(config)
     batch = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)(blocks)
     labels, toy_label = batch["labels"], batch["toy_label"]
     hidden = model.roberta(
@@ -159,17 +171,13 @@ def losses_of(folder):
 
 
 @pytest.fixture
-def train_toy(preset, toy_config, tmp_path, monkeypatch):
+def train_toy(preset, toy_config, tmp_path):
     """train_mlm.py with the toy's objective, in this process."""
     toy_config.to_json_file(tmp_path / "config.json")
-    monkeypatch.setitem(chunks.PACKERS, "halves", halves)
-    monkeypatch.setattr(train_mlm, "MlmArguments", ToyArguments)
-    monkeypatch.setattr(
-        train_mlm, "build_model", functools.partial(build_model, class_of=lambda config, name: ToyModel)
-    )
 
     def train(folder, *argv):
-        flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", 4, *argv]
+        flags = ["--config", preset, "--output_dir", folder, "--save_strategy", "steps", "--save_steps", 4]
+        flags += ["--objective", "mlm", "toy", *argv]
         train_mlm.main(list(map(str, flags)))
         return losses_of(folder)
 
@@ -193,12 +201,12 @@ def test_two_processes_and_zero_give_the_losses_of_one_process(train_toy, tmp_pa
 
 
 def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(train_toy, tmp_path):
-    lines = ["--logging_steps", 4]
+    lines = ["--logging_steps", 4, "--save_steps", 2]
     whole, _ = train_toy(tmp_path / "whole", *lines)
-    train_toy(tmp_path / "begun", *lines, "--save_steps", 2)
+    train_toy(tmp_path / "begun", *lines)
     start = ["--resume_from_checkpoint", tmp_path / "begun" / "checkpoint-2"]
     resumed, _ = train_toy(tmp_path / "resumed", *lines, *start)
-    assert resumed == whole and len(whole) == 2  # steps 1 and 4
+    assert resumed == whole and len(whole) == 3  # steps 1, 2 (it is saved) and 4
 
 
 def test_the_search_for_a_micro_batch_runs_all_objectives(train_toy, tmp_path):
@@ -206,8 +214,64 @@ def test_the_search_for_a_micro_batch_runs_all_objectives(train_toy, tmp_path):
     assert lines == train_toy(tmp_path / "again")[0]
 
 
-def test_a_checkpoint_of_other_objectives_is_another_run(preset, train_toy, tmp_path, monkeypatch):
+def test_a_checkpoint_of_other_objectives_is_another_run(train_toy, tmp_path):
     train_toy(tmp_path / "run")
-    monkeypatch.setattr(ToyModel, "objectives", {"mlm": "labels"})
+    resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-4"]
     with pytest.raises(InputError, match=r"objectives was \['mlm', 'toy'\], is \['mlm'\]"):
-        train_toy(tmp_path / "other", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-4")
+        train_toy(tmp_path / "other", *resume, "--objective", "mlm")
+
+
+DECLARED_FIRST = """
+import json, sys
+from toy_declarations import declare
+declare(dict.__setitem__)
+import train_mlm  # flags are made of the tables
+from roberta_recipe.errors import InputError
+from roberta_recipe.tools import estimate, evaluate
+
+flags, (whole, again) = ["--config", *sys.argv[1:-2]], sys.argv[-2:]
+records = [train_mlm.main([*flags, "--output_dir", whole])]
+resume = ["--resume_from_checkpoint", f"{whole}/checkpoint-2"]
+records.append(train_mlm.main([*flags, *resume, "--output_dir", again]))
+metrics, _ = evaluate.main([*flags, "--model_name_or_path", whole])
+found = {"records": records, "eval_loss": metrics["eval_loss"], "said": []}
+one_card = [*flags, "--hardware", "1xH200", "--optim"]
+found["states"] = [estimate.main([*one_card, name]).memory.optimizer for name in ("toy", "lamb")]
+for words in (["--optim_args", "speed=1"], ["--input_format", "contiguous"], ["--optim_args", "momentum=2"]):
+    try:
+        train_mlm.main([*flags, *words])
+    except InputError as error:
+        found["said"].append(str(error))
+print("\\n" + json.dumps(found))
+train_mlm.main(["--help"])
+"""
+
+
+def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_config, tmp_path):
+    """In a process of its own, as flags are made when they are imported."""
+    toy_config.to_json_file(tmp_path / "config.json")
+    flags = ["--objective", "mlm", "toy", "--optim", "toy", "--optim_args", "momentum=0.8", "--save_strategy", "steps"]
+    flags += ["--save_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", tmp_path / "run", tmp_path / "b"]
+    path = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "COLUMNS": "500"}
+    done = run_python("-c", DECLARED_FIRST, preset, *flags, cwd=ROOT, env=path)
+    assert done.returncode == 0, done.stderr
+    found, usage = (part for part in done.stdout.split("\n{")[-1].split("\n", 1))
+    found = json.loads("{" + found)
+    whole, again = found["records"]
+    assert again["resumes"] == 1 and again["state_digests"] == whole["state_digests"]
+    assert whole["metrics"]["eval_toy_loss"] > 0 and found["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "toy_loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_toy_loss" in line] == [2, 4]
+    kept, finished = (load_file(tmp_path / "run" / part / "model.safetensors") for part in ("checkpoint-4", "."))
+    assert kept.keys() - finished.keys() == {"toy_head.weight", "toy_head.bias"}
+    _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not any(report.values()), report
+    state = torch.load(tmp_path / "run" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert {group["momentum"] for group in state["param_groups"]} == {0.8}
+    assert all(of_weight.keys() == {"mean"} for of_weight in state["state"].values()) and len(state["state"]) > 20
+    assert 2 * found["states"][0] == found["states"][1] > 0  # a number for each weight, and two
+    assert "it has no speed, it takes momentum" in found["said"][0]
+    assert "objective toy goes with input_format=full_sentences, not contiguous" in found["said"][1]
+    assert "momentum=2.0 must be from 0 to below 1" in found["said"][2]
+    assert "toy (a toy: the number of a block)" in usage and "toy: a toy: signs of a running mean." in usage

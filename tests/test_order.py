@@ -14,10 +14,10 @@ from roberta_recipe.data.order import (
     interleave,
     kept,
     mixture,
+    place_of,
     position_after,
     random_order,
     read_ranges,
-    source_of,
     taken_of_source,
     union,
 )
@@ -113,7 +113,7 @@ def test_random_orders_differ_by_all_that_they_are_drawn_from():
 def test_names_of_blocks():
     names = {block_id(s, f, i) for s in (0, 1, 2047) for f in (0, 1, 2**24 - 1) for i in (0, 1, 2**28 - 1)}
     assert len(names) == 27 and max(names) < 2**63
-    assert source_of(block_id(2047, 2**24 - 1, 2**28 - 1)) == 2047
+    assert place_of(block_id(2047, 2**24 - 1, 2**28 - 1)) == (2047, 2**24 - 1, 2**28 - 1)
 
 
 @given(

@@ -1,7 +1,7 @@
 """Plots show something of the shortest run too: a line through one point is nothing."""
 
 import pytest
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from roberta_recipe.publishing import plots
 
@@ -9,12 +9,9 @@ from roberta_recipe.publishing import plots
 @pytest.fixture
 def shown(monkeypatch):
     """The curves of the figure that was drawn last: (points, marker) of each."""
-    closed = []
-    monkeypatch.setattr(plt, "close", closed.append)
-    yield lambda: [(len(line.get_xdata()), line.get_marker()) for axes in closed[-1].axes for line in axes.lines]
-    monkeypatch.undo()
-    for figure in closed:
-        plt.close(figure)
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **others: (drawn.append(figure), save(figure, *args)))
+    return lambda: [(len(line.get_xdata()), line.get_marker()) for axes in drawn[-1].axes for line in axes.lines]
 
 
 def record(steps):

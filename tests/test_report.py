@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 from conftest import run_python
+from matplotlib.figure import Figure
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.publishing import plots
 from roberta_recipe.record import write_summary
-from roberta_recipe.tasks.protocol import Run, summarise
+from roberta_recipe.tasks.seeds import Run, summarise
 
 EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
 
@@ -192,7 +192,7 @@ def test_the_page_says_what_the_two_readmes_say(ledger, tmp_path):
     write_pair(ledger, tmp_path, "rte", [0.6, 0.7, 0.55], [0.5])
     readme, page = report(ledger, tmp_path)
     whole, shown = (tmp_path / "results" / "README.md").read_text(), TextOf(page)
-    assert cells(readme, r"\<One\> thing")[1:] == ["3 of 3", "`python benchmarks/order.py`"]
+    assert cells(readme, r"\<One> thing")[1:] == ["3 of 3", "`python benchmarks/order.py`"]
     assert ["<One> thing", "3 of 3", "python benchmarks/order.py"] in shown.lines and "<One>" not in page
     tables = [
         re.sub(r"[`\\]", "", line).strip("| ").split(" | ") for line in whole.splitlines() if line.startswith("| ")
@@ -263,13 +263,12 @@ def test_eight_seeds_are_compared_in_pairs(ledger, tmp_path):
     )
 
 
-def test_curves_stand_over_the_tokens_that_were_seen(tmp_path, monkeypatch):
+def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypatch):
     write_pretraining(tmp_path / "mini")
-    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
-    plots.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
-    loss, perplexity = plots.plt.gcf().axes
-    monkeypatch.undo()
-    plots.plt.close("all")
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    ledger.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
+    loss, perplexity = drawn[0].axes
     train, validation, entropy = loss.lines
     assert train.get_xdata() == pytest.approx([0.5, 2.0]) and list(train.get_ydata()) == [5.0, 4.0]
     assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]

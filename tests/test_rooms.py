@@ -1,6 +1,75 @@
-"""Imports go one way: importing the data, the trainers or the tasks loads nothing of publishing, and no plotting."""
+"""Imports: no side effects, one direction, and no heavy library before its first use."""
 
+import pytest
 from conftest import run_python
+
+# What the code of the package itself does as it is imported; a library that it imports is not its own code.
+NO_EFFECT = """
+import atexit, importlib, os, pkgutil, signal, sys, threading
+
+import datasets, deepspeed, evaluate
+from transformers import AttentionInterface, AttentionMaskInterface, Trainer
+
+import roberta_recipe
+
+ENVIRON, FOUND = os.environ, []
+
+
+def by_the_package():
+    # the caller, unless an import stands between it and the package
+    frame = sys._getframe(2)
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        if "/roberta_recipe/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def watched(name, function):
+    def call(*args, **others):
+        if where := by_the_package():
+            FOUND.append((name, where))
+        return function(*args, **others)
+    return call
+
+
+def audit(event, args):
+    if event == "open" and str(args[0]).startswith("/proc") and (where := by_the_package()):
+        FOUND.append((args[0], where))
+
+
+def state():
+    return {
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "threads": threading.enumerate(),
+        "attentions": [sorted(AttentionInterface()), sorted(AttentionMaskInterface())],
+        "environment": dict(os.environ),
+        "hooks": (sys.excepthook, sys.unraisablehook),
+    }
+
+
+before = state()
+for name in ("__getitem__", "__iter__"):
+    setattr(type(ENVIRON), name, watched("os.environ", getattr(type(ENVIRON), name)))
+for module, name in ((os, "register_at_fork"), (atexit, "register"), (os, "getppid"), (signal, "signal")):
+    setattr(module, name, watched(name, getattr(module, name)))
+sys.addaudithook(audit)
+names = [module.name for module in pkgutil.walk_packages(roberta_recipe.__path__, "roberta_recipe.")]
+for name in names:
+    importlib.import_module(name)
+after = state()
+assert not FOUND, FOUND
+for name in before:
+    assert before[name] == after[name], (name, before[name], after[name])
+print(len(names))
+"""
+
+
+def test_no_import_has_an_effect(root):
+    done = run_python("-c", NO_EFFECT, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 80
+
 
 IMPORT_ALL = """
 import importlib, pathlib, sys
@@ -17,3 +86,23 @@ def test_trainers_and_tasks_load_no_publishing_and_no_plotting(root):
     assert done.returncode == 0, done.stderr
     count, *loaded = done.stdout.split()
     assert int(count) >= 25 and loaded == []
+
+
+HEAVY = ("matplotlib", "spacy", "deepspeed", "evaluate", "setuptools", "transformers.pipelines", "pytorch_optimizer")
+HEAVY += ("torch.nn.attention.varlen", "torch.utils.cpp_extension", "roberta_recipe.tasks.blimp")
+LOADED = """
+import sys
+from transformers import Trainer
+before = set(sys.modules)
+import {script}
+print(*(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.parametrize("script", ["train_mlm", "finetune_glue", "finetune_squad", "finetune_race"])
+def test_a_script_loads_no_heavy_library_beside_trainer(script, root):
+    done = run_python("-c", LOADED.format(script=script), cwd=root)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "roberta_recipe.args" in loaded
+    assert not loaded & set(HEAVY) and not [name for name in loaded if name.startswith("huggingface_hub.")]

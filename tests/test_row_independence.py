@@ -45,9 +45,7 @@ def family(request, tokenizer_dir, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | LEFT))
     config = config_of(request.param)
     config.save_pretrained(tmp_path / "model")
-    args = argparse.Namespace(
-        model_name_or_path=str(tmp_path / "model"), tokenizer_name=None, max_seq_length=64, span_boundary=False
-    )
+    args = argparse.Namespace(model_name_or_path=str(tmp_path / "model"), tokenizer_name=None, max_seq_length=64)
     return config, protocol.load_tokenizer(args), args
 
 

@@ -1,19 +1,20 @@
-"""Blocks that are left out of the order, and runs that return to a checkpoint after a loss spike."""
+"""Blocks that are left out of the order, and the restart after a loss spike."""
 
 import os
+import re
 import shutil
 import signal
 
 import pytest
-from conftest import forked_ranks
+from conftest import forked_ranks, run_python
 
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import order
 from roberta_recipe.errors import InputError, RunError, Stopped
-from roberta_recipe.training import spikes
+from roberta_recipe.record import SKIPPED_NAME
+from roberta_recipe.training import stopping
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.step_watch import StepWatch
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "12"]
 
@@ -89,20 +90,35 @@ def poisoned(monkeypatch):
         return compute(self, *others, **kwargs) * (1000 if bad else 1)
 
     monkeypatch.setattr(MlmTrainer, "compute_loss", spoilt)
-    monkeypatch.setattr(spikes, "NEEDED", 3)
+    monkeypatch.setattr(stopping, "NEEDED", 3)
     return positions
 
 
-def test_a_spike_sends_the_run_back_without_its_blocks(preset, tmp_path, poisoned, capsys):
+def train_through(preset, *argv):
+    """Start again after each loss spike; returns the record and the messages of the stopping."""
+    messages = []
+    while True:
+        try:
+            return train(preset, *argv), messages
+        except Stopped as stopped:
+            assert stopped.exit_code == 65
+            messages.append(str(stopped))
+
+
+def test_after_a_spike_the_same_command_continues_without_its_blocks(preset, tmp_path, poisoned):
     """It becomes the run that never saw the blocks of the spike's step and of the step before it, bit for bit; killed
-    after the return and started again, it is still that run."""
-    left_out = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
+    later and started again, it is still that run."""
+    never = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
     poisoned.add(60)  # the eighth step, after checkpoint-4
     flags = [*SAVING, "--output_dir", tmp_path / "run", "--rewind_on_spike", 20]
-    record = train(preset, *flags)
-    assert "returning to checkpoint-4, without blocks 48 to 63" in capsys.readouterr().err
-    assert record["skipped_blocks"] == left_out["skipped_blocks"] == [[48, 64]]
-    assert record["steps"] == 12 and record["digest"] == left_out["digest"]
+    record, (message,) = train_through(preset, *flags)
+    assert re.fullmatch(
+        r"stopped by a loss spike: the loss of step 8 is \d{3,}\.\d{3}, a spike; the next start leaves out blocks "
+        r"48 to 63\. The last complete checkpoint is .*checkpoint-4\. Continue with: .*",
+        message,
+    )
+    assert record["skipped_blocks"] == never["skipped_blocks"] == [[48, 64]] and record["resumes"] == 1
+    assert record["steps"] == 12 and record["digest"] == never["digest"]
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
     for name in ("run_record.json", "checkpoint-8/manifest.json", "checkpoint-12/manifest.json"):
         (tmp_path / "run" / name).unlink()
@@ -110,62 +126,111 @@ def test_a_spike_sends_the_run_back_without_its_blocks(preset, tmp_path, poisone
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 
-def test_a_return_keeps_the_clock_and_other_data_keep_no_returns(preset, tmp_path, poisoned, monkeypatch):
-    """`max_train_minutes` counts from the first start; positions left out are those of the old data."""
-    watches = []
-    monkeypatch.setattr(train_mlm, "StepWatch", lambda *args: watches.append(StepWatch(*args)) or watches[-1])
+SPIKY = """
+from roberta_recipe.data import order
+from roberta_recipe.errors import exit_on_error
+from roberta_recipe.training import stopping
+from roberta_recipe.training.mlm_trainer import MlmTrainer
+import train_mlm
+def spoilt(self, *others, **kwargs):
+    blocks = order.kept(self.position, self.fingerprint["global_batch_size"], self.skipped)
+    return compute(self, *others, **kwargs) * (1000 if any(60 in part for part in blocks) else 1)
+compute, MlmTrainer.compute_loss, stopping.NEEDED = MlmTrainer.compute_loss, spoilt, 3
+exit_on_error(train_mlm.main)
+"""
+
+
+@pytest.fixture
+def spiky(preset, tmp_path, root):
+    """A function that starts a script, with `program` before its name, that has a spike in block 60."""
+    (tmp_path / "spiky.py").write_text(SPIKY)
+    flags = [*SAVING, "--config", preset, "--rewind_on_spike", 20]
+
+    def start(*program, size=8):
+        argv = [*program, "spiky.py", *flags, "--per_device_train_batch_size", size]
+        return run_python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
+
+    return start
+
+
+def test_a_command_ends_with_the_exit_code_of_a_spike_and_continues(preset, tmp_path, spiky):
+    train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
+    spiked = spiky()
+    assert spiked.returncode == 65, spiked.stderr
+    assert spiked.stderr.splitlines()[-1].startswith("stopped by a loss spike: the loss of step 8 is ")
+    continued = spiky()
+    assert continued.returncode == 0 and "Left out    blocks 48 to 63" in continued.stderr, continued.stderr
+    assert weights(tmp_path / "run") == weights(tmp_path / "never")
+
+
+def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch):
+    """Two processes. With the agent's own store, they would find the addresses of those before them."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    two = ["--standalone", "--nproc_per_node", 2, "--max_restarts", 1]
+    done = spiky("-m", "torch.distributed.run", *two, size=4)
+    assert done.returncode == 0, done.stderr
+    assert "stopped by a loss spike: the loss of step 8 is " in done.stderr
+    record = durable.read_json(tmp_path / "run" / "run_record.json")
+    assert record["skipped_blocks"] == [[48, 64]] and record["resumes"] == 1 and record["steps"] == 12
+
+
+def test_other_data_keep_no_spikes(preset, poisoned):
+    """Positions that are left out are those of the old data."""
     poisoned.add(60)
-    flags = [*SAVING, "--rewind_on_spike", 20, "--max_train_minutes", 60]
-    assert train(preset, *flags)["skipped_blocks"] == [[48, 64]]
-    assert len(watches) == 2 and watches[0].start_s == watches[1].start_s
+    flags = [*SAVING, "--rewind_on_spike", 20]
+    assert train_through(preset, *flags)[0]["skipped_blocks"] == [[48, 64]]
     more = ["--max_steps", 14, "--data_seed", 7, "--resume_despite_changes"]
     assert train(preset, *flags, *more)["skipped_blocks"] == []
 
 
-def test_a_signal_at_a_spike_ends_the_run_that_then_returns(preset, tmp_path, poisoned, monkeypatch):
+def test_a_signal_at_a_spike_gives_the_exit_code(preset, tmp_path, poisoned, monkeypatch):
     train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
     poisoned.add(60)
     compute = MlmTrainer.compute_loss
 
-    def told(self, *others, **kwargs):
+    def signaled(self, *others, **kwargs):
         if self.position == 56:
             os.kill(os.getpid(), signal.SIGTERM)
         return compute(self, *others, **kwargs)
 
-    monkeypatch.setattr(MlmTrainer, "compute_loss", told)
-    with pytest.raises(Stopped, match="stopped by SIGTERM: step 8 of 12 is a spike, and returned from: the run is in "):
+    monkeypatch.setattr(MlmTrainer, "compute_loss", signaled)
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM: the loss of step 8 is .*, a spike; the next") as stopped:
         train(preset, *SAVING, "--rewind_on_spike", 20)
+    assert stopped.value.exit_code == 75
     monkeypatch.setattr(MlmTrainer, "compute_loss", compute)
     train(preset, *SAVING, "--rewind_on_spike", 20)
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 
-def test_two_processes_return_together(preset, tmp_path, poisoned):
+def test_two_processes_end_together(preset, tmp_path, poisoned):
     """The spike is in the blocks of one of them."""
     poisoned.add(60)
     flags = [*SAVING, "--per_device_train_batch_size", 4]
     never = [*flags, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63"]
-    for argv in ([*flags, "--rewind_on_spike", 20], never):
+    spiking = [*flags, "--rewind_on_spike", 20]
+    for argv, code in ((spiking, 65), (spiking, 0), (never, 0)):
         ranks = forked_ranks(lambda rank, argv=argv: train(preset, *argv), tmp_path)
-        assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
+        assert [rank.end() for rank in ranks] == [code, code], ranks[0].log
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
-    assert spikes.read_skipped(tmp_path / "run") == [range(48, 64)]
+    assert stopping.read_skipped(tmp_path / "run") == [range(48, 64)]
 
 
-def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(preset, tmp_path, poisoned, capsys):
+def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(preset, tmp_path, poisoned):
     never = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "24-39")
     poisoned.add(33)  # the fifth step
     flags = ["--save_strategy", "no", "--max_steps", 12, "--rewind_on_spike", 20]
-    assert train(preset, *flags)["digest"] == never["digest"]
-    assert "returning to the beginning, without blocks 24 to 39" in capsys.readouterr().err
+    record, (message,) = train_through(preset, *flags)
+    assert "leaves out blocks 24 to 39. There is no checkpoint yet. " in message
+    assert record["digest"] == never["digest"]
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 
-def test_a_run_that_spikes_wherever_it_goes_ends(preset, tmp_path, poisoned):
+def test_a_run_that_spikes_in_every_start_ends(preset, tmp_path, poisoned):
     poisoned |= set(range(40, 10_000))
-    with pytest.raises(RunError, match=r"has returned to checkpoint-4 3 times already: lower learning_rate"):
-        train(preset, *SAVING, "--rewind_on_spike", 20)
-    assert [entry["step"] for entry in spikes.read_returns(tmp_path / "run")] == [6, 5, 5]
+    with pytest.raises(RunError, match=r"3 starts from the same checkpoint ended so before: lower learning_rate"):
+        train_through(preset, *SAVING, "--rewind_on_spike", 20)
+    returns = durable.read_sealed(tmp_path / "run" / SKIPPED_NAME)["returns"]
+    assert [entry["step"] for entry in returns] == [6, 5, 5]
 
 
 def test_without_the_flag_a_spike_is_trained_on(preset, poisoned):
@@ -181,25 +246,26 @@ def test_a_loss_that_is_no_number_is_a_spike(preset, tmp_path, monkeypatch):
         return compute(self, *others, **kwargs) * (float("nan") if self.position == 56 else 1)
 
     monkeypatch.setattr(MlmTrainer, "compute_loss", spoilt)
-    train(preset, *SAVING, "--rewind_on_spike", 20)
+    (_, messages) = train_through(preset, *SAVING, "--rewind_on_spike", 20)
+    assert "the loss of step 8 is nan, a spike" in messages[0]
     assert weights(tmp_path / "run") == weights(never)
 
 
 def test_what_is_called_a_spike():
     before = [2.0, 4.0] * 64  # mean 3, standard deviation 1
-    assert spikes.is_spike(9.01, before, 6) and not spikes.is_spike(8.99, before, 6)
-    assert not spikes.is_spike(9.01, before[: spikes.NEEDED - 1], 6) and spikes.is_spike(
-        9.01, before[: spikes.NEEDED], 6
+    assert stopping.is_spike(9.01, before, 6) and not stopping.is_spike(8.99, before, 6)
+    assert not stopping.is_spike(9.01, before[: stopping.NEEDED - 1], 6) and stopping.is_spike(
+        9.01, before[: stopping.NEEDED], 6
     )
-    assert not spikes.is_spike(9.01, [100.0] * 64 + [2.0, 4.0, 90.0, 100.0], 6)
-    assert spikes.is_spike(9.01, [100.0] * 64 + before, 6), "only the last 128 steps count"
-    assert spikes.is_spike(float("nan"), [], 6) and spikes.is_spike(float("inf"), [], 6)
+    assert not stopping.is_spike(9.01, [100.0] * 64 + [2.0, 4.0, 90.0, 100.0], 6)
+    assert stopping.is_spike(9.01, [100.0] * 64 + before, 6), "only the last 128 steps count"
+    assert stopping.is_spike(float("nan"), [], 6) and stopping.is_spike(float("inf"), [], 6)
 
 
-def test_a_damaged_list_of_returns_is_refused(tmp_path):
-    path = tmp_path / spikes.SKIPPED_NAME
-    spikes.write_return(tmp_path, [], step=8, loss=9.0, returned_to="checkpoint-4", blocks=[range(48, 64)])
-    assert spikes.read_skipped(tmp_path) == [range(48, 64)]
+def test_a_damaged_list_of_blocks_is_refused(tmp_path):
+    path = tmp_path / SKIPPED_NAME
+    durable.write_sealed(path, {"returns": [{"step": 8, "loss": 9.0, "blocks": [[48, 64]]}]})
+    assert stopping.read_skipped(tmp_path) == [range(48, 64)]
     path.write_text(path.read_text().replace("64", "65"))
     with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(it is not what was written"):
-        spikes.read_skipped(tmp_path)
+        stopping.read_skipped(tmp_path)

@@ -557,7 +557,6 @@ BAD = {
     "no data": (["--data_dir", "/nowhere"], "/nowhere/train-v1.1.json is missing"),
     "order of evaluation": (["--train_sampling_strategy", "group_by_length"], "train_sampling_strategy must stay"),
     "no evaluation at first": (["--eval_delay", 10], "eval_delay must stay 0"),
-    "incomplete evaluation": (["--dataloader_drop_last", "true"], "dataloader_drop_last must stay false"),
     "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
     "decay of lamb": (
         ["--layer_decay", 0.5, "--optim", "lamb"],

@@ -147,7 +147,6 @@ NORMALIZERS = {
     "none": [],
     "lower case without accents": [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()],
     "NFKC": [normalizers.NFKC()],
-    "BERT's": [normalizers.BertNormalizer()],
 }
 OTHERS = {
     "metaspace": pre_tokenizers.Metaspace(),

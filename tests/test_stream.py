@@ -29,26 +29,23 @@ from roberta_recipe.data.order import (
     file_order,
     interleave,
     kept,
+    place_of,
     random_order,
-    source_of,
     taken_of_source,
 )
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import (
-    MicroBatches,
-    MicroBatchLoader,
     TrainBlocks,
     blocks_at,
     consumed,
     count_table,
-    packed,
-    unpacked,
     validation_blocks,
 )
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import INDEX_NAME
+from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, packed, unpacked
 
 POSITIONS = 200
 FORMATS = [name for name in PACKERS if not {"in_order", "segment_pair_short"} & {*name.split()}]  # as SOP's, as others
@@ -335,8 +332,8 @@ def test_a_format_is_one_pure_function(tmp_path, tokenizer, monkeypatch):
     cache = TokenCache(tmp_path / "cache", corpus, seed=0)
     assert blocks_of(cache) == blocks_of(reader)
     blocks = [*blocks_at(cache, [(range(8),)])]
-    columns, shapes, record = MicroBatches(MlmCollator(tokenizer, mlm_probability=0.15), 4)(blocks)
-    assert record.tokens == sum(len(block["input_ids"]) for block in blocks)
+    columns, shapes, record = micro_batches(MlmCollator(tokenizer, mlm_probability=0.15), 4, blocks)
+    assert record[0] == sum(len(block["input_ids"]) for block in blocks)
     rows = [
         row
         for batch in unpacked(columns, shapes, "cpu")
@@ -380,7 +377,7 @@ def test_shares_of_the_mixture_count_tokens_not_documents(tmp_path, tokenizer):
     corpus = corpus_of("c", [Source(name, files=path, weight=1.0) for name, path in files.items()])
     tokens = Counter()
     for block in blocks_at(reader_of(corpus, tokenizer), [(range(400),)]):
-        tokens[source_of(block.id)] += len(block["input_ids"])
+        tokens[place_of(block.id)[0]] += len(block["input_ids"])
     assert abs(tokens[0] / tokens.total() - 0.5) < 0.02
 
 
@@ -429,10 +426,11 @@ def test_the_first_blocks_only_again_and_again(one_source, tokenizer, limit):
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), size=st.integers(1, 8))
 def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, size):
     blocks = [Block({"input_ids": np.zeros(length)}, number) for number, length in enumerate(lengths)]
-    collate = MicroBatches(lambda blocks: {"ids": torch.tensor([block.id for block in blocks])}, size)
-    columns, shapes, record = collate(blocks)
+    columns, shapes, record = micro_batches(
+        lambda blocks: {"ids": torch.tensor([block.id for block in blocks])}, size, blocks
+    )
     found = [batch["ids"].tolist() for batch in unpacked(columns, shapes, "cpu")]
-    assert sorted(itertools.chain.from_iterable(found)) == [*range(len(lengths))] and record.tokens == sum(lengths)
+    assert sorted(itertools.chain.from_iterable(found)) == [*range(len(lengths))] and record[0] == sum(lengths)
     assert [*map(len, found)] == [len(lengths[start:][:size]) for start in range(0, len(lengths), size)]
     by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]
     assert all(min(one) >= max(two) for one, two in itertools.pairwise(by_micro_batch))
@@ -442,19 +440,16 @@ def assert_same(batches, others):
     assert [list(batch) for batch in batches] == [list(other) for other in others]
     for batch, other in zip(batches, others, strict=True):
         for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == torch.int64 and torch.equal(value, other[name]), name
-            else:
-                assert value == other[name], name
+            assert value.dtype == torch.int64 and torch.equal(value, other[name]), name
 
 
 def test_a_step_travels_as_one_narrow_tensor_per_column():
     """Widths differ, a column is missing in a micro-batch, another is 1-D and of any length."""
     sent = [
-        {"ids": [[7, 65535], [1, 2]], "labels": [[-100, 65535], [4, 5]], "pair": [0, 1], "predicted": [], "tokens": 4},
+        {"ids": [[7, 65535], [1, 2]], "labels": [[-100, 65535], [4, 5]], "pair": [0, 1], "predicted": []},
         {"ids": [[3], [0]], "labels": [[-100], [3]], "mask": [[1], [0]], "pair": [1, 1], "predicted": [9, 70000, 1]},
     ]
-    sent = [{k: torch.tensor(v, dtype=torch.int64) if k != "tokens" else v for k, v in one.items()} for one in sent]
+    sent = [{name: torch.tensor(value, dtype=torch.int64) for name, value in one.items()} for one in sent]
     columns, shapes = packed(sent)
     assert {name: column.dtype for name, column in columns.items()} == {
         **{"ids": torch.uint16, "labels": torch.int32, "pair": torch.uint8, "predicted": torch.int32},
@@ -471,7 +466,7 @@ def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_pat
     reader = reader_of(one_source, tokenizer, index_folder=tmp_path)
     loader = MicroBatchLoader(
         TrainBlocks(reader, batch_size=8),
-        **{"batch_size": 8, "collate_fn": MicroBatches(collator, 2), "num_workers": workers},
+        **{"batch_size": 8, "collate_fn": functools.partial(micro_batches, collator, 2), "num_workers": workers},
         **{"device": "cpu", "waiting": contextlib.nullcontext},
     )
     blocks, direct = [*blocks_at(reader_of(one_source, tokenizer), [(range(40),)])], []
@@ -479,9 +474,9 @@ def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_pat
         own = sorted(blocks[8 * step :][:8], key=lambda block: -len(block["input_ids"]))
         direct += [collator(own[start : start + 2]) for start in range(0, 8, 2)]
     found = list(itertools.islice(loader, len(direct)))
-    records = [batch.pop("record", None) for batch in found]
+    records = [batch.pop("record", [None])[0] for batch in found]
     tokens = [sum(len(block["input_ids"]) for block in blocks[8 * step :][:8]) for step in range(5)]
-    assert [record and record.tokens for record in records] == [n for of in tokens for n in (of, None, None, None)]
+    assert records == [n for of in tokens for n in (of, None, None, None)]
     assert_same(found, direct)
     assert 0 < sum("attention_mask" in batch for batch in found) < len(found)
     assert consumed(reader, 40) == consumed(reader_after(one_source, tokenizer, 40), 40)

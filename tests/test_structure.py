@@ -142,6 +142,30 @@ def test_a_new_flag_is_in_fingerprint_and_card_by_its_declaration_alone():
     assert flag_of(Arguments, field) == Flag("fixed")
 
 
+def arguments_assigned(source: str) -> list[str]:
+    """The assignments of a source to an attribute of an argument object: `args`, `training_args`, `trainer.args`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.append((ast.unparse(node.value), ast.unparse(node)))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            found.append((ast.unparse(node.args[0]), ast.unparse(node)))
+    return [written for owner, written in found if re.search(r"(^|\W|_)args$", owner)]
+
+
+def test_argument_objects_are_final_after_the_parse():
+    """But in `training/arguments.py`, whose `resolve` is called right after it."""
+    ways = "args.a = 1\nt.args.b += 1\nwith f() as training_args.c: pass\nsetattr(args, 'd', 1)\nargs.e, x = y\ns.f = 2"
+    assert len(arguments_assigned(ways)) == 5
+    paths = [*MODULES, *(ROOT / script for script in SCRIPTS)]
+    found = {path.name: arguments_assigned(path.read_text(encoding="utf-8")) for path in paths}
+    found = {name: assigned for name, assigned in found.items() if assigned}
+    assert list(found) == ["arguments.py"] and len(found["arguments.py"]) == 4, found
+    for script in ("train_mlm.py", "roberta_recipe/tasks/protocol.py"):
+        lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
+        assert sum(".resolve(args, training_args" in line for line in lines) == 1, script
+
+
 def test_the_map_of_the_readme_is_short_and_true():
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1]
     rows = re.findall(r"^\| `", section, re.M)

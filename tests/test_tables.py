@@ -156,7 +156,7 @@ def test_a_flag_of_a_measure_is_set_by_its_name():
         ({"at": {"one": 3}}, ["--scale", "one"], "at is {'one': 3}, and must be"),
         ({"at": {"three": {}}}, ["--scale", "one"], "'three' is no scale of .*scales.yaml: one, two"),
         ({"rows": ["low"]}, ["--scale", "one"], "rows is .'low'., and must be `key: value` lines"),
-        ({"rows": 3}, ["--scale", "one"], "rows is 3, and must be a list of"),
+        ({"rows": 3}, ["--scale", "one"], "rows is 3, and must be a list"),
         ({"rows": [{"name": "a", "only": "one"}]}, ["--scale", "one"], "row 1: only is 'one', and must be a list"),
         ({"rows": [{"name": "a", "only": ["six"]}]}, ["--scale", "one"], "'six' is no scale of"),
         ({"rows": [{"name": "a", "flags": [1]}]}, ["--scale", "one"], "row 1: flags is .1., and must be"),

@@ -23,7 +23,7 @@ from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
-from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.errors import InputError, RunError, exit_on_error
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_a_shard_that_is_cut_or_removed_in_mid_run_is_refused(corpus, built, fau
     taken = [next(blocks) for _ in range(3)]
     for shard in folder.rglob("train*.bin"):
         os.truncate(shard, 0) if fault == "cut" else shard.unlink()
-    with pytest.raises(InputError, match=r"/train-0000\d.bin is damaged: (it has not|No such file).*start the same"):
+    with pytest.raises(InputError, match=r"/train-0000\d.bin is damaged: (it has not|.*No such file).*start the same"):
         next(blocks)
     assert [*map(facts, taken)] == blocks_of(reader, 0, 3)  # nothing of a block that was given is still in the map
     token_cache.ensure(folder, reader, num_proc=1)
@@ -212,6 +212,21 @@ def test_damage_that_a_data_worker_finds_is_one_line(corpus, built, capsys):
         exit_on_error(lambda: list(itertools.islice(loader, 10)))
     lines = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: token_cache={folder}: ")
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_shard_that_is_damaged_after_it_is_packed_is_an_error(corpus, tokenizer, tmp_path, monkeypatch, machines):
+    reader, write_shard = reader_of(corpus, tokenizer), token_cache._write_shard
+
+    def spoiled(folder, *args):
+        tokens = write_shard(folder, *args)
+        for shard in folder.glob("a/train-00000.bin"):
+            os.truncate(shard, 8)
+        return tokens
+
+    monkeypatch.setattr(token_cache, "_write_shard", spoiled)
+    with pytest.raises(RunError, match=r"a/train-00000.bin was damaged after it was packed; pack it again"):
+        token_cache.build(tmp_path / "cache", reader, num_proc=1, machines=machines)
 
 
 # Several packers

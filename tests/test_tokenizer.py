@@ -224,7 +224,7 @@ def test_a_tokenizer_is_whole_or_absent(tokenizer, tmp_path, monkeypatch):
             tokenizer_training.save_tokenizer(tokenizer, tmp_path / "new" / "a")
     assert not list((tmp_path / "new").iterdir())
     (tmp_path / "notes.txt").write_text("of the user")
-    with pytest.raises(InputError, match=r"holds files already; name a new or an empty folder"):
+    with pytest.raises(InputError, match=r"holds other files; name a new or an empty folder"):
         tokenizer_training.save_tokenizer(tokenizer, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "notes.txt"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import copied, make_documents, run_python, write_text
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 import train_mlm
 from roberta_recipe import record as records
@@ -148,6 +148,16 @@ def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
     assert golden["loss"][0] - golden["loss"][-1] > 0.5  # the model learns
     for name in ("loss", "grad_norm", "eval_loss"):
         assert curve[name] == pytest.approx(golden[name], rel=1e-4), name
+
+
+def test_transformers_own_collator_drops_in(preset, tmp_path, monkeypatch):
+    """Training takes its masks from it; held-out examples keep theirs, as their loss shows of weights that stay."""
+    own = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "own")
+    monkeypatch.setattr(train_mlm, "build_collator", lambda *args: DataCollatorForLanguageModeling(args[-1], seed=0))
+    stock = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "stock")
+    assert stock["metrics"]["eval_loss"] == pytest.approx(own["metrics"]["eval_loss"], rel=1e-6)
+    assert stock["blocks_digest"] == own["blocks_digest"] and stock["digest"] != own["digest"]
+    assert len(logged_losses(stock)) == 4 and logged_losses(stock) != logged_losses(own)
 
 
 def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
@@ -454,7 +464,10 @@ def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatc
         train_mlm.main(["--config", preset, *(arg.format(**paths) for arg in argv)])
     for word in named:
         assert word in str(error.value)
-    assert not (tmp_path / "run").exists() or {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
+    assert not (tmp_path / "run").exists() or {path.name for path in (tmp_path / "run").iterdir()} <= {
+        ".lock",
+        ".file_hashes.json",
+    }
     assert (tmp_path / "full" / "model.safetensors").read_text() == "x"
 
 
@@ -469,13 +482,10 @@ def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
     lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
     assert path.stat().st_size > 4 << 20  # beyond what the check before training reads
-    # a worker that waited whether its trainer is told to stop, too, would keep the process for longer than the test has
     script = f"""
 import sys
 sys.path.insert(0, {str(root)!r})
 from roberta_recipe.errors import exit_on_error
-from roberta_recipe.training import step_watch
-step_watch._MOST_OF_A_CALL_S = 1e6
 import train_mlm
 exit_on_error(train_mlm.main)
 """

@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 import transformers
+from trainer_internals import CHECKED_WITH, INTERNALS
 from transformers import Trainer
 
 from roberta_recipe.training import durable_trainer, finetune_trainer, mlm_trainer
-from roberta_recipe.training.trainer_internals import CHECKED_WITH, INTERNALS
 
 TRAINERS = [durable_trainer.DurableTrainer, mlm_trainer.MlmTrainer, finetune_trainer.FinetuneTrainer]
 
@@ -29,14 +29,28 @@ def relied_on(cls):
 
 def test_the_list_is_complete_and_holds_nothing_else():
     found = set().union(*map(relied_on, TRAINERS))
-    assert found == {internal.name for internal in INTERNALS} and len(found) > 15
+    assert found == {internal.name for internal in INTERNALS} and len(found) > 12
+
+
+def test_few_private_members_are_overridden_and_none_is_set():
+    overridden = {name for cls in TRAINERS for name in vars(cls) if name in vars(Trainer) and name[:1] == "_"}
+    overridden -= {name for name in overridden if name.startswith("__")}
+    assert overridden == {"_load_from_checkpoint", "_load_scaler", "_run_epoch"}
+    source = inspect.getsource(Trainer)
+    for cls in TRAINERS:
+        stored = [
+            node.attr
+            for node in ast.walk(ast.parse(inspect.getsource(cls)))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr.startswith("_")
+        ]
+        assert stored and not [name for name in stored if f"self.{name} =" in source or f"self.{name}:" in source]
 
 
 @pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name)
 def test_it_is_there_in_the_installed_transformers(internal):
     advice = (
         f"Trainer.{internal.name} is another than in transformers {CHECKED_WITH}, and {transformers.__version__} is "
-        "installed: read the release notes in between and roberta_recipe/training/trainer_internals.py"
+        "installed: read the release notes in between and tests/trainer_internals.py"
     )
     if internal.parameters is None:
         assert f"self.{internal.name}" in inspect.getsource(Trainer), advice

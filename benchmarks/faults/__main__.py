@@ -32,9 +32,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_V
 # a script that finds 1 here takes all cores; torch's own setting stays
 os.environ.pop("OMP_NUM_THREADS", None)
 
-import deepspeed  # noqa: F401  a run imports it, and pyplot; a forked run has them
+import deepspeed  # noqa: F401  a run imports it; a forked run has it
 import matplotlib.figure
-import matplotlib.pyplot
 
 from benchmarks.faults.case import BAD, Case, reference_folder, reference_name, undisturbed
 from benchmarks.faults.kinds import OTHER_SEED, Plan, draw_plan

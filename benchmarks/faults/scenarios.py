@@ -213,7 +213,7 @@ def _pretraining(name: str, text: str, *flags: str, **others: Any) -> Scenario:
     argv = ("--config", "inputs/preset.yaml", "--train_file", TEXTS[text], "--output_dir", "out/run")
     argv += ("--global_batch_size", "32", "--per_device_eval_batch_size", "8")
     read = (TEXTS[text], "inputs/text/validation.parquet", "inputs/tokenizer/*", "inputs/preset.yaml")
-    writes = [f"out/run/.partial/checkpoint-{step}/*" for step in (3, 6, 9, 12)]
+    writes = [f"out/run/checkpoint-{step}/*" for step in (3, 6, 9, 12)]
     lasting = ["out/run/checkpoint-*/*"]
     if "--model_name_or_path" in flags:
         read += ("inputs/weights/*",)
@@ -233,7 +233,7 @@ def _pretraining(name: str, text: str, *flags: str, **others: Any) -> Scenario:
 def _glue(name: str, *flags: str, **others: Any) -> Scenario:
     values = [str(word) for key, value in GLUE_FLAGS.items() for word in (f"--{key}", value)]
     argv = ("--config", str(ROOT / "presets" / "glue" / "rte.yaml"), *values, *flags)
-    read, writes = ("inputs/weights/*", "inputs/glue/RTE/*"), ("out/glue/*/.partial/*", "out/glue/*/*.tmp")
+    read, writes = ("inputs/weights/*", "inputs/glue/RTE/*"), ("out/glue/*/checkpoint-*/*", "out/glue/*/*.tmp")
     lasting = ("out/glue/*/best/*", "out/glue/*/run_record.json", "out/glue/*/checkpoint-*/*")
     return Scenario(name, "finetune_glue.py", argv, read, writes, lasting, "  loss ", **others)
 

@@ -1,7 +1,6 @@
 """The parts of `make gpu` after `install`: machine, profile, training with fp16 beside it, evaluation; fine-tuning."""
 
 import contextlib
-import inspect
 import re
 import resource
 import shutil
@@ -20,8 +19,8 @@ from benchmarks.gpu import half
 from benchmarks.gpu.runs import PAIRS, Outcome, Work, kill
 from roberta_recipe import durable, hardware
 from roberta_recipe.errors import RunError
+from roberta_recipe.input_files import ROOT
 from roberta_recipe.record import git_commit, versions
-from roberta_recipe.training.trainer_internals import CHECKED_WITH, INTERNALS
 
 PRESET = "presets/mlm/roberta_h100.yaml"
 # seconds at most; training has the rest
@@ -66,14 +65,11 @@ def measure_machine(work: Work) -> Outcome:
 
 
 def check_trainer() -> None:
-    """Raise `RunError` where the imported transformers has another `Trainer` than ours builds on."""
-    source = inspect.getsource(transformers.Trainer)
-    for internal in INTERNALS:
-        found = getattr(transformers.Trainer, internal.name, None)
-        same = found is not None and tuple(inspect.signature(found).parameters) == internal.parameters
-        if not (same if internal.parameters else f"self.{internal.name}" in source):
-            wanted = f"transformers {transformers.__version__} has another Trainer.{internal.name} than {CHECKED_WITH}"
-            raise RunError(f"{wanted}: carry the wheels that --dry_run lists")
+    """Raise `RunError` for another transformers than requirements.txt pins: our trainers depend on private methods."""
+    pinned = re.search(r"^transformers==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    if transformers.__version__ != pinned:
+        wanted = f"transformers {transformers.__version__} is installed, and requirements.txt pins {pinned}"
+        raise RunError(f"{wanted}: carry the wheels that --dry_run lists")
 
 
 def copy_rate() -> float:

@@ -1,13 +1,13 @@
 """Chunks: consecutive rows of one file, about 8 MB of text, tokenized and packed together (paper, section 4.2).
 
-The chunk is the unit of reading: its blocks are a function of its documents, its place and the format, so nothing has
-to be remembered between chunks, and a block never continues over a chunk's end (one block of some thousands is short).
-`TextReader` makes chunks from text, `token_cache.TokenCache` reads them from disk; `stream` orders the blocks of both.
-A `ChunkIndex` says where chunks begin, once they have been packed.
+The blocks of a chunk are a function of its documents, its place and the format, and no block continues over a chunk's
+end (one block of some thousands is short). `TextReader` makes chunks from text, `token_cache.TokenCache` reads them
+from disk; a `ChunkIndex` says where they begin, once they have been packed.
 """
 
 import contextlib
 import functools
+import itertools
 import json
 import zlib
 from array import array
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.data import packing, pairs
-from roberta_recipe.data.corpus import Corpus, check_unchanged, corpus_fingerprint
+from roberta_recipe.data.corpus import Corpus, corpus_fingerprint
 from roberta_recipe.data.documents import Row, file_rows
 from roberta_recipe.data.packing import Columns, Document, Packer
 from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
@@ -43,10 +43,9 @@ COUNTS = (
     "bad_files",
     "lost_rows",
 )
-_TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough to occupy the cores
+_TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough for all cores
 
-# Input formats by name. Formats of pairs are named with the meaning of their labels, the next sentence or the order of
-# two; or with "in_order", where nothing uses the labels
+# Input formats by name; those of pairs also name their labels: the next sentence, the order of two, or none in use
 PAIRS = {
     "segment_pair": pairs.segment_pair,
     "segment_pair_short": partial(pairs.segment_pair, short=pairs.SHORT),
@@ -92,53 +91,44 @@ class Chunk(NamedTuple):
 
 
 class ChunkIndex:
-    """The chunks of files in file order, as far as they have been packed. With `path`, kept as lines of a file, to
-    which the processes of a run append; a line that is damaged or of other text (`made_from`) does not count, and its
-    chunk is packed again."""
+    """The chunks of files in file order, as far as they have been packed. With `path`, a file of lines to which the
+    processes of a run append; a line that is damaged or of other text (`made_from`) is ignored, and its chunk is packed
+    again."""
 
     def __init__(self, path: Path | None = None, made_from: str = ""):
         self._path, self._seed, self._read = path, zlib.crc32(made_from.encode()), 0
         self._chunks: dict[File, list[Chunk]] = {}
 
     def of(self, file: File) -> list[Chunk]:
-        self._refresh()  # a data worker may have packed more
-        return self._chunks.get(file, [])
-
-    def _refresh(self) -> None:
-        """Read the lines that other processes have appended."""
-        if self._path is None or not self._path.exists():
-            return
-        with open(self._path, "rb") as stream:
-            stream.seek(self._read)
-            for line in stream:
-                if not line.endswith(b"\n"):  # being written
-                    break
-                self._read += len(line)
-                checksum, _, entry = line.rstrip(b"\n").partition(b" ")
-                if checksum == b"%08x" % zlib.crc32(entry, self._seed):
-                    file, number, chunk = json.loads(entry)
-                    self._put(File(*file), number, Chunk(*chunk))
+        """The known chunks of a file, with those that other processes have appended."""
+        if self._path is not None and self._path.exists():
+            with open(self._path, "rb") as stream:
+                stream.seek(self._read)
+                for line in stream:
+                    if not line.endswith(b"\n"):  # being written
+                        break
+                    self._read += len(line)
+                    checksum, _, entry = line.rstrip(b"\n").partition(b" ")
+                    if checksum == b"%08x" % zlib.crc32(entry, self._seed):
+                        of, number, chunk = json.loads(entry)
+                        if number == len(chunks := self._chunks.setdefault(File(*of), [])):
+                            chunks.append(Chunk(*chunk))
+        return self._chunks.setdefault(file, [])
 
     def add(self, file: File, number: int, chunk: Chunk) -> None:
         """Add the chunk `number` of a file, unless it is known."""
-        self._refresh()
-        if self._put(file, number, chunk) and self._path is not None:
-            entry = json.dumps([file, number, chunk]).encode()
-            line = b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry)
-            # a full or read-only disk loses nothing but time
-            with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
-                stream.write(line)
-
-    def _put(self, file: File, number: int, chunk: Chunk) -> bool:
-        chunks = self._chunks.setdefault(file, [])
-        if new := number == len(chunks):
-            chunks.append(chunk)
-        return new
+        if number == len(self.of(file)):
+            self._chunks[file].append(chunk)
+            if self._path is not None:
+                entry = json.dumps([file, number, chunk]).encode()
+                # a full or read-only disk loses nothing but time
+                with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
+                    stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry))
 
 
 class TextReader:
-    """Chunks from text, tokenized and packed when they are asked for. `progress` grows with the texts that are encoded,
-    in data workers too. `index_folder`: where the chunk index is kept."""
+    """Chunks from text, tokenized and packed on demand. `progress` counts the encoded texts, in data workers too.
+    `index_folder`: of the chunk index."""
 
     def __init__(
         self,
@@ -222,13 +212,10 @@ class TextReader:
         """(ids, marks of phrases) of each document by sentence; without phrases, no marks."""
         ids: list[Document] = []
         marks: list[Document] = []
-        split, size = [], 0
-        for number, text in enumerate(texts, 1):
-            split.append(self._sentences(text))
-            size += len(text)
-            if size < _TEXT_PER_CALL and number < len(texts):
-                continue
-            encoded, marked = (iter(part) for part in self._encode([one for sentences in split for one in sentences]))
+        ends = itertools.accumulate(map(len, texts))
+        for _, part in itertools.groupby(zip(ends, texts, strict=True), key=lambda item: item[0] // _TEXT_PER_CALL):
+            split = [self._sentences(text) for _, text in part]
+            encoded, marked = map(iter, self._encode([one for sentences in split for one in sentences]))
             for sentences in split:
                 # a normalizer can remove all of a sentence, as BERT's does with a soft hyphen: no ids, no sentence
                 both = [(next(encoded), next(marked)) for _ in sentences]
@@ -237,7 +224,6 @@ class TextReader:
                 if self.phrases:
                     marks.append([array("i", units) for of, units in both if of])
             self.progress += len(split)
-            split, size = [], 0
         return ids, marks
 
     def _sentences(self, text: str) -> list[str]:
@@ -273,17 +259,10 @@ class TextReader:
             **corpus_fingerprint(self.corpus),
         }
 
-    def check_unchanged(self) -> None:
-        """Raise `RunError` where a file of the corpus is no longer what the fingerprint was made from."""
-        check_unchanged(self.corpus)
-
 
 def total(chunks: Iterable[Chunk]) -> Counter[str]:
     """The sums of the chunks' counts."""
-    counts: Counter[str] = Counter()
-    for chunk in chunks:
-        counts.update(chunk.counts)
-    return counts
+    return sum((Counter(chunk.counts) for chunk in chunks), Counter())
 
 
 def _divided(rows: Iterable[Row]) -> Iterator[list[Row]]:

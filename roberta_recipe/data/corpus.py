@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import glob
-import hashlib
 import json
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from roberta_recipe.data.readers import DECOMPRESSORS, READERS, open_file, with_
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
-from roberta_recipe.log import Bar, logger
+from roberta_recipe.log import Bar
 from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.record import HASHES_NAME
 
@@ -34,11 +32,9 @@ _NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache h
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_BYTES_PER_READ = 1 << 20
-_SHOWN_BYTES = 1 << 30  # so much to hash has a progress bar
 _THREADS = 8  # a disk's worth; hashing frees Python's lock
 _SETTLED_NS = 2_000_000_000  # file times may tick this slowly, so a younger file may change and keep its times
-_ETAGS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # of fsspec's file systems, the most telling first
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # in fsspec's file systems, the most exact first
 
 
 @dataclass(frozen=True)
@@ -59,22 +55,21 @@ class Source:
     validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not _NAME.fullmatch(self.name):
             raise InputError(
                 f"source name {self.name!r}: a name becomes a folder, and has 1 to 60 letters, digits, `_` and `-`"
             )
-        given = [key for key in ("dataset", "files", "builtin") if getattr(self, key) is not None]
+        where, given = (
+            f"source {self.name!r}",
+            [k for k in ("dataset", "files", "builtin") if getattr(self, k) is not None],
+        )
         if len(given) != 1:
-            raise InputError(
-                f"source {self.name!r} must have exactly one of dataset, files, builtin, and has {given or 'none'}"
-            )
+            raise InputError(f"{where} must have exactly one of dataset, files, builtin, and has {given or 'none'}")
         if self.dataset and not self.revision and not Path(self.dataset).exists():
-            raise InputError(
-                f"source {self.name!r}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)"
-            )
+            raise InputError(f"{where}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)")
         for key in ("size_gb", "weight"):
             if getattr(self, key) is not None and not 0 < getattr(self, key) < float("inf"):
-                raise InputError(f"source {self.name!r}: {key} is {getattr(self, key)}, and must be above 0 and finite")
+                raise InputError(f"{where}: {key} is {getattr(self, key)}, and must be above 0 and finite")
 
 
 class Identity(NamedTuple):
@@ -100,26 +95,22 @@ class Corpus:
     identities: Mapping[str, Identity] = field(default_factory=dict, repr=False)  # by path
 
     def __post_init__(self):
-        names = [source.name for source in self.sources]
+        where, names = f"corpus {self.name!r}", [source.name for source in self.sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"corpus {self.name!r}: two sources are named {twice[0]!r}; names must differ")
+            raise InputError(f"{where}: two sources are named {twice[0]!r}; names must differ")
         kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in self.sources}
         if len(self.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
-            raise InputError(f"corpus {self.name!r}: every source needs a share, all by size_gb or all by weight")
-        for source, share in zip(self.sources, self.shares, strict=True):
+            raise InputError(f"{where}: every source needs a share, all by size_gb or all by weight")
+        for name, share in zip(names, self.shares, strict=True):
             if not share >= _LEAST_SHARE:
                 raise InputError(
-                    f"corpus {self.name!r}: source {source.name!r} has a share of {share:.2g} of the mixture, and the "
-                    f"least is {_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
+                    f"{where}: source {name!r} has a share of {share:.2g} of the mixture, and the least is "
+                    f"{_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
                 )
         if not re.fullmatch("[a-z]{2,3}", self.language):
-            raise InputError(
-                f"corpus {self.name!r}: language is {self.language!r}, and must be a code such as en or de"
-            )
+            raise InputError(f"{where}: language is {self.language!r}, and must be a code such as en or de")
         if not 0 < self.validation_share < 1:
-            raise InputError(
-                f"corpus {self.name!r}: validation_share is {self.validation_share}, and must be between 0 and 1"
-            )
+            raise InputError(f"{where}: validation_share is {self.validation_share}, and must be between 0 and 1")
 
     @property
     def shares(self) -> list[float]:
@@ -128,26 +119,25 @@ class Corpus:
         return [size / sum(sizes) for size in sizes]
 
     def files(self, source: Source, split: str) -> tuple[str, list[str]]:
-        """Format (a builder of `datasets`) and sorted paths of a source's split ("train" or "validation")."""
+        """Format (of `READERS`) and sorted paths of a source's split ("train" or "validation")."""
         return self.found[source.name, split]
 
 
 def read_corpus(path: str | Path) -> Corpus:
     """The corpus of a preset, its variables replaced; no source is opened. Raises `InputError`."""
-    values = load_yaml(path)
-    sources = values.pop("sources", None)
-    if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
+    values, sources = load_yaml(path), []
+    entries = values.pop("sources", None)
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and where it is")
-    where = [f"{path}, source {entry.get('name', number)}" for number, entry in enumerate(sources, 1)]
-    checked = [check_mapping(entry, [Source], name) for entry, name in zip(sources, where, strict=True)]
-    for entry, name in zip(checked, where, strict=True):
+    for number, entry in enumerate(entries, 1):
+        where = f"{path}, source {entry.get('name', number)}"
+        entry = check_mapping(entry, [Source], where)
         if "name" not in entry:
-            raise InputError(f"{name} has no name; name it with `name:`")
-        entry |= {key: _with_variables(entry[key], name) for key in ("files", "validation_files") if entry.get(key)}
-    settings = check_mapping(
-        values, [Corpus], str(path), without=("name", "sources", "found", "left_out", "identities")
-    )
-    return Corpus(name=Path(path).stem, sources=[Source(**entry) for entry in checked], **settings)
+            raise InputError(f"{where} has no name; name it with `name:`")
+        patterns = {key: entry[key] for key in ("files", "validation_files") if entry.get(key)}
+        sources.append(Source(**entry | {key: _with_variables(of, where) for key, of in patterns.items()}))
+    made = ("name", "sources", "found", "left_out", "identities")
+    return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=made))
 
 
 def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
@@ -156,10 +146,9 @@ def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
         return [_with_variables(pattern, where) for pattern in patterns]
     for name in _VARIABLE.findall(patterns):
         if not os.environ.get(name):
-            state = "is empty" if name in os.environ else "is not set"
             raise InputError(
-                f"{where}: the environment variable {name} {state}, and the files are {patterns!r}; set it to the "
-                f"folder of your files before the command: export {name}=..."
+                f"{where}: the environment variable {name} is not set or empty, and the files are {patterns!r}; set it "
+                f"to the folder of your files before the command: export {name}=..."
             )
     return _VARIABLE.sub(lambda found: glob.escape(os.environ[found[1]]), patterns)
 
@@ -176,30 +165,19 @@ def resolve(corpus: Corpus) -> Corpus:
     """`corpus` with its files, and the digests of the documents left out. Raises `InputError`."""
     found = {}
     for source in corpus.sources:
-        found[source.name, "train"] = found[source.name, "validation"] = _locate(source)
+        train = validation = _locate(source)
         if source.validation_files is not None:
-            found[source.name, "validation"] = _list_files(source.name, source.validation_files)
-        for format, paths in (found[source.name, "train"], found[source.name, "validation"]):
+            validation = _list_files(source.name, source.validation_files)
+        for split, (format, paths) in (("train", train), ("validation", validation)):
             if source.filters is not None and format != "parquet":
                 raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
-            chained = [path for path in paths if "://" not in path and "::" in path]
-            if chained and format not in READERS:
-                raise InputError(
-                    f"source {source.name!r}: rename {chained[0]}; datasets reads a '::' in a name as a chain of "
-                    "protocols"
-                )
-    left_out = _documents_left_out(corpus.leave_out) if corpus.leave_out is not None else []
+            found[source.name, split] = format, paths
+    left_out: list[str] = []
+    if corpus.leave_out is not None:
+        made_by = "python -m roberta_recipe.tools.contamination --held_out --leave_out FILE"
+        with taken_apart(corpus.leave_out, f"a file of {made_by}"):
+            left_out = read_input_json(resolve_path(corpus.leave_out))["documents"]
     return replace(corpus, found=found, left_out=frozenset(left_out))
-
-
-def _documents_left_out(path: str) -> list[str]:
-    found = read_input_json(resolve_path(path))
-    documents = found.get("documents") if isinstance(found, dict) else None
-    if not isinstance(documents, list) or not all(isinstance(digest, str) for digest in documents):
-        raise InputError(
-            f"leave_out={path}: make it with python -m roberta_recipe.tools.contamination --held_out --leave_out FILE"
-        )
-    return documents
 
 
 def _locate(source: Source) -> tuple[str, list[str]]:
@@ -209,13 +187,7 @@ def _locate(source: Source) -> tuple[str, list[str]]:
     if source.files:
         return _list_files(source.name, source.files)
     try:
-        with tempfile.TemporaryDirectory() as folder:  # a local dataset needs no cache
-            builder = datasets.load_dataset_builder(
-                source.dataset,
-                source.config,
-                revision=source.revision,
-                cache_dir=folder if Path(source.dataset).exists() else None,
-            )
+        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
     except Exception as error:  # the Hub client raises a dozen kinds
         no_cache = isinstance(error, PermissionError | NotADirectoryError)
         raise InputError(
@@ -227,9 +199,13 @@ def _locate(source: Source) -> tuple[str, list[str]]:
         raise InputError(
             f"source {source.name!r}: {source.dataset!r} has no split {source.split!r}; it has {sorted(splits)}"
         )
-    if archives := [path for path in splits[source.split] if path.endswith(".zip")]:
-        raise InputError(f"source {source.name!r}: unpack {archives[0]}, and name its files with `files:`")
-    return builder.name, sorted(splits[source.split])
+    paths = sorted(splits[source.split])
+    if builder.name not in READERS or any(path.endswith(".zip") for path in paths):
+        raise InputError(
+            f"source {source.name!r}: {paths[0]} is no text, JSON, Parquet or Arrow; convert or unpack the files of "
+            "the dataset, and name them with `files:`"
+        )
+    return builder.name, paths
 
 
 def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
@@ -237,25 +213,18 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     found: dict[str, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if "://" in pattern:
-            attempt, action = functools.partial(_remote_paths, pattern), f"source {name!r}: listing {pattern!r}"
-            paths, folder = with_retries(attempt, pattern, action)
+            attempt = functools.partial(_remote_paths, pattern)
+            paths = with_retries(attempt, pattern, f"source {name!r}: listing {pattern!r}")
         else:
-            paths, folder = _local_paths(resolve_path(pattern))
-        hidden = {path for path in paths if folder is not None and "/." in path[len(folder) :]}
-        paths = _of_saved_datasets(name, [path for path in paths if path not in hidden])
-        readable = {p: f for p in paths if (f := _format_of(p))}
-        passed_over = sum(_format_of(p) is not None for p in hidden)
+            paths = _local_paths(resolve_path(pattern))
+        readable = {path: format for path in _of_saved_datasets(name, paths) if (format := _format_of(path))}
         if not readable:
-            seen = sorted({Path(p).suffix or "no suffix" for p in paths}) + ["hidden files"] * bool(passed_over)
-            what = (
-                f"holds no file that can be read (found {', '.join(seen)})" if seen else "does not exist, or is empty"
-            )
+            seen = ", ".join(sorted({Path(path).suffix or "no suffix" for path in paths}))
+            what = f"holds no file that can be read (found {seen})" if seen else "does not exist, or is empty"
             raise InputError(
                 f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, text and JSON also "
-                f"compressed ({', '.join(DECOMPRESSORS)})"
+                f"compressed ({', '.join(DECOMPRESSORS)}); hidden files of a folder are passed over"
             )
-        if passed_over:
-            logger.info(f"source {name!r}: hidden files of {pattern} (.name), passed over: {passed_over:,}")
         found.update(readable)
     if len(set(found.values())) > 1:
         kinds = ", ".join(sorted(set(found.values())))
@@ -263,38 +232,32 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
     return next(iter(found.values())), sorted(found)
 
 
-def _local_paths(path: Path) -> tuple[list[str], str | None]:
-    """The files below a folder, and the folder; a file itself, or the files of a glob, which finds no hidden ones."""
-    if path.is_dir():
-        return [*_files_below(str(path))], str(path)
-    return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True), None
-
-
-def _files_below(folder: str) -> Iterator[str]:
-    """The files below a folder, those behind links too; a folder that links lead to again is searched once, and once
-    more as a hidden one, so that a hidden link hides nothing."""
-    searched = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        if (place := (os.path.realpath(parent), "/." in parent[len(folder) :])) in searched:
+def _local_paths(path: Path) -> list[str]:
+    """A file; the files of a glob; or those below a folder that are not hidden, each folder behind links once."""
+    if not path.is_dir():
+        return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+    found, searched = [], set()
+    for parent, folders, names in os.walk(path, followlinks=True):
+        if (place := os.path.realpath(parent)) in searched:
             folders.clear()
             continue
         searched.add(place)
-        yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        found += [path for name in names if name[0] != "." and os.path.isfile(path := os.path.join(parent, name))]
+    return found
 
 
-def _remote_paths(pattern: str) -> tuple[list[str], str | None]:
-    """The paths below a URL (s3://, gs://, https://, ...), and its folder; None where it asks for hidden files."""
+def _remote_paths(pattern: str) -> list[str]:
+    """The files of a URL (s3://, gs://, https://, ...), hidden ones only by a pattern such as `.x*`."""
     system, path = fsspec.core.url_to_fs(pattern)
-    folder = path[: path.index("*")].rpartition("/")[0] if "*" in path else path.rstrip("/")
+    folder, paths = path.rstrip("/"), [path]
     if "*" in path:
-        paths = system.glob(path)
+        folder, paths = path[: path.index("*")].rpartition("/")[0], system.glob(path)
     elif system.info(path)["type"] == "directory" or not _format_of(path):  # http: a folder's URL is a file's too
         paths = system.find(path)
-    else:
-        paths = [path]
-    asked_for = "/." in path[len(folder) :]  # by a pattern such as `.x*`
-    return [system.unstrip_protocol(path) for path in paths], None if asked_for else system.unstrip_protocol(folder)
+    if "/." not in path[len(folder) :]:
+        paths = [path for path in paths if "/." not in path[len(folder) :]]
+    return [system.unstrip_protocol(path) for path in paths]
 
 
 def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
@@ -302,28 +265,18 @@ def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
     metadata, and caches of `map`. Raises `InputError` for a folder of `DatasetDict`, which would mix the splits."""
     listed = set(paths)
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
-        of_splits, state, info = (
-            f"{folder}/{file}" for file in ("dataset_dict.json", "state.json", "dataset_info.json")
-        )
-        if of_splits in listed:
-            splits = _saved_json(of_splits, lambda saved: [*saved["splits"]])
-            raise InputError(
-                f"source {name!r}: {folder} is a DatasetDict of the splits {', '.join(splits)}; name the folder of one "
-                f"split: {folder}/{splits[0]}"
-            )
+        state, info = f"{folder}/state.json", f"{folder}/dataset_info.json"
+        if f"{folder}/dataset_dict.json" in listed:
+            raise InputError(f"source {name!r}: {folder} is a DatasetDict; name the folder of one of its splits")
         if all(path in listed or os.path.isfile(path) for path in (state, info)):  # a glob may have found neither
-            kept = _saved_json(state, lambda saved: {one["filename"] for one in saved["_data_files"]})
-            if state in listed and (missing := sorted({f"{folder}/{file}" for file in kept} - listed)):
+            with taken_apart(state, "a file of save_to_disk"), open_file(state) as stream:
+                kept = {f"{folder}/{one['filename']}" for one in json.load(stream)["_data_files"]}
+            if state in listed and (missing := sorted(kept - listed)):
                 raise InputError(
-                    f"source {name!r}: {missing[0]} is missing, which {state} lists; copy the folder again"
+                    f"source {name!r}: {missing[0]} is missing, and {state} lists it; copy the folder again"
                 )
-            paths = [path for path in paths if path.rpartition("/")[0] != folder or path.rpartition("/")[2] in kept]
+            paths = [path for path in paths if path.rpartition("/")[0] != folder or path in kept]
     return paths
-
-
-def _saved_json(path: str, of: Callable[[Any], Any]) -> Any:
-    with taken_apart(path, "a file of save_to_disk"), open_file(path) as stream:
-        return of(json.load(stream))
 
 
 def _format_of(path: str) -> str | None:
@@ -336,17 +289,14 @@ def _format_of(path: str) -> str | None:
 def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
     """A resolved corpus with the content of its files, hashed once and kept in the folder `kept_in`; hashed again where
     size, times or inode differ. Raises `InputError` for a file that changes meanwhile."""
-    path, started_ns = Path(kept_in, HASHES_NAME), time.time_ns()
+    path, settled_ns = Path(kept_in, HASHES_NAME), time.time_ns() - _SETTLED_NS
     try:
         known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
     except (OSError, ValueError, KeyError):  # there is none, or it is damaged
         known = {}
     found = identify([name for _, names in corpus.found.values() for name in names], known)
-    kept = {
-        name: one
-        for name, one in found.items()
-        if one.stamp and len(one.values) == 3 and max(one.stamp[1:3]) < started_ns - _SETTLED_NS
-    }
+    hashed = {name: one for name, one in found.items() if one.stamp and len(one.values) == 3}
+    kept = {name: one for name, one in hashed.items() if max(one.stamp[1:3]) < settled_ns}
     if kept != known:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -355,19 +305,14 @@ def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
 
 
 def identify(paths: Iterable[str], known: Mapping[str, Identity]) -> dict[str, Identity]:
-    """The identity of each file; those not `known` by their size, times and inode are hashed by a few threads.
-
-    A remote file is its URL, size and version as the server has them; `hf://` names hold the revision. Raises
-    `InputError` for a file that changes meanwhile.
-    """
+    """The identity of each file; those not `known` by their size, times and inode are hashed by a few threads. A remote
+    file is its URL, size and version as the server has them; `hf://` names hold the revision. Raises `InputError` for a
+    file that changes meanwhile."""
     stamps = {path: _stamp(path) for path in paths}
     new = [path for path, stamp in stamps.items() if path not in known or known[path].stamp != stamp]
-    size = sum(stamps[path][0] for path in new if stamps[path])
-    with (
-        Bar(total=size, unit="B", unit_scale=True, desc="Hashing files", disable=size < _SHOWN_BYTES or None) as bar,
-        ThreadPoolExecutor(min(_THREADS, cpu_cores())) as threads,
-    ):
-        made = dict(zip(new, threads.map(lambda path: _identity(path, bar), new), strict=True))
+    with ThreadPoolExecutor(min(_THREADS, cpu_cores())) as threads:
+        hashed = Bar(threads.map(_identity, new), total=len(new), desc="Hashing files", delay=2, leave=False)
+        made = dict(zip(new, hashed, strict=True))
     return {path: made.get(path) or known[path] for path in stamps}
 
 
@@ -379,25 +324,22 @@ def _stamp(path: str) -> list[int] | None:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _identity(path: str, bar: Bar) -> Identity:
+def _identity(path: str) -> Identity:
     if path.startswith("hf://"):
         return Identity([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)
         info = with_retries(lambda: system.info(inner), path, f"looking up {path}")
-        version = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), None)
         return Identity([path, info.get("size"), version], None)
-    before, digest, buffer = _stamp(path), hashlib.sha256(), bytearray(_BYTES_PER_READ)
+    before = _stamp(path)
     try:
-        with open(path, "rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-                bar.update(count)
+        digest = durable.sha256(path)
     except OSError as error:
         return Identity([os.path.basename(path), error.strerror], before)
     if before is None or _stamp(path) != before:
         raise InputError(f"{path} changed while it was read; start again when it is complete")
-    return Identity([os.path.basename(path), before[0], digest.hexdigest()[:32]], before)
+    return Identity([os.path.basename(path), before[0], digest[:32]], before)
 
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
@@ -432,19 +374,15 @@ def check_validation_files(corpus: Corpus) -> None:
     """Raise `InputError` where a validation file is a training file too, by its content: files of one size are
     hashed."""
     train = [path for source in corpus.sources for path in corpus.files(source, "train")[1]]
-    held_out = {path: s for s in corpus.sources if s.validation_files for path in corpus.files(s, "validation")[1]}
-    sizes = {_size(path) for path in train} & {_size(path) for path in held_out} - {0}
-    content = identify([path for path in (*train, *held_out) if _size(path) in sizes], corpus.identities)
+    held_out = {path: s.name for s in corpus.sources if s.validation_files for path in corpus.files(s, "validation")[1]}
+    sizes = {path: path if "://" in path else os.path.getsize(path) for path in (*train, *held_out)}
+    shared = {sizes[path] for path in train} & {sizes[path] for path in held_out} - {0}
+    content = identify([path for path in sizes if sizes[path] in shared], corpus.identities)
     trained_on = {str(content[path].values[1:]): path for path in train if path in content}
-    for path, source in held_out.items():
+    for path, name in held_out.items():
         if path in content and (same := trained_on.get(str(content[path].values[1:]))):
             raise InputError(
-                f"source {source.name!r}: the validation file {path} is the training file {same}, so its loss would be "
-                "that of text trained on; name held-out text, or leave the validation file out: a share of the "
-                "documents is then held out"
+                f"source {name!r}: the validation file {path} is the training file {same}, so its loss would be that "
+                "of text trained on; name held-out text, or leave the validation file out: a share of the documents is "
+                "then held out"
             )
-
-
-def _size(path: str) -> int | str:
-    """The size of a local file; a remote file has its URL instead, as one of another URL is another file."""
-    return path if "://" in path else os.path.getsize(path)

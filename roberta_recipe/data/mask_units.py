@@ -1,6 +1,6 @@
-"""What is masked together: whole words (BERT's later models), spans (SpanBERT, arXiv 1907.10529, section 3.1), n-grams
-(ALBERT, arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are counted in words, and no unit goes
-across a special token.
+"""Masking units: whole words (BERT's later models), spans (SpanBERT, arXiv 1907.10529, section 3.1), n-grams (ALBERT,
+arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are counted in words, and no unit crosses a
+special token.
 """
 
 import itertools
@@ -21,14 +21,11 @@ _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 
 
-def _cumulative(weights: np.ndarray) -> np.ndarray:
-    return np.cumsum(weights) / weights.sum()
-
-
-LENGTHS = {  # cumulative probabilities of 1, 2, ... words
-    "span": _cumulative((1 - _SPAN_P) ** np.arange(_SPAN_MOST)),  # geometric, cut at 10: 3.8 words on average
-    "ngram": _cumulative(1 / np.arange(1, _NGRAM_MOST + 1)),
+_WEIGHTS = {  # of 1, 2, ... words
+    "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
+    "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
 }
+LENGTHS = {unit: np.cumsum(weights) / weights.sum() for unit, weights in _WEIGHTS.items()}  # cumulative probabilities
 
 
 class Words(NamedTuple):
@@ -43,10 +40,10 @@ class Words(NamedTuple):
 def words_of_blocks(
     blocks: list[np.ndarray], starts: WordStarts, is_special: np.ndarray, between: int
 ) -> Iterator[Words]:
-    """The words of each block of ids. `is_special`: (vocabulary,) bool; `between`: a special id.
+    """The words of each block of ids. `is_special`: (vocabulary,) bool; `between`: a special id. A word continued from
+    another block begins behind the special token before it.
 
-    Told for all blocks at once, with a special token behind each: most of the time of a short block is that of calls.
-    A word whose beginning is in another block begins behind the special token before it.
+    One computation for all blocks, with a special token behind each, as short blocks take most time in NumPy's calls.
     """
     separator = np.array([between])
     ids = np.concatenate([part for block in blocks for part in (block, separator)])
@@ -67,23 +64,22 @@ def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int 
     """(length,) bool: the positions of words that are chosen with `probability` each; with `count`, so many of them,
     without replacement. `pick`: uniform draws, (length,)."""
     of_word = pick[words.begins]
-    if count is None:
-        chosen = of_word < probability
-    else:
-        chosen = np.zeros(len(of_word), dtype=bool)
+    chosen = of_word < probability
+    if count is not None:
+        chosen[:] = False
         chosen[np.argsort(of_word)[:count]] = True
     if not len(chosen):
         return np.zeros(len(pick), dtype=bool)
-    return chosen[np.cumsum(words.begins) - 1] & ~words.special  # what stands before the first word is special
+    return chosen[np.cumsum(words.begins) - 1] & ~words.special  # all before the first word is special
 
 
 def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
     """(begins, ends): spans of `budget` tokens on average, as first positions and positions behind.
 
     Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn once,
-    from `LENGTHS` up to the longest text of the block, and none is cut, so that they keep their law: the longest get
-    their places first, each at random among all that are free. A word stays between two spans, which shows their ends
-    (for a span-boundary objective). A span that finds no place is left out.
+    from `LENGTHS` up to the longest text of the block, and not cut, so that they keep their distribution: the longest
+    are placed first, each at random among all free places. A word stays between two spans, which shows their ends (for
+    a span-boundary objective). A span without a free place is left out.
     """
     borders = words.borders.data  # a number of a memoryview is read faster
     # 1: a special token, or a word in a span or beside one; and one more at both ends
@@ -111,9 +107,9 @@ def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
 def chosen_phrases(
     words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """(begins, ends) of units of `budget` tokens in all: each is, as likely as the other, a phrase that is not masked
-    yet or a word, as long as there are both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget,
-    and of a word that is too long for what is left of it chance takes as many as make it right on average."""
+    """(begins, ends) of units of `budget` tokens in all: phrases and words with equal probability, as long as there are
+    both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget; a word longer than the rest of the
+    budget is taken with the probability that makes the number right on average."""
     borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
     ranges = _phrases(words.borders, marks)
     of_phrases = [ranges[n] for n in draws.permutation(len(ranges))]

@@ -5,8 +5,8 @@ for any number of workers, micro-batch and restart, and another mask in every ep
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -38,28 +38,26 @@ class MlmCollator(DataCollatorForLanguageModeling):
     `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
     them ("exact"); spans or n-grams of mlm_probability x text tokens positions on average. What replaces them is
     drawn by token, of a span or phrase (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask
-    of pass e mod K (BERT: 10); 0 gives each pass its own. With `span_boundary`, a column `sbo_labels` has the labels of
-    spans (predicted positions side by side) that have a token at both sides.
+    of pass e mod K (BERT: 10); 0 gives each pass its own. `labels_of_mask` makes further columns of a block's labels.
 
     Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
     with -1 to a multiple of `predicted_multiple`, `attention_mask` where something is padded or `predicted_multiple`
-    asks for batches of one shape. A block's other columns become int64 tensors: (batch,) where a block has a whole
-    number, else (batch, longest block), padded with -100 where the name ends in "labels", with 0 elsewhere; phrases
-    (`phrases.COLUMN`) serve the masks alone. Examples that carry `labels` are masked already.
+    asks for batches of one shape. A block's other columns become int64 tensors: (batch,) of whole numbers, else (batch,
+    longest block), padded with -100 where the name ends in "labels", with 0 elsewhere; phrases (`phrases.COLUMN`) serve
+    the masks alone. Examples that carry `labels` are masked already.
     """
 
     seed: int = 0
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
     masking_unit: Unit = "token"
     static_masks: int = 0
-    span_boundary: bool = False
+    labels_of_mask: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     predicted_multiple: int = 1  # of the length of `predicted`
 
     def __post_init__(self):
         super().__post_init__()
-        special = np.unique(np.asarray(self.tokenizer.all_special_ids))
         self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
-        self._is_special[special] = True
+        self._is_special[self.tokenizer.all_special_ids] = True
         self._replacements = np.flatnonzero(~self._is_special)
         self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # slow to ask for
         self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
@@ -69,16 +67,15 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _masked(self, block: Block, words: Words | None) -> tuple[np.ndarray, np.ndarray]:
         """A block as the model sees it, and its labels; both (length,) int64."""
         ids, epoch = block["input_ids"].astype(np.int64), block.epoch
-        # key and counter name the block: three draws a position
         epoch = epoch % self.static_masks if self.static_masks else epoch
+        # key and counter name the block: three draws a position
         self._philox["state"]["counter"] = np.array([0, block.id, epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
         predicted = self._predicted(ids, words, block.get(phrases.COLUMN), pick, action)
         labels = np.where(predicted, ids, IGNORED)
-        random_from = 1.0 - self.random_replace_prob
         ids[predicted & (action < self.mask_replace_prob)] = self._mask
-        replaced = predicted & (action >= random_from)
+        replaced = predicted & (action >= 1.0 - self.random_replace_prob)
         ids[replaced] = self._replacements[(token[replaced] * len(self._replacements)).astype(np.int64)]
         return ids, labels
 
@@ -110,10 +107,6 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _count(self, of: int) -> int:
         return int(self.mlm_probability * of + self._draws.random())
 
-    def maskable(self, input_ids: np.ndarray) -> np.ndarray:
-        """The ids at the positions that may be predicted: all, or all that are no special token."""
-        return input_ids if self.mask_count == "exact" else input_ids[~self._is_special[input_ids]]
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
@@ -129,18 +122,14 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def seen_by_model(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The columns of each block as the model sees them, `input_ids` masked and `labels` beside them."""
         seen = [{name: value for name, value in block.items() if name != phrases.COLUMN} for block in examples]
-        words = self._words([columns["input_ids"] for columns in seen if "labels" not in columns])
+        words, ids = itertools.repeat(None), [columns["input_ids"] for columns in seen if "labels" not in columns]
+        if self._starts and ids:
+            words = words_of_blocks(ids, self._starts, self._is_special, self._mask)
         for block, columns in zip(examples, seen, strict=True):
             if "labels" not in columns:
                 columns["input_ids"], columns["labels"] = self._masked(block, next(words))
-                if self.span_boundary:
-                    columns["sbo_labels"] = _within(columns["labels"])
+                columns |= {name: make(columns["labels"]) for name, make in self.labels_of_mask.items()}
         return seen
-
-    def _words(self, blocks: list[np.ndarray]) -> Iterator[Words | None]:
-        if self._starts is None or not blocks:
-            return itertools.repeat(None)
-        return words_of_blocks(blocks, self._starts, self._is_special, self._mask)
 
     def _stacked(self, name: str, values: list[Any], width: int) -> torch.Tensor:
         """One column of a batch: (batch,), or (batch, width) with padding."""
@@ -153,31 +142,18 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return torch.from_numpy(rows)
 
 
-def _within(labels: np.ndarray) -> np.ndarray:
-    """`labels` without those of a span that touches the block's first or last position."""
-    shown = np.flatnonzero(labels == IGNORED)
-    within = np.full_like(labels, IGNORED)
-    if len(shown):
-        within[shown[0] : shown[-1]] = labels[shown[0] : shown[-1]]
-    return within
-
-
-def validation_collator(tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False) -> MlmCollator:
+def validation_collator(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> MlmCollator:
     """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
-    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, span_boundary=span_boundary)
+    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, **settings)
 
 
-def fixed_masks(
-    blocks: list[Block], tokenizer: PreTrainedTokenizerBase, span_boundary: bool = False
-) -> list[dict[str, Any]]:
+def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[dict[str, Any]]:
     """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
     with the number of its `CLUSTER`."""
-    fixed, clusters = validation_collator(tokenizer, span_boundary), {}
-    examples = []
-    for block, seen in zip(blocks, fixed.seen_by_model(blocks), strict=True):
+    examples, clusters = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
+    for block, example in zip(blocks, examples, strict=True):
         source, file, _ = place_of(block.id)
-        cluster = clusters.setdefault((source, file, block.document), len(clusters))
-        examples.append({**seen, CLUSTER: cluster})
+        example[CLUSTER] = clusters.setdefault((source, file, block.document), len(clusters))
     return examples
 
 
@@ -192,8 +168,7 @@ def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizer
     It is the cross-entropy of the best model that ignores context, which knows these frequencies exactly. From few
     tokens of a large vocabulary that is more than a model can know, and the entropy is too low a bar.
     """
-    collator, counts = validation_collator(tokenizer), np.zeros(len(tokenizer), dtype=np.int64)
-    for block in blocks:
-        counts += np.bincount(collator.maskable(block["input_ids"]), minlength=len(counts))
+    counts = sum(np.bincount(block["input_ids"], minlength=len(tokenizer)) for block in blocks)
+    counts[tokenizer.all_special_ids] = 0
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -19,7 +19,7 @@ import numpy as np
 
 from roberta_recipe.errors import InputError
 
-Skipped = list[range]  # positions left out of the order: ascending, with gaps between them
+Skipped = Sequence[range]  # positions left out of the order: ascending, with gaps between them
 
 _FILE_SHIFT, _SOURCE_SHIFT = 28, 52
 FILES, WINDOWS, REPEATS, DRAW = range(4)  # what is drawn at random
@@ -27,20 +27,15 @@ _ENDED = object()
 
 
 def block_id(source: int, file: int, index: int) -> int:
-    """A block's number, the same in every pass and run: its source, the number of its file (in sorted order), and its
-    number in that file; below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
+    """A block's number, the same in every pass and run, from its source, file (in sorted order) and number in the file;
+    below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
     return source << _SOURCE_SHIFT | file << _FILE_SHIFT | index
 
 
 def place_of(block: int) -> tuple[int, int, int]:
-    """What a `block_id` was made of: source, file, index."""
-    below = (1 << _SOURCE_SHIFT) - 1
-    return block >> _SOURCE_SHIFT, (block & below) >> _FILE_SHIFT, block & (1 << _FILE_SHIFT) - 1
-
-
-def source_of(block: int) -> int:
-    """The source's number in a `block_id`."""
-    return place_of(block)[0]
+    """(source, file, index) of a `block_id`."""
+    source, of_source = divmod(block, 1 << _SOURCE_SHIFT)
+    return source, *divmod(of_source, 1 << _FILE_SHIFT)
 
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,9 +87,8 @@ def interleave(
 
 
 def drawn_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
-    """Which of the `counts` items of each source are taken for `limit` of all, in the proportions of `shares` as far as
-    each source goes: ascending indices, one drawn at random from each of as many equal stretches. All without a limit.
-    """
+    """Ascending indices into the `counts` items of each source: `limit` in all, in the proportions of `shares` as far
+    as each source goes, one drawn at random from each of as many equal stretches; all items without a limit."""
     owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
     wanted = np.bincount([*itertools.islice(owners, limit)], minlength=len(counts)).tolist()
     drawn = []
@@ -130,7 +124,7 @@ def read_ranges(words: Iterable[str]) -> Skipped:
 
 def union(ranges: Iterable[range]) -> Skipped:
     """All positions of `ranges`, which may overlap."""
-    merged: Skipped = []
+    merged: list[range] = []
     for added in sorted(filter(None, ranges), key=lambda positions: positions.start):
         if merged and added.start <= merged[-1].stop:
             merged[-1] = range(merged[-1].start, max(merged[-1].stop, added.stop))
@@ -147,13 +141,10 @@ def in_words(positions: Sequence[range]) -> str:
 def kept(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
     """The first `count` positions from `start` on that are not `skipped`."""
     found, left = [], count
-    for gap in [*skipped, None]:
-        end = start + left if gap is None else min(start + left, gap.start)
-        if end > start:
-            found.append(range(start, end))
-            left -= end - start
-        if not left:
-            break
+    for gap in [*skipped, range(start + count + sum(map(len, skipped)), 0)]:
+        if part := range(start, min(start + left, gap.start)):
+            found.append(part)
+            left -= len(part)
         start = max(start, gap.stop)
     return tuple(found)
 
@@ -164,20 +155,14 @@ def position_after(start: int, count: int, skipped: Skipped) -> int:
 
 
 def batches_of(
-    start: int,
-    batch_size: int,
-    processes: int,
-    process: int,
-    workers: int = 1,
-    worker: int = 0,
-    skipped: Skipped | None = None,
+    start: int, batch_size: int, processes: int, process: int, workers: int = 1, worker: int = 0, skipped: Skipped = ()
 ) -> Iterator[tuple[range, ...]]:
-    """The positions of each batch that one data worker of one process makes: one range, or several around what is
-    `skipped`. In pretraining, a batch is a process's share of an optimizer step.
+    """The positions of each batch of one data worker of one process: one range, or several around `skipped` positions.
+    In pretraining, a batch is a process's share of an optimizer step.
 
-    Processes take batches in turn, and the workers of a process take every `workers`-th of its batches, which is the
-    order in which a `DataLoader` asks them.
+    Processes take batches in turn, and the workers of a process take every `workers`-th of its batches, the order in
+    which a `DataLoader` asks them.
     """
     for number in itertools.count(worker, workers):
         before = (number * processes + process) * batch_size
-        yield kept(position_after(start, before, skipped or []), batch_size, skipped or [])
+        yield kept(position_after(start, before, skipped), batch_size, skipped)

@@ -1,14 +1,11 @@
 """Input formats (paper, section 4.2; fairseq's `TokenBlockDataset`): tokenized documents become blocks.
 
-A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk, and a
-format is an entry of `PACKERS`. A document is a list of sentences, a sentence a list of token ids; `key` holds the
-numbers from which a format with random choices draws (source, file, chunk, version). The layout depends on lengths and
-`key`, never on ids, so that a second column of the tokens (`phrases`) is packed by the same call.
+A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk. A
+document is a list of sentences, a sentence a list of token ids; `key` seeds random choices (source, file, chunk,
+version). The layout depends on lengths and `key`, never on ids: a second column (`phrases`) is packed by the same call.
 
-A packer yields columns: `input_ids`, a list of token ids; `document`, the number in the chunk of the document in which
-the block begins; and any other column of its format, either a whole number a block or an array as long as `input_ids`,
-of its type on disk (`token_type_ids`). Token cache, order, collator, fixed masks and evaluation carry all columns
-without knowing them.
+A packer yields columns: `input_ids`, a list; `document`, the number in the chunk of the document in which the block
+begins; and others of its format, each a whole number or an array as long as `input_ids`, of its type on disk.
 """
 
 import itertools
@@ -45,29 +42,23 @@ class Sequence(NamedTuple):
 def full_sentences(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """FULL-SENTENCES: whole sentences, greedily, across documents; at most `max_seq_length` ids a block.
+    """FULL-SENTENCES: `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`, as many whole sentences as fit, across documents.
 
-    `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`: one `<s>` a block, `</s>` after every sentence, another `</s>` between
-    two documents (it moves to the next block where this block is full, as in fairseq's `--sample-break-mode complete`).
-    Taking `<s>` off and joining the blocks gives back exactly the sentences and boundaries that went in. A sentence
-    longer than a block is split into blocks of its own; fairseq makes a block of it that is too long, which a size
-    filter may drop.
+    `</s>` after every sentence, another one between two documents, which opens the next block where this one is full
+    (fairseq's `--sample-break-mode complete`). A sentence longer than a block is split; fairseq makes a block of it
+    that is too long, which a size filter may drop.
     """
-    return _filled(_with_boundaries(documents, eos_id), max_seq_length, bos_id)
-
-
-def _with_boundaries(documents: list[Document], eos_id: int) -> Iterator[tuple[int, list[int]]]:
-    """(document, ids) of each sentence with its `</s>`, and of the `</s>` between two documents."""
-    for rank, (number, sentences) in enumerate((n, sentences) for n, sentences in enumerate(documents) if sentences):
-        if rank:
-            yield number, [eos_id]
-        for sentence in sentences:
-            yield number, [*sentence, eos_id]
+    items = (
+        (number, ids)
+        for rank, (number, sentences) in enumerate((n, sentences) for n, sentences in enumerate(documents) if sentences)
+        for ids in [[eos_id]] * (rank > 0) + [[*sentence, eos_id] for sentence in sentences]
+    )
+    return _filled(items, max_seq_length, bos_id)
 
 
 def _filled(items: Iterable[tuple[int, list[int]]], max_seq_length: int, bos_id: int) -> Iterator[Columns]:
-    """Blocks of `<s>` and as many whole items as fit, each item (document, ids). An item longer than a block begins a
-    block and fills blocks; the block with the rest of it goes on."""
+    """Blocks of `<s>` and as many whole items, (document, ids), as fit. An item longer than a block begins a block and
+    fills blocks; its rest begins the next one."""
     room = max_seq_length - 1  # after <s>
     block, begun_in = [bos_id], 0
     for number, ids in items:
@@ -87,10 +78,8 @@ def _filled(items: Iterable[tuple[int, list[int]]], max_seq_length: int, bos_id:
 def contiguous(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """Fixed-size chunks: `<s>` and the next `max_seq_length - 1` ids, `</s>` after every document, nothing dropped.
-
-    Only the last block is shorter, so batches need no padding and no attention mask.
-    """
+    """Blocks of fixed size: `<s>` and the next `max_seq_length - 1` ids, `</s>` after every document. Only the last
+    block is shorter."""
     texts = [[*itertools.chain.from_iterable(sentences), eos_id] if sentences else [] for sentences in documents]
     ids, ends = [*itertools.chain.from_iterable(texts)], np.cumsum([len(text) for text in texts])
     for start in range(0, len(ids), max_seq_length - 1):
@@ -101,27 +90,21 @@ def contiguous(
 def doc_sentences(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`).
-
-    Sequences are short then, so several share a block (`share_blocks`): `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`. So a
-    block has as many tokens as one of `full_sentences`, and a step of so many blocks too (paper, section 4.2), while
-    the order of blocks stays a function of their positions.
-    """
+    """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`). The short
+    sequences share blocks, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step of as many blocks has as many tokens
+    (paper, section 4.2)."""
     filled = (
         _filled(((number, [*sentence, eos_id]) for sentence in sentences), max_seq_length, bos_id)
         for number, sentences in enumerate(documents)
     )
-    sequences = (
-        Sequence(block["input_ids"], block["document"], len(block["input_ids"]))
-        for block in itertools.chain.from_iterable(filled)
-    )
-    return share_blocks(sequences, max_seq_length)
+    blocks = ((block["input_ids"], block["document"]) for block in itertools.chain.from_iterable(filled))
+    return share_blocks((Sequence(ids, document, len(ids)) for ids, document in blocks), max_seq_length)
 
 
 def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
-    """Blocks of several sequences, with the column `sequence`, the number of each token's sequence in the block, by
-    which the model keeps them apart. A sequence goes into the fullest of at most `_BLOCKS_IN_WORK` unfinished blocks
-    that has room for it. `label`: as in `columns_of`."""
+    """Blocks of several sequences, with the column `sequence`, the number of each token's sequence in the block, for
+    the attention mask. A sequence goes into the fullest of at most `_BLOCKS_IN_WORK` unfinished blocks that has room
+    for it. `label`: as in `columns_of`."""
     in_work: list[list[Sequence]] = []
     for sequence in sequences:
         fitting = [block for block in in_work if _size(block) + len(sequence.ids) <= max_seq_length]
@@ -130,16 +113,17 @@ def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str 
         else:
             in_work.append([sequence])
         if len(in_work) > _BLOCKS_IN_WORK:
-            yield _shared(in_work.pop(in_work.index(max(in_work, key=_size))), label)
+            yield _fullest(in_work, label)
     while in_work:
-        yield _shared(in_work.pop(in_work.index(max(in_work, key=_size))), label)
+        yield _fullest(in_work, label)
 
 
 def _size(block: list[Sequence]) -> int:
     return sum(len(sequence.ids) for sequence in block)
 
 
-def _shared(block: list[Sequence], label: str | None) -> Columns:
+def _fullest(in_work: list[list[Sequence]], label: str | None) -> Columns:
+    block = in_work.pop(in_work.index(max(in_work, key=_size)))
     numbers = np.repeat(np.arange(len(block)), [len(sequence.ids) for sequence in block])
     return {**columns_of(block, label), "sequence": numbers.astype(np.uint16)}
 

@@ -1,14 +1,14 @@
 """Pairs of segments (BERT; RoBERTa, section 4.2; ALBERT, arXiv 1909.11942, section 3.1): `<s> A </s> </s> B </s>`.
 
-NSP: B follows A (label 0), or as often B is text of another document of the same chunk (label 1), from a sentence at
-random on, and the text behind A is used again; the labels are those of `BertForPreTraining`. SOP: A and B follow each
-other, as often the other way round (label 1, as in `AlbertForPreTraining`). Text without a second sentence is a
-sequence without a pair and without a label, so that no label can be guessed from there being one sentence. Half of the
-labelled pairs have each label, unless `share_of_ones` of 0 leaves all in order. Pass e has the pairs of pass e mod 10.
+NSP: B follows A (label 0), or is text of another document of the same chunk (label 1, as in `BertForPreTraining`), and
+the text behind A is used again. SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
+Half of the labels are 1, or the share `share_of_ones`. Text without a second sentence is a sequence without a label, so
+that a single sentence gives no label away. Pass e has the pairs of pass e mod 10.
 """
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,35 +22,19 @@ SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: s
 
 
 def segment_pair(
-    documents: list[Document],
-    max_seq_length: int,
-    bos_id: int,
-    eos_id: int,
-    key: tuple[int, ...] = (),
-    *,
-    label: str,
-    short: float = 0.0,
-    share_of_ones: float = 0.5,
+    documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. The share
-    `short` of them has a random length below the block's, though not less than a sentence."""
-    pairs = _pairs(documents, max_seq_length, bos_id, eos_id, key, label, None, short, share_of_ones)
+    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. `options`: as
+    in `_pairs`."""
+    pairs = _pairs(documents, max_seq_length, *ids, label=label, **options)
     return (columns_of([pair], label) for pair in pairs)
 
 
 def sentence_pair(
-    documents: list[Document],
-    max_seq_length: int,
-    bos_id: int,
-    eos_id: int,
-    key: tuple[int, ...] = (),
-    *,
-    label: str,
-    share_of_ones: float = 0.5,
+    documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SENTENCE-PAIR: A and B are a sentence each. As many of these short pairs as fit share a block, which the model
-    keeps apart, so that a step has as many tokens as with other formats."""
-    pairs = _pairs(documents, max_seq_length, bos_id, eos_id, key, label, 2, 0.0, share_of_ones)
+    """SENTENCE-PAIR: A and B are a sentence each; as many of these short pairs as fit share a block."""
+    pairs = _pairs(documents, max_seq_length, *ids, label=label, most_sentences=2, **options)
     return share_blocks(pairs, max_seq_length, label)
 
 
@@ -59,13 +43,15 @@ def _pairs(
     max_seq_length: int,
     bos_id: int,
     eos_id: int,
-    key: tuple[int, ...],
+    key: tuple[int, ...] = (),
+    *,
     label: str,
-    most_sentences: int | None,
-    short: float,
-    share_of_ones: float,
+    most_sentences: int | None = None,
+    short: float = 0.0,
+    share_of_ones: float = 0.5,
 ) -> Iterator[Sequence]:
-    """One pair, or one segment without a second, after the other."""
+    """Pairs, and segments without a second, in the order of the text. The share `short` of them has a random length
+    below the block's, but at least a sentence."""
     room, draws = max_seq_length - _SPECIAL, np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
     donors = _Donors(documents) if label == NSP else None
     for number, sentences in enumerate(documents):
@@ -73,7 +59,9 @@ def _pairs(
         while rest:
             text, length = _fitting(rest, room, most_sentences), room
             if short and draws.random() < short:
-                text, length = _shortened(text, int(draws.integers(2, room + 1)))
+                length = int(draws.integers(2, room + 1))
+                text = text[: max(1, int(np.searchsorted(np.cumsum([*map(len, text)]), length, side="right")))]
+                length = max(length, sum(map(len, text)))
             if len(text) == 1 or (donors and not donors.has_other_than(number)):
                 _take(rest, text)
                 ids = [bos_id, *(token for sentence in text for token in sentence), eos_id]
@@ -102,12 +90,6 @@ def _fitting(sentences: Document, room: int, most: int | None, start: int = 0) -
     return sentences[start:end] or [sentences[start][:room]]
 
 
-def _shortened(text: Document, length: int) -> tuple[Document, int]:
-    """The first sentences of `text`, as many as have `length` tokens but at least one; and that length, or theirs."""
-    count = max(1, int(np.searchsorted(np.cumsum([*map(len, text)]), length, side="right")))
-    return text[:count], max(length, sum(map(len, text[:count])))
-
-
 def _take(rest: Document, taken: Document) -> None:
     """Remove `taken`, its first sentences or the beginning of its first sentence, from `rest`."""
     cut = len(taken) == 1 and len(taken[0]) < len(rest[0])
@@ -120,7 +102,7 @@ class _Donors:
     def __init__(self, documents: list[Document]):
         self._documents = {number: sentences for number, sentences in enumerate(documents) if sentences}
         self._numbers = [*self._documents]
-        self._sizes = {number: np.array([*map(len, self._documents[number])]) for number in self._numbers}
+        self._sizes = {number: np.array([*map(len, sentences)]) for number, sentences in self._documents.items()}
         # tokens from each sentence on to the end of its document
         self._rest = {number: sizes[::-1].cumsum()[::-1] for number, sizes in self._sizes.items()}
 
@@ -128,10 +110,9 @@ class _Donors:
         return self._numbers != [number]
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
-        """B from another document than `number`, from any sentence on that fits: `most` sentences at most, those that
-        would have followed up to the end of their document; or (None), where these fill the block, from a sentence on
-        with as much text behind it. A B that ends within a sentence, or mostly begins a document, or is longer or
-        shorter, would give its label away."""
+        """B from another document than `number`, from any sentence on that fits: `most` sentences at most; with None,
+        from a sentence with `room` tokens behind it, if one is drawn. A B that ends within a sentence, mostly begins a
+        document, or is longer or shorter than text that follows would give its label away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

@@ -13,11 +13,8 @@ from roberta_recipe.errors import InputError, first_line
 COLUMN = "units"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
 # masking_unit -> attribute of spaCy's `Doc`, and the annotations that it is made from
 UNITS = {"entity": ("ents", ("ENT_IOB",)), "noun_phrase": ("noun_chunks", ("DEP", "POS"))}
-_COMPONENTS = {
-    "ENT_IOB": "ner or entity_ruler",
-    "DEP": "parser",
-    "POS": "tagger with attribute_ruler, or morphologizer",
-}
+_COMPONENTS = {"ENT_IOB": "ner or entity_ruler", "DEP": "parser"}
+_COMPONENTS |= {"POS": "tagger with attribute_ruler, or morphologizer"}
 _PROBE = "A teacher in Paris reads the book."
 _SENTENCES_PER_CALL = 256
 

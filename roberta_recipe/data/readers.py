@@ -1,4 +1,4 @@
-"""Readers of single files, local or remote: rows of text, JSON lines and Arrow; decompression; retries."""
+"""Readers of single files, local or remote: text, JSON lines, Arrow, Parquet; decompression; retries."""
 
 import bz2
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
@@ -25,13 +26,13 @@ _PERMANENT = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno
 _BYTES_PER_READ = 1 << 16  # of a compressed file
 _BYTES_PER_PIECE = 1 << 18  # decompressed at once
 _PZSTD = b"P*M\x18\x04\0\0\0"  # pzstd's skippable frame, four bytes longer, announces the size of the next frame
+# the empty member at the end of a file of bgzip
+_BGZF_END = b"\x1f\x8b\x08\4\0\0\0\0\0\xff\6\0BC\2\0\x1b\0\3\0\0\0\0\0\0\0\0\0"
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
 _BLANKS = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_int=len)  # numbers are not text, and int() refuses those of more than 4,300 digits
-
-
 # Arrow's types of text, and those of its bytes, which need not be UTF-8
-AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class BadRow(NamedTuple):
@@ -72,8 +73,7 @@ def with_retries(attempt: Callable[[], Any], path: str, action: str) -> Any:
 
 def _is_transient(error: Exception) -> bool:
     """Whether a later attempt at a remote read may succeed: not for damaged content, missing permissions, an HTTP
-    status 4xx or a missing file. (fsspec raises `FileNotFoundError` from any error of a look-up; then its cause
-    counts.)"""
+    status 4xx or a missing file (fsspec raises `FileNotFoundError` from any error of a look-up: its cause counts)."""
     if isinstance(error, ValueError | ImportError | PermissionError):  # pyarrow's and json's errors are ValueErrors
         return False
     cause = error.__cause__ or error
@@ -87,8 +87,11 @@ def _is_transient(error: Exception) -> bool:
 def open_file(path: str) -> Iterator[BinaryIO]:
     """The bytes of a local or remote file, decompressed by its last suffix."""
     with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as stream:
-        kind = DECOMPRESSORS.get(Path(path).suffix.lower())
-        yield io.BufferedReader(_Chunks(_decompressed(stream, *kind)), _BYTES_PER_PIECE) if kind else stream
+        if kind := DECOMPRESSORS.get(Path(path).suffix.lower()):
+            stream = io.BufferedReader(_Chunks(_decompressed(stream, *kind)), _BYTES_PER_PIECE)
+            if stream.peek(512)[257:262] == b"ustar":
+                raise ValueError("it is a tar archive; unpack it")
+        yield stream
 
 
 def _zstd_decompressor() -> Any:
@@ -109,11 +112,16 @@ DECOMPRESSORS: dict[str, tuple[Callable[[], Any], bytes]] = {
 
 
 def _decompressed(stream: BinaryIO, new_member: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
-    """The content of all members of a file. Raises `EOFError` where the file ends inside a member, and the library's
-    error for damage and for anything but members and padding, which BZ2File, LZMAFile and ZstdFile ignore."""
-    data, announced = stream.read(_BYTES_PER_READ), False
+    """The content of all members of a file. Raises `EOFError` where the file ends inside a member or before one that
+    must follow (pzstd, bgzip), and the library's error for damage and for anything but members and padding, which
+    BZ2File, LZMAFile and ZstdFile ignore."""
+    data, unfinished = stream.read(_BYTES_PER_READ), False
     while data:
-        member, announced = new_member(), data.startswith(_PZSTD)
+        if len(data) < len(_BGZF_END):
+            data += stream.read(_BYTES_PER_READ)
+        blocked = data[:4] == _BGZF_END[:4] and data[12:14] == b"BC"
+        unfinished = data.startswith(_PZSTD) or (blocked and not data.startswith(_BGZF_END))
+        member = new_member()
         while not member.eof:
             # zlib has no `needs_input`: it returns the input that was too much as `unconsumed_tail`
             ended = not data and getattr(member, "needs_input", True) and not (data := stream.read(_BYTES_PER_READ))
@@ -126,8 +134,8 @@ def _decompressed(stream: BinaryIO, new_member: Callable[[], Any], padding: byte
         data = member.unused_data or stream.read(_BYTES_PER_READ)
         while data and not (data := data.lstrip(padding)):
             data = stream.read(_BYTES_PER_READ)
-    if announced:
-        raise EOFError("it ends before a frame that it announces: it was cut, or is not yet complete")
+    if unfinished:
+        raise EOFError("it ends before a member that must follow: it was cut, or is not yet complete")
 
 
 class _Chunks(io.RawIOBase):
@@ -153,11 +161,8 @@ def _lines(stream: BinaryIO) -> io.TextIOWrapper:
 
 
 def text_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The documents of a text file.
-
-    They are what `text.split("\n\n")` gives, without empty strings, once every line of blanks is an empty line.
-    Blanks are what `str.strip` removes, as in fairseq's readers: tabs and the white space of Unicode too.
-    """
+    """The documents of a text file: `text.split("\n\n")` without empty strings, after every line of blanks (the white
+    space of Unicode, as in fairseq's readers) has become an empty line."""
     return itertools.islice(_paragraphs(_lines(stream)), start, None)
 
 
@@ -192,14 +197,26 @@ def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
     Raises `NoColumn` at the end of a file of objects that all lack it."""
     keys: set[str] = set()
     for place, value in _json_values(_lines(stream), start):
-        if isinstance(value, dict) and column not in keys:
-            keys.update(value)
-        yield value if isinstance(value, BadRow) else _text_of(value, column, place)
+        if isinstance(value, dict):
+            if column not in keys:
+                keys.update(value)
+            place, value = f"column {column!r} of {place}", value.get(column)
+        yield value if value is None or isinstance(value, BadRow) else _text_of(value, place)
     if keys and column not in keys and not start:
         raise NoColumn(sorted(keys))
 
 
-def _json_values(lines: io.TextIOWrapper, start: int = 0) -> Iterator[tuple[str, Any]]:
+def _text_of(value: Any, place: str) -> str | BadRow:
+    if not isinstance(value, str):
+        return BadRow(f"{place} is {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as bad:
+        return BadRow(f"{place} holds {value[bad.start]!a}, half of a surrogate pair, which UTF-8 cannot write")
+    return value
+
+
+def _json_values(lines: io.TextIOWrapper, start: int) -> Iterator[tuple[str, Any]]:
     """(place, value) of each row from row `start` on; lines of blanks are no rows."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if not line.isspace())
     first = [*itertools.islice(numbered, 1)]
@@ -227,27 +244,38 @@ def _objects(text: str) -> Iterator[Any]:
         yield value
 
 
-def _text_of(value: Any, column: str, place: str) -> Text:
-    if isinstance(value, dict):
-        value, place = value.get(column), f"column {column!r} of {place}"
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        return BadRow(f"{place} is {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as bad:
-        half = ascii(value[bad.start])
-        return BadRow(f"{place} holds {half}, half of a surrogate pair, which UTF-8 cannot write")
-    return value
-
-
-def decoded(text: bytes | None) -> Text:
-    """A value of a text column that was read as bytes."""
+def _decoded(text: bytes | None) -> Text:
     try:
         return None if text is None else text.decode()
     except UnicodeDecodeError as bad:
         return BadRow(f"its text is not UTF-8 (byte {text[bad.start]:#04x})")
+
+
+def _column_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: str, start: int) -> Iterator[Any]:
+    """The values of a column from row `start` on. Raises `NoColumn`."""
+    if column not in schema.names:
+        raise NoColumn(schema.names)
+    for batch in batches:
+        batch.validate()
+        kind = batch[column].type
+        values = batch[column].cast(_AS_BYTES.get(kind, kind))
+        values.validate(full=True)  # offsets that are damaged may point anywhere in memory
+        yield from (_decoded(value.as_py()) if kind in _AS_BYTES else value.as_py() for value in values[start:])
+        start = max(start - len(batch), 0)
+
+
+def parquet_rows(
+    stream: BinaryIO, column: str, start: int = 0, filters: list[list[Any]] | None = None
+) -> Iterator[Any]:
+    """The values of a column of a Parquet file, of the rows that pass `filters`. Raises `NoColumn`."""
+    if not stream.read(1):
+        return
+    file = pq.ParquetFile(stream, buffer_size=_BYTES_PER_PIECE)  # by page: a row group may hold gigabytes
+    batches = file.iter_batches(256, columns=[*{column, *(name for name, _, _ in filters or ())}])
+    if filters:
+        condition = pq.filters_to_expression([tuple(one) for one in filters])
+        batches = (batch.filter(condition) for batch in batches)
+    yield from _column_rows(file.schema_arrow, batches, column, start)
 
 
 def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Any]:
@@ -259,16 +287,8 @@ def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Any]:
     is_stream = magic != b"ARROW1"
     stream.seek(0)
     reader = pa.ipc.open_stream(stream) if is_stream else pa.ipc.open_file(stream)
-    if column not in reader.schema.names:
-        raise NoColumn(reader.schema.names)
     batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    for batch in batches:
-        batch.validate()
-        values, kind = batch[column], batch[column].type
-        values = values.cast(AS_BYTES.get(kind, kind))
-        values.validate(full=True)  # offsets that are damaged may point anywhere in memory
-        yield from (decoded(value.as_py()) if kind in AS_BYTES else value.as_py() for value in values[start:])
-        start = max(start - len(batch), 0)
+    yield from _column_rows(reader.schema, batches, column, start)
     if is_stream and stream.seek(-len(_ARROW_END), io.SEEK_END) and stream.read() != _ARROW_END:
         raise EOFError("it ends without Arrow's end-of-stream marker: it was cut, or is not yet complete")
 
@@ -277,4 +297,5 @@ READERS: dict[str, Callable[..., Iterator[Any]]] = {
     "text": text_rows,
     "json": json_rows,
     "arrow": arrow_rows,
+    "parquet": parquet_rows,
 }

@@ -8,18 +8,15 @@ the blocks of `shuffle_window` chunks permuted together. The number of consumed 
 """
 
 import itertools
-import math
 import os
-import zlib
+import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, lru_cache, partial
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from roberta_recipe.data.chunks import COUNTS, Chunk, File, total
@@ -34,16 +31,13 @@ from roberta_recipe.data.order import (
     file_order,
     interleave,
     mixture,
+    place_of,
     random_order,
-    source_of,
     taken_of_source,
 )
 from roberta_recipe.data.packing import Block, Columns
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar, counted, logger
-
-_NARROW = (np.uint8, np.uint16, np.int32, np.int64)  # of a column that a data worker sends
-_OF_BATCH = ("predicted", "attention_mask")  # columns that depend on the other blocks of a batch
 
 
 class Provider(Protocol):
@@ -64,19 +58,21 @@ class Provider(Protocol):
         """All that the blocks depend on, but for their order."""
 
 
-class _Window(NamedTuple):
-    """Chunks of a source that follow each other in a pass."""
+_FileChunk = tuple[File, Chunk, Sequence[Columns]]
 
-    source: int
-    epoch: int
-    first: int  # number of its first block in the source's endless sequence
-    chunks: list[tuple[File, Chunk, Sequence[Columns]]]
-    ends: list[int]  # blocks up to the end of each chunk
-    permutation: np.ndarray | None = None
+
+class _Window:
+    """Consecutive chunks of a pass over a source, and the order of their blocks. `first`: number of its first block in
+    the source's endless sequence."""
+
+    def __init__(self, source: int, epoch: int, first: int, chunks: list[_FileChunk], order: Any = range):
+        self.source, self.epoch, self.first, self.chunks = source, epoch, first, chunks
+        self.ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)]
+        self.order = order(self.ends[-1])
 
     def block(self, index: int) -> Block:
-        """The block `index` of the window's permutation."""
-        index = int(index if self.permutation is None else self.permutation[index])
+        """The block `index` in the order of the window."""
+        index = int(self.order[index])
         number = bisect_right(self.ends, index)
         file, chunk, blocks = self.chunks[number]
         index -= self.ends[number - 1] if number else 0
@@ -86,35 +82,31 @@ class _Window(NamedTuple):
 
 
 def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
-    """The windows of a source, without end, from that with block `index` of its sequence on or from an earlier one."""
-    size, position, pass_blocks = max(provider.shuffle_window, 1), 0, cache(partial(_pass_blocks, provider, source))
+    """The endless windows of a source, beginning at or before the window of block `index` of its sequence."""
+    size, first, pass_blocks = max(provider.shuffle_window, 1), 0, cache(partial(_pass_blocks, provider, source))
     for epoch in itertools.count():
         known = pass_blocks(epoch % provider.versions)
-        if known and position + known <= index:
-            position += known
+        if known and first + known <= index:
+            first += known
             continue
-        begun, number, window = position, 0, []
-        for file in _files(provider, source, "train", epoch):
-            for chunk, blocks in provider.chunks(file, skip=index - position):
-                window.append((file, chunk, blocks))
-                position += chunk.blocks
-                if len(window) == size:
-                    yield _window(provider, source, epoch, number, position, window)
-                    number, window = number + 1, []
-        if window:
-            yield _window(provider, source, epoch, number, position, window)
-        if position == begun:
+        begun, chunks = first, _chunks(provider, source, epoch, index - first)
+        for number in itertools.count():
+            if not (window := [*itertools.islice(chunks, size)]):
+                break
+            shuffled = partial(random_order, provider.seed, WINDOWS, (source, epoch, number))
+            yield _Window(source, epoch, first, window, shuffled if provider.shuffle_window else range)
+            first += sum(chunk.blocks for _, chunk, _ in window)
+        if first == begun:
             name = provider.corpus.sources[source].name
             raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
-def _window(
-    provider: Provider, source: int, epoch: int, number: int, end: int, chunks: list[tuple[File, Chunk, Any]]
-) -> _Window:
-    ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)]
-    shuffled = provider.shuffle_window > 0
-    order = random_order(provider.seed, WINDOWS, (source, epoch, number), ends[-1]) if shuffled else None
-    return _Window(source, epoch, end - ends[-1], chunks, ends, order)
+def _chunks(provider: Provider, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
+    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks."""
+    for file in _files(provider, source, "train", epoch):
+        for chunk, blocks in provider.chunks(file, skip):
+            skip -= chunk.blocks
+            yield file, chunk, blocks
 
 
 def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File]:
@@ -127,11 +119,10 @@ def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File
 
 def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
     """The blocks at the positions of `batches`, which ascend."""
-    shares = provider.corpus.shares
     windows: dict[int, Iterator[_Window]] = {}
     current: dict[int, _Window] = {}
     for positions in itertools.chain.from_iterable(batches):
-        places = mixture(shares, positions.start, len(positions))
+        places = mixture(provider.corpus.shares, positions.start, len(positions))
         for source, index in zip(*(part.tolist() for part in places), strict=True):
             if source not in windows:
                 windows[source] = _windows(provider, source, index)
@@ -142,10 +133,10 @@ def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Itera
 
 
 def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
-    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source goes, drawn evenly from
-    its text: of a share of the training files, as many files in the order of a pass as have `limit` blocks; all of its
-    own validation files, and all files without a limit, which takes all blocks."""
-    held_out = []
+    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, drawn
+    evenly from all of a source's own validation files; of a share of its training files, from as many files, in the
+    order of a pass, as have `limit` blocks."""
+    windows, shares = [], provider.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
         for number, source in enumerate(provider.corpus.sources):
             chunks, count = [], 0
@@ -156,12 +147,9 @@ def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
                     bar.update(chunk.blocks)
                 if limit is not None and count >= limit and not source.validation_files:
                     break
-            ends = itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)
-            held_out.append(_Window(number, 0, 0, chunks, [*ends]))
-    counts = [window.ends[-1] for window in held_out]
-    drawn = drawn_evenly(counts, provider.corpus.shares, limit, provider.seed)
-    streams = [map(window.block, indices) for window, indices in zip(held_out, drawn, strict=True)]
-    return interleave(streams, provider.corpus.shares)
+            windows.append(_Window(number, 0, 0, chunks))
+    drawn = drawn_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
+    return interleave([map(window.block, of) for window, of in zip(windows, drawn, strict=True)], shares)
 
 
 def _pass_blocks(provider: Provider, source: int, version: int) -> int | None:
@@ -187,12 +175,12 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
     the length of a pass is not known."""
     tables, passes = [], {}
     for number, taken in enumerate(taken_of_source(provider.corpus.shares, positions)):
-        pass_blocks = cache(partial(_pass_blocks, provider, number))
-        pass_counts = cache(lambda version, number=number: _pass_counts(provider, number, version))
+        _pack_lost(provider, number, taken)
+        blocks = [_pass_blocks(provider, number, version) for version in range(provider.versions)]
+        of_pass = [_pass_counts(provider, number, version) for version in range(provider.versions)]
         counts, epoch = Counter(), 0
-        while (known := pass_blocks(epoch % provider.versions)) and known <= taken:
-            counts += pass_counts(epoch % provider.versions)
-            taken, epoch = taken - known, epoch + 1
+        while (known := blocks[epoch % provider.versions]) and known <= taken:
+            counts, taken, epoch = counts + of_pass[epoch % provider.versions], taken - known, epoch + 1
         passes[provider.corpus.sources[number].name] = epoch + (round(taken / known, 4) if known else 0)
         for chunk in itertools.chain.from_iterable(map(provider.known, _files(provider, number, "train", epoch))):
             if taken <= 0:
@@ -202,33 +190,38 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
     return _by_source(provider, tables), passes
 
 
+def _pack_lost(provider: Provider, source: int, blocks: int) -> None:
+    """Read the chunks of the first `blocks` of a source that its damaged index has lost."""
+    for epoch in range(provider.versions if blocks else 0):
+        for _, chunk, _ in _chunks(provider, source, epoch, sys.maxsize):  # known ones come without their blocks
+            blocks -= chunk.blocks
+            if blocks <= 0:
+                return
+
+
 def _by_source(provider: Provider, counts: list[Counter[str]]) -> dict[str, dict[str, int]]:
     sources = zip(provider.corpus.sources, counts, strict=True)
     return {source.name: {name: of[name] for name in COUNTS} for source, of in sources}
 
 
+@dataclass(eq=False)
 class TrainBlocks(torch.utils.data.IterableDataset):
     """One process's share of the endless sequence of training blocks, from position `start` on, without `skipped`.
 
-    `batch_size`: blocks of an optimizer step that are this process's. With `limit`, the first so many blocks only,
-    again and again in a new order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked
-    worker hangs if its parent has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
+    `batch_size`: the process's blocks of an optimizer step. With `limit`, only the first `limit` blocks, repeated in a
+    new order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked worker hangs if its
+    parent has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
     """
 
-    def __init__(
-        self,
-        reader: Provider,
-        *,
-        batch_size: int,
-        processes: int = 1,
-        process: int = 0,
-        start: int = 0,
-        skipped: Skipped | None = None,
-        limit: int | None = None,
-        threads_in_worker: bool = False,
-    ):
-        self.reader, self.batch_size, self.processes, self.process = reader, batch_size, processes, process
-        self.skipped, self.start, self.limit, self.threads_in_worker = skipped, start, limit, threads_in_worker
+    reader: Provider
+    _: KW_ONLY
+    batch_size: int
+    processes: int = 1
+    process: int = 0
+    start: int = 0
+    skipped: Skipped = ()
+    limit: int | None = None
+    threads_in_worker: bool = False
 
     def __iter__(self) -> Iterator[Block]:
         worker = torch.utils.data.get_worker_info()
@@ -243,119 +236,18 @@ class TrainBlocks(torch.utils.data.IterableDataset):
 
     def _repeated(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
         """The first `limit` blocks (at most one pass), again and again."""
-        kept, ended = {}, set()
+        found, ended = {}, set()
         for block in blocks_at(self.reader, [(range(self.limit),)]):
             if block.epoch:
-                ended.add(source_of(block.id))
+                ended.add(place_of(block.id)[0])
             if len(ended) == len(self.reader.corpus.sources):
-                has = counted(len(kept), "block")
+                has = counted(len(found), "block")
                 logger.warning(f"max_train_samples={self.limit}: the corpus has {has}, and all are used")
                 break
-            kept.setdefault(block.id, block)
-        kept, epoch, order = list(kept.values()), None, None
+            found.setdefault(block.id, block)
+        found = [*found.values()]
+        order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, REPEATS, (epoch,), len(found)))
         for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):
-            if position // len(kept) != epoch:
-                epoch = position // len(kept)
-                order = random_order(self.reader.seed, REPEATS, (epoch,), len(kept))
-            block = kept[order[position % len(kept)]]
+            epoch, index = divmod(position, len(found))
+            block = found[order_of(epoch)[index]]
             yield Block(block, block.id, epoch, block.document)
-
-
-class StepRecord(NamedTuple):
-    """A process's blocks of an optimizer step: tokens (padding is none), and sums over blocks of a checksum of each, as
-    it was read (`blocks_digest`) and as the model sees it (`digest`)."""
-
-    tokens: int
-    blocks_digest: int
-    digest: int
-
-
-def record_of(blocks: list[Block], batch: dict[str, Any]) -> StepRecord:
-    """The record of the blocks that a collator has made `batch` of."""
-    columns = {name: value.numpy() for name, value in sorted(batch.items()) if name not in _OF_BATCH}
-    seen = []
-    for row, block in enumerate(blocks):
-        size = len(block["input_ids"])
-        seen.append({name: values[row][:size] if values.ndim > 1 else values[row] for name, values in columns.items()})
-    digests = (sum(map(_checksum, blocks, of)) for of in (blocks, seen))
-    return StepRecord(sum(len(block["input_ids"]) for block in blocks), *digests)
-
-
-def _checksum(block: Block, columns: dict[str, Any]) -> int:
-    """A checksum of `columns`, and of the block's number."""
-    checksum = block.id & 0xFFFFFFFF
-    for name in sorted(columns):
-        checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
-    return checksum
-
-
-@dataclass
-class MicroBatches:
-    """A collate function: a process's blocks of an optimizer step to its micro-batches of `size` blocks, each made by
-    `collate` (`masking.MlmCollator`, or transformers' own), as `packed` sends them, and the `StepRecord`.
-
-    Blocks of like length come together, the longest first, so that fewer positions are padded: a step's gradient does
-    not depend on how its blocks are divided.
-    """
-
-    collate: Callable[[list[Block]], dict[str, Any]]
-    size: int
-
-    def __call__(self, blocks: list[Block]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], StepRecord]:
-        blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
-        parts = [blocks[start : start + self.size] for start in range(0, len(blocks), self.size)]
-        batches = [{**self.collate(part)} for part in parts]
-        records = map(record_of, parts, batches)
-        return *packed(batches), StepRecord(*map(sum, zip(*records, strict=True)))
-
-
-def packed(micro_batches: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """(columns, micro-batches): one 1-D tensor per column, in the narrowest integer type that holds it, and the
-    micro-batches with shapes in place of tensors. A data worker sends each tensor through /dev/shm, as a file
-    descriptor."""
-    columns: dict[str, list[np.ndarray]] = {}
-    for name, value in itertools.chain.from_iterable(micro_batch.items() for micro_batch in micro_batches):
-        if isinstance(value, torch.Tensor):
-            columns.setdefault(name, []).append(value.numpy().ravel())
-    shapes = [{name: v.shape if name in columns else v for name, v in batch.items()} for batch in micro_batches]
-    return {name: _narrowed(np.concatenate(parts)) for name, parts in columns.items()}, shapes
-
-
-def _narrowed(values: np.ndarray) -> torch.Tensor:
-    low, high = values.min(initial=0), values.max(initial=0)
-    fitting = (dtype for dtype in _NARROW if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
-    return torch.from_numpy(values.astype(next(fitting)))
-
-
-def unpacked(columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], device: Any) -> list[dict[str, Any]]:
-    """The micro-batches that were `packed`: int64 tensors on `device`, views of one tensor per column."""
-    parts = {}
-    for name, column in columns.items():
-        sizes = [math.prod(batch[name]) for batch in shapes if name in batch]
-        parts[name] = iter(column.to(device, non_blocking=True).long().split(sizes))
-    return [
-        {name: next(parts[name]).view(value) if name in parts else value for name, value in batch.items()}
-        for batch in shapes
-    ]
-
-
-class MicroBatchLoader(torch.utils.data.DataLoader):
-    """A `DataLoader` over `TrainBlocks` that gives one micro-batch after another, on `device`, the first of a step with
-    its `StepRecord` as "record"; `collate_fn` is a `MicroBatches`. It waits for the data of a step within `waiting()`.
-    """
-
-    def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
-        super().__init__(*args, **kwargs)
-        self.device, self.waiting = device, waiting
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        steps = super().__iter__()
-        while True:
-            with self.waiting():
-                step = next(steps, None)
-            if step is None:
-                return
-            *columns, record = step
-            first, *others = unpacked(*columns, self.device)
-            yield {**first, "record": record}
-            yield from others

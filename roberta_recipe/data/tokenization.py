@@ -4,7 +4,6 @@ Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the
 """
 
 import copy
-import functools
 import itertools
 import json
 import re
@@ -178,12 +177,12 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their ids, without special tokens, over all cores."""
-    encode = functools.partial(corpus_backend(tokenizer).encode_batch_fast, add_special_tokens=False)
-    return lambda texts: [encoding.ids for encoding in encode(texts)]
+    backend = corpus_backend(tokenizer)
+    return lambda texts: [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def split_sentences(text: str, language: str = "en") -> list[str]:
-    """The sentences of a document, none of them empty; a line break always ends a sentence (wikimedia/sentencex)."""
+    """The non-empty sentences of a document; a line break always ends a sentence (wikimedia/sentencex)."""
     sentences = (sentence.strip() for line in text.splitlines() for sentence in _split_line(line, language))
     return [sentence for sentence in sentences if sentence]
 
@@ -203,14 +202,13 @@ def _split_line(line: str, language: str) -> Iterator[str]:
 
 def _segment(text: str, language: str) -> list[str]:
     """The sentences of `text` by sentencex 1.0.32, which panics where white space of several bytes follows a letter
-    and precedes a full stop; so it is shown blanks, and the sentences are cut from the text itself."""
+    and precedes a full stop; so it gets blanks, and the sentences are cut from the text itself."""
     try:
         lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
     except BaseException as error:  # a panic is no Exception
         if type(error).__name__ != "PanicException":
             raise
         return [text]
-    ends = list(itertools.accumulate(lengths))
-    if not ends or ends[-1] != len(text):
+    if sum(lengths) != len(text):
         return [text]
-    return [text[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]

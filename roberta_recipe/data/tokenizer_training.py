@@ -1,6 +1,5 @@
 """Training a byte-level BPE vocabulary with RoBERTa's ids (paper, section 4.4; Radford et al. 2019); its figures."""
 
-import errno
 import glob
 import json
 import shutil
@@ -23,12 +22,8 @@ _RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of G
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
-    """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once, with progress on stderr).
-
-    The result is a function of the texts alone. Memory grows with the distinct words, not with the text. Words of
-    thousands of characters are cut, and counted in a log line. Raises `InputError` where the texts hold too few
-    distinct words for so many entries.
-    """
+    """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once). Memory grows with the distinct words;
+    words of thousands of characters are cut. Raises `InputError` where the texts hold too few words for it."""
     smallest = len(LEADING_TOKENS) + 256 + 1
     if vocab_size < smallest:
         raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
@@ -72,11 +67,10 @@ def _without_long_words(texts: Iterable[str], counts: Counter[str]) -> Iterator[
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write a tokenizer's folder, whole or not at all, with a manifest that `load_tokenizer` checks.
-
-    Raises `InputError` where the folder is there and not empty.
-    """
+    """Write a tokenizer's folder, whole or not at all, with a manifest that `load_tokenizer` checks. Raises
+    `InputError` for a folder that is not empty."""
     folder = Path(folder).resolve()  # a link to an empty folder is no folder to a rename
+    durable.check_new_folder(folder, "tokenizer")
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
     durable.remove_left(folder.parent, glob.escape(hidden.name))
@@ -84,10 +78,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     try:
         tokenizer.save_pretrained(aside)
         durable.move_into_place(aside, folder, replace=False)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        raise InputError(f"{folder} holds files already; name a new or an empty folder for the tokenizer") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

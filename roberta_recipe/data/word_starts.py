@@ -1,9 +1,8 @@
-"""Where words begin among the tokens of a block, for masks of whole words, spans and n-grams.
+"""Word boundaries among the tokens of a block, for masks of whole words, spans and n-grams.
 
-A word is what the tokenizer's pre-tokenizer splits off before it looks for pieces: with RoBERTa's, "can't." is three
-words, can, 't and the full stop. With byte-level BPE, a word begins at a blank, or where letters, digits and other
-characters meet, which a table tells from ids alone. Where it does not, as in a character that is cut into several
-tokens, the pre-tokenizer itself is asked, so that the answer is always its own.
+A word is a piece of the tokenizer's pre-tokenizer: with RoBERTa's, "can't." is three words, can, 't and the full stop.
+With byte-level BPE, a word begins at a blank, or where letters, digits and other characters meet: a table of token ids
+knows these. Elsewhere, as in a character of several tokens, the pre-tokenizer itself splits the text around it.
 """
 
 import itertools
@@ -29,19 +28,19 @@ WordStarts = Callable[[np.ndarray], np.ndarray]
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
-    """A function of a block's ids (length,) that says which of its tokens begin a word: (length,) bool. Special tokens
-    do not; a token behind one of them does. Raises `InputError` for a tokenizer whose words cannot be told."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rule = json.loads(backend.to_str())["pre_tokenizer"] if backend else None
+    """A function from a block's ids (length,) to the tokens that begin a word: (length,) bool. Special tokens do not; a
+    token behind one of them does. Raises `InputError` for a tokenizer of another kind."""
+    backend = tokenizer.backend_tokenizer
+    rule = json.loads(backend.to_str())["pre_tokenizer"]
     types = set(_types_of(rule))
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = np.zeros(len(tokenizer), dtype=bool)
     special[tokenizer.all_special_ids] = True
     if "BertPreTokenizer" in types:
-        return partial(_of_pieces, ~special & [not token.startswith("##") for token in tokens])
+        return partial(np.take, ~special & [not token.startswith("##") for token in tokens])
     if "ByteLevel" in types:
-        told = rule["type"] == "ByteLevel" and rule["use_regex"]  # by GPT-2's rule
-        return ByteLevelWords(backend.pre_tokenizer, [_bytes_of(token) for token in tokens], special, told)
+        is_gpt2 = rule["type"] == "ByteLevel" and rule["use_regex"]
+        return ByteLevelWords(backend.pre_tokenizer, [_bytes_of(token) for token in tokens], special, is_gpt2)
     if "Metaspace" in types:
         return partial(_of_table, _codes([token.replace("▁", " ") for token in tokens], special))
     raise InputError(
@@ -52,16 +51,16 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
 
 
 class ByteLevelWords:
-    """`word_starts` of byte-level BPE. `told`: the pre-tokenizer has GPT-2's rule, which borders follow."""
+    """`word_starts` of byte-level BPE. `is_gpt2`: the pre-tokenizer has GPT-2's rule, which borders follow."""
 
-    def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, told: bool):
+    def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, is_gpt2: bool):
         texts = [token.decode("utf-8", "replace") for token in tokens]
         self._pre_tokenizer, self._tokens, self._special = pre_tokenizer, tokens, special
         self._codes, self._answers = _codes(texts, special), {}
         kind, lone_blank = self._codes & _KIND, self._codes & _LONE_BLANK > 0
         unclear = (kind == _CUT) | ((kind == _BLANK) & ~lone_blank)
         whole = set(_CONTRACTIONS) <= set(texts)  # so a contraction is never made of several tokens
-        unclear |= np.array([not told or (not whole and text.startswith("'")) for text in texts])
+        unclear |= np.array([not is_gpt2 or (not whole and text.startswith("'")) for text in texts])
         self._codes[unclear & ~special] |= _UNCLEAR
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
@@ -93,10 +92,6 @@ class ByteLevelWords:
             self._answers.clear()
         self._answers[key] = [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
         return self._answers[key]
-
-
-def _of_pieces(begins: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    return begins[ids]
 
 
 def _of_table(codes: np.ndarray, ids: np.ndarray) -> np.ndarray:

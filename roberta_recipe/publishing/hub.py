@@ -1,190 +1,177 @@
 """Publishing on the Hugging Face Hub: a run's files, with a model card made from its records.
 
-With `--push_to_hub`, a run is pushed at its end, and while it trains as `--hub_strategy` says; `tools/push.py` pushes a
+With `--push_to_hub`, a run is pushed at its end, and while it trains by `--hub_strategy`; `tools/push.py` pushes a
 finished run. The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
 """
 
-import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent import futures
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub import errors as hub_errors
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from roberta_recipe import durable
+from roberta_recipe import record as records
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.log import logger
 from roberta_recipe.publishing import card
-from roberta_recipe.record import (
-    BEST_NAME,
-    BLIMP_NAME,
-    CURVE_NAME,
-    HUB_NAME,
-    LOG_NAME,
-    PRESET_NAME,
-    RECORD_NAME,
-    SUMMARY_NAME,
-    FinetuneRecord,
-    PretrainingRecord,
-    Summary,
-    picked_setting,
-    read_record,
-)
+from roberta_recipe.training.checkpoint import newest_first
 
-RETRY_AFTER_S = (2, 8, 30)  # on top of the Hub client's own patience with large files
-_PATIENCE = (408, 429, 500, 502, 503, 504)
+RETRY_AFTER_S = (2, 8, 30)  # on top of the Hub client's own retries of large files
+_RETRIED = (408, 429, 500, 502, 503, 504)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
-_OF_RUN = (PRESET_NAME, RECORD_NAME, CURVE_NAME, LOG_NAME, BLIMP_NAME)
+_OF_RUN = (records.PRESET_NAME, records.RECORD_NAME, records.CURVE_NAME, records.LOG_NAME, records.BLIMP_NAME)
+PUBLISHED = (*_MODEL, *_OF_RUN, records.SUMMARY_NAME, "README.md")  # patterns of a finished run's files
 _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's form for a new repository
-_ASIDE = ".push-"  # folders of a push in progress
 _LAST = "last-checkpoint"
 _ADVICE = "push it with that version"
-_OF_SUMMARY = ("settings", "picked", "dataset", "shown_args", "scored_examples")  # what a card shows of it
+_OF_SUMMARY = ("settings", "picked", "dataset", "shown_args", "scored_examples")  # shown on a card
 _OF_RECORD = ("resolved_args", "shown_args", "fingerprint")
-_MARK = "recipe_run"  # key in the card's head: which run a repository holds
+_MARK = "recipe_run"  # key in the card's head: the run that a repository belongs to
+
+_REFUSALS = {
+    401: "the Hub does not know the token, or there is none ({said}): run hf auth login, or set HF_TOKEN, with a token "
+    "that may write to {repo}",
+    403: "the token may not write to {repo} ({said}): name a repository of your own, or take another token",
+}
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Publisher:
-    """Pushes a run to its repository, which exists and may be written to (`open_repo`)."""
+    """Uploads a run's folders to its repository, which exists and may be written to (`open_repo`)."""
 
     repo: str
     mark: str  # `mark_of`
     revision: str | None = None
-    clean: bool = False  # the next commit deletes the files that it does not bring
     strategy: HubStrategy = HubStrategy.END
-    always: bool = False  # if True and a push is under way, wait for it, then push; if False, skip
-    _pending: threading.Thread | None = None
+    always: bool = False  # if True and an upload is under way, wait for it, then upload; if False, skip
+    pending: futures.Future | None = None  # the newest upload in the background
+    checkpoint: Path | None = None  # that it reads
+    api: HfApi = field(default_factory=HfApi)  # uploads in the background run in its only thread, in order
 
-    def push(self, folder: Path, message: str, results: Sequence[Path] = (), **metadata: Any) -> None:
-        """Push the finished run in `folder`; see `contents`. Raises `InputError` and `RunError`."""
-        if self._pending:
-            self._pending.join()
-        files, model_card = contents(self.repo, folder, results, revision=self.revision, **metadata)
-        url = self.commit(files, model_card, message, without=f"{_LAST}/")
-        logger.info(f"Pushed      {url}")
+    def announce(self) -> None:
+        """Put up a card that marks the repository as this run's. Raises `InputError` and `RunError`."""
+        text = str(card.announced(self.repo, **{_MARK: self.mark})).encode()
+        where = {"repo_id": self.repo, "revision": self.revision, "path_in_repo": "README.md"}
+        _patiently(lambda: self.api.upload_file(path_or_fileobj=text, commit_message="In training", **where), self.repo)
 
-    def push_checkpoint(self, folder: Path, step: int, max_steps: int) -> None:
-        """Push a whole checkpoint in the background, as `hub_strategy` says."""
-        files = {path.name: path for pattern in _MODEL for path in folder.glob(pattern)}
+    def push(
+        self, folder: Path, message: str, results: Sequence[Path] = (), replace: bool = False, **metadata: Any
+    ) -> None:
+        """Upload the finished run in `folder` (`prepare`); `replace` deletes the repository's other files. A file that
+        the Hub has already is not sent again. Raises `InputError` and `RunError`."""
+        self.wait()
+        model = prepare(self.repo, folder, results, revision=self.revision, **{_MARK: self.mark}, **metadata)
+        others = {**_of_model(PUBLISHED), "delete_patterns": "*" if replace else f"{_LAST}/*"}
+        _patiently(lambda: self._upload(model, message, **others).result(), self.repo)
+        logger.info(f"Pushed      {self.api.endpoint}/{self.repo}")
+
+    def push_run(self, folder: Path, message: str) -> futures.Future | None:
+        """Upload the best run of a protocol so far in the background; returns the upload, which reads `folder`."""
+        if self.strategy == HubStrategy.END:
+            return None
+        model = prepare(self.repo, folder, revision=self.revision, **{_MARK: self.mark})
+        self._start(model, message, **_of_model(PUBLISHED))
+        return self.pending
+
+    def push_preset(self, output_dir: Path) -> None:
+        """Upload the run's settings in the background."""
+        if self.strategy != HubStrategy.END:
+            self._start(output_dir, "Settings", allow_patterns=records.PRESET_NAME)
+
+    def push_checkpoint(self, folder: Path, step: int) -> None:
+        """Upload a whole checkpoint in the background, by `hub_strategy`."""
+        if self.strategy == HubStrategy.END or (self.checkpoint and self.is_pushing() and not self.always):
+            return
+        self.wait()
+        message, self.checkpoint = f"Training in progress, step {step}", folder
+        self._start(folder, message, **_of_model(_MODEL))
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             target = _LAST if self.strategy == HubStrategy.CHECKPOINT else folder.name
-            paths = [path for path in folder.rglob("*") if path.is_file()]
-            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in paths}
-        files[PRESET_NAME] = folder.parent / PRESET_NAME
-        config = durable.read_json(folder / "config.json")
-        shown = card.in_progress(self.repo, config, step, max_steps, revision=self.revision)
-        self._start(files, shown, f"Training in progress, step {step}", folder.parent / f"{_ASIDE}{step}")
-
-    def push_run(self, folder: Path, message: str) -> None:
-        """Push the best run of a protocol so far, in the background; the push of a better run replaces it."""
-        self._start(*contents(self.repo, folder, revision=self.revision), message, folder.parent / f"{_ASIDE}best")
+            self._start(folder, f"{message}, checkpoint", path_in_repo=target)
 
     def is_pushing(self) -> bool:
-        """Whether a push in the background is under way, which ends with the process."""
-        return self._pending is not None and self._pending.is_alive()
+        """Whether an upload in the background is under way; the process ends after it."""
+        return self.pending is not None and not self.pending.done()
 
-    def _start(self, files: dict[str, Path], shown: ModelCard, message: str, aside: Path) -> None:
-        """Push in a thread, one push at a time. A push that fails is logged, and ends nothing. The files are
-        linked `aside`, as training may delete them meanwhile; the thread does not keep the process alive."""
-        if self.strategy == HubStrategy.END:
-            return
-        if self.is_pushing():
-            if not self.always:
-                return
-            self._pending.join()
-        files = _linked(files, aside)
+    def wait(self) -> None:
+        """Wait for the uploads in the background."""
+        if self.pending:
+            futures.wait([self.pending])
 
-        def work() -> None:
-            try:
-                self.commit(files, shown, message)
-            except (InputError, RunError) as error:
-                logger.warning(f"Hub         a push while training failed, and training continues: {error}")
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+    def _start(self, folder: Path, message: str, **others: Any) -> None:
+        self.pending = self._upload(folder, message, **others)
+        self.pending.add_done_callback(_warn_of_failure)
 
-        self._pending = threading.Thread(target=work, daemon=True)
-        self._pending.start()
+    def _upload(self, folder: Path, message: str, **others: Any) -> futures.Future:
+        where = {"repo_id": self.repo, "revision": self.revision, "folder_path": folder}
+        return self.api.upload_folder(**where, commit_message=message, run_as_future=True, **others)
 
-    def commit(self, files: dict[str, Path], model_card: ModelCard, message: str, without: str | None = None) -> str:
-        """One commit of `files` (by name in the repository) and the card; returns the repository's address. Files whose
-        names begin with `without` are deleted.
 
-        A file that the Hub has already is not sent again, so a second try resumes where the first was cut off.
-        """
-        api = HfApi()
-        setattr(model_card.data, _MARK, self.mark)
-        text = f"---\n{model_card.data.to_yaml()}\n---\n{model_card.text}"
+def _of_model(patterns: Sequence[str]) -> dict[str, list[str]]:
+    """Arguments of `upload_folder` for the files of a folder itself; its patterns match across slashes."""
+    return {"allow_patterns": [*patterns], "ignore_patterns": ["*/*"]}
 
-        def commit() -> str:
-            operations: list = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
-            operations.append(CommitOperationAdd("README.md", text.encode()))
-            others = set(api.list_repo_files(self.repo, revision=self.revision)) - {*files, *_MADE_BY_HUB}
-            gone = sorted(name for name in others if self.clean or (without and name.startswith(without)))
-            operations += [CommitOperationDelete(name, is_folder=False) for name in gone]
-            api.create_commit(self.repo, operations, commit_message=message, revision=self.revision)
-            return f"{api.endpoint}/{self.repo}"
 
-        url = _patiently(commit, self.repo)
-        self.clean = False
-        return url
+def _warn_of_failure(upload: futures.Future) -> None:
+    if error := upload.exception():
+        logger.warning(f"Hub         a push while training failed, and training continues: {first_line(error)}")
 
 
 class PublishCheckpoints(TrainerCallback):
-    """Pushes each checkpoint when it is whole, except the last: the push at the end of the run has all that it has."""
+    """Uploads each checkpoint when it is whole, except the last: the push at the end of the run has all of it. Listed
+    after the callbacks that decide on saving; `limit`: `save_total_limit`."""
 
-    def __init__(self, publisher: Publisher):
-        self.publisher = publisher
+    def __init__(self, publisher: Publisher, limit: int | None):
+        self.publisher, self.limit = publisher, limit
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.publisher.push_preset(Path(args.output_dir))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Before a save that rotates away the checkpoint of an upload: wait for the upload."""
+        deleted = newest_first(args.output_dir)[self.limit - 1 :] if self.limit else []
+        if control.should_save and self.publisher.checkpoint in deleted:
+            self.publisher.wait()
 
     def on_save(self, args, state, control, **kwargs):
         if not control.should_training_stop:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            self.publisher.push_checkpoint(folder, state.global_step, state.max_steps)
+            self.publisher.push_checkpoint(folder, state.global_step)
 
 
 def publisher(training_args: TrainingArguments) -> Publisher | None:
     """The publisher of a run with `push_to_hub`, on the first process, before anything is trained; None elsewhere.
     Raises `InputError` where the Hub refuses, or the token or the name is wrong."""
-    if not training_args.push_to_hub or training_args.process_index:
+    if not training_args.publishes or training_args.process_index:
         return None
     output_dir = Path(training_args.output_dir)
-    for left in output_dir.glob(f"{_ASIDE}*"):  # left by a run that was killed while it pushed
-        shutil.rmtree(left, ignore_errors=True)
     name, revision = training_args.hub_model_id or output_dir.resolve().name, training_args.hub_revision
     mark = mark_of(output_dir)
     repo, ours = open_repo(name, mark, training_args.hub_private_repo, revision)
-    opened = Publisher(repo, mark, revision, not ours, training_args.hub_strategy, training_args.hub_always_push)
+    opened = Publisher(repo, mark, revision, training_args.hub_strategy, training_args.hub_always_push)
     if not ours:
-        opened.commit({}, card.announced(repo), "In training")
+        opened.announce()
     return opened
 
 
 def mark_of(output_dir: Path) -> str:
-    """What tells the run's repository from any other, kept in the run's folder; drawn at random the first time.
-    Raises `InputError` where it is damaged or cannot be kept."""
-    path = output_dir / HUB_NAME
+    """The id of a run in its repository, kept in the run's folder; drawn at random the first time. Raises `InputError`
+    where it is damaged or cannot be kept."""
+    path = output_dir / records.HUB_NAME
     if not path.is_file():
         durable.make_folder(output_dir)
         durable.check_output_file(path, "output_dir", "make the folder writable, or push a copy of it")
@@ -207,14 +194,14 @@ def open_repo(
     already holds something else, unless `replace`.
     """
     if re.search(r"[^!-~]", get_token() or ""):
-        raise InputError("the token has characters that no token has: copy it anew (hf auth login, or HF_TOKEN)")
+        raise InputError("the token contains invalid characters; copy it again (hf auth login, or HF_TOKEN)")
     api = HfApi()
     repo = name if "/" in name else f"{_patiently(lambda: api.whoami()['name'], name)}/{name}"
 
     def make() -> bool:
         try:
             info = api.repo_info(repo)
-        except RepositoryNotFoundError:
+        except hub_errors.RepositoryNotFoundError:
             api.create_repo(repo, private=private, exist_ok=True)
             info = api.repo_info(repo)
         if private and not info.private:
@@ -222,8 +209,10 @@ def open_repo(
         api.auth_check(repo, write=True)
         try:
             files = set(api.list_repo_files(repo, revision=revision))
-        except RevisionNotFoundError:  # a new branch is a copy of the main branch
+        except hub_errors.RevisionNotFoundError:
             api.create_branch(repo, branch=revision, exist_ok=True)
+            if set(api.list_repo_files(repo, revision=revision)) - _MADE_BY_HUB:  # a copy of the main branch
+                api.delete_files(repo, ["*"], revision=revision, commit_message="Empty the new branch")
             return False
         ours = _mark_in(api, repo, revision) == mark
         if files - _MADE_BY_HUB and not ours and not replace:
@@ -239,7 +228,7 @@ def open_repo(
 def _mark_in(api: HfApi, repo: str, revision: str | None) -> str | None:
     try:
         return ModelCard.load(api.hf_hub_download(repo, "README.md", revision=revision)).data.to_dict().get(_MARK)
-    except (EntryNotFoundError, ValueError, yaml.YAMLError):
+    except (hub_errors.EntryNotFoundError, ValueError, yaml.YAMLError):
         return None
 
 
@@ -264,91 +253,71 @@ def _patiently(call: Callable[[], Result], repo: str) -> Result:
 def _refused_or_broken(error: Exception, repo: str) -> str:
     """What broke, where trying again may help. Raises `InputError` where the Hub has refused, which says why and never
     names the token; and `error` itself where it is something else."""
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, hub_errors.OfflineModeIsEnabled):
         raise InputError(
             f"HF_HUB_OFFLINE is set, so nothing can be pushed to {repo}: unset it, or leave push_to_hub out"
         )
-    if isinstance(error, HFValidationError):
+    if isinstance(error, hub_errors.HFValidationError):
         raise InputError(f"{repo!r} is no name for a repository: {first_line(error)}")
     # hf_xet raises plain ConnectionError and PermissionError, with the status in the text
     found = re.search(r"\((4\d\d|5\d\d)\b", str(error)) if isinstance(error, OSError) else None
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else int(found[1]) if found else None
-    if isinstance(error, (LocalTokenNotFoundError, PermissionError)) and status is None:
-        status = 401
-    if status in _PATIENCE:
+    status = int(found[1]) if found else None
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        status = error.response.status_code
+    elif isinstance(error, (hub_errors.LocalTokenNotFoundError, PermissionError)):
+        status = status or 401
+    if status in _RETRIED:
         return f"the Hub answers {status}"
     if status is not None:
         said = (getattr(error, "server_message", None) or str(error)).strip().splitlines()[0]
-        raise InputError(_refusal(status, said, repo))
+        refusal = _REFUSALS.get(status, "the Hub refuses {repo} ({status}: {said})")
+        raise InputError(refusal.format(repo=repo, status=status, said=said))
     if isinstance(error, ValueError):  # the client's checks of a card's head, of large files
         raise InputError(f"the Hub refuses {repo}: {' '.join(str(error).split())}")
-    if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
+    if isinstance(error, (hub_errors.HTTPError, ConnectionError, TimeoutError)):
         return f"{type(error).__name__}: {error}"
     raise error
 
 
-def _refusal(status: int, said: str, repo: str) -> str:
-    if status == 401:
-        return (
-            f"the Hub does not know the token, or there is none ({said}): run hf auth login, or set HF_TOKEN, with a "
-            f"token that may write to {repo}"
-        )
-    if status == 403:
-        return f"the token may not write to {repo} ({said}): name a repository of your own, or take another token"
-    return f"the Hub refuses {repo} ({status}: {said})"
+def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
+    """(folder of the weights, folder of the record, summary of a protocol) of a finished run.
 
-
-def _linked(files: dict[str, Path], aside: Path) -> dict[str, Path]:
-    """The same files under `aside`, as hard links or, where the file system has no hard links, copies."""
-    shutil.rmtree(aside, ignore_errors=True)
-    linked = {name: aside / name for name in files}
-    for name, path in files.items():
-        linked[name].parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, linked[name])
-        except OSError:
-            shutil.copyfile(path, linked[name])
-    return linked
-
-
-def files_of(folder: Path) -> tuple[dict[str, Path], PretrainingRecord | FinetuneRecord, Summary | None]:
-    """(files of a finished run that are published, by name; its record; its summary, if it is a protocol of several
-    runs).
-
-    `folder` is that of a pretraining run, of a fine-tuning (whose best run is taken), or of a single run of it. Raises
+    `folder` is that of a pretraining run, of a fine-tuning (its best run is taken), or of a single run of it. Raises
     `InputError` where the folder has no finished run.
     """
     summary, of_run = None, folder
-    if (folder / SUMMARY_NAME).is_file():
-        summary = read_record(folder / SUMMARY_NAME, _OF_SUMMARY, _ADVICE)
-        of_run = folder / Path(picked_setting(summary)["best_run"]).name
-    weights = of_run / BEST_NAME if (of_run / BEST_NAME).is_dir() else of_run
-    if not (of_run / RECORD_NAME).is_file() or not (weights / "model.safetensors").is_file():
+    if (folder / records.SUMMARY_NAME).is_file():
+        summary = records.read_record(folder / records.SUMMARY_NAME, _OF_SUMMARY, _ADVICE)
+        of_run = folder / Path(records.picked_setting(summary)["best_run"]).name
+    model = of_run / records.BEST_NAME if (of_run / records.BEST_NAME).is_dir() else of_run
+    if not (of_run / records.RECORD_NAME).is_file() or not (model / "model.safetensors").is_file():
         raise InputError(
-            f"{folder} holds no finished run ({RECORD_NAME} and weights, or {SUMMARY_NAME} and the best run's "
-            "weights): name a run's output_dir"
+            f"{folder} holds no finished run ({records.RECORD_NAME} and weights, or {records.SUMMARY_NAME} and the "
+            "best run's weights): name a run's output_dir"
         )
-    own = weights != of_run or (weights / durable.MANIFEST).is_file()
-    if own and (fault := durable.fault(weights)):
-        raise InputError(f"{weights} is damaged, and is not pushed: {fault}. Copy it again, or have it run again")
-    files = {path.name: path for pattern in _MODEL for path in weights.glob(pattern)}
-    files |= {name: of_run / name for name in _OF_RUN if (of_run / name).is_file()}
-    if summary:
-        files |= {name: folder / name for name in (SUMMARY_NAME, CURVE_NAME) if (folder / name).is_file()}
-    return files, read_record(of_run / RECORD_NAME, _OF_RECORD, _ADVICE), summary
+    if (model != of_run or (model / durable.MANIFEST).is_file()) and (fault := durable.fault(model)):
+        raise InputError(f"{model} is damaged, and is not pushed: {fault}. Copy it again, or have it run again")
+    return model, of_run, summary
 
 
-def contents(
-    repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any
-) -> tuple[dict[str, Path], ModelCard]:
-    """The files of the finished run in `folder` that go to `repo`, and its card, with the summaries of what was
-    fine-tuned from it in the folders `results`."""
-    files, record, summary = files_of(folder)
-    config = durable.read_json(files["config.json"])
+def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any) -> Path:
+    """The model folder of the finished run in `folder`, completed for `repo`: its records beside the weights, and its
+    card as README.md, with the summaries of fine-tunings from it in the folders `results`."""
+    model, of_run, summary = find_model(folder)
+    config = durable.read_json(model / "config.json")
+    record = records.read_record(of_run / records.RECORD_NAME, _OF_RECORD, _ADVICE)
+    if missing := [path for path in results if not (path / records.SUMMARY_NAME).is_file()]:
+        raise InputError(f"{missing[0]} has no {records.SUMMARY_NAME}: name the folder of a finished fine-tuning")
+    if model != of_run:
+        for path in (*(of_run / name for name in _OF_RUN), folder / records.SUMMARY_NAME, folder / records.CURVE_NAME):
+            if path.is_file():
+                shutil.copyfile(path, model / path.name)
     if "task" in record:
-        return files, card.fine_tuned(repo, config, record, summary, **metadata)
-    if missing := [path for path in results if not (path / SUMMARY_NAME).is_file()]:
-        raise InputError(f"{missing[0]} has no {SUMMARY_NAME}: name the folder of a finished fine-tuning")
-    summaries = [read_record(path / SUMMARY_NAME, _OF_SUMMARY, _ADVICE) for path in results]
-    scored = read_record(files[BLIMP_NAME], ("scores",), "run make blimp again") if BLIMP_NAME in files else None
-    return files, card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)
+        shown = card.fine_tuned(repo, config, record, summary, **metadata)
+    else:
+        summaries = [records.read_record(path / records.SUMMARY_NAME, _OF_SUMMARY, _ADVICE) for path in results]
+        blimp = model / records.BLIMP_NAME
+        scored = records.read_record(blimp, ("scores",), "run make blimp again") if blimp.is_file() else None
+        shown = card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)
+    shown.save(model / "README.md")
+    return model

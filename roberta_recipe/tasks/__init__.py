@@ -1,6 +1,6 @@
-"""Fine-tuning (paper, section 5): what the three scripts share, and what is particular about each benchmark.
+"""Fine-tuning (paper, section 5): the protocol of the three scripts, and a module or more for each benchmark.
 
-protocol (arguments, runs over seeds, the best epoch, median and spread); glue (tasks, TSV files), with qnli_ranking and
-wsc (tasks in a form of their own) and glue_metric; squad (windows, spans), squad_files, squad_scores, squad_metric,
-answerability; race.
+protocol (a run for each seed, the best epoch, the summary), seeds (median and spread), stored_scores (of test sets);
+glue (tasks, TSV files), with qnli_ranking and wsc (tasks in a form of their own), glue_scores and glue_metric; squad
+(windows, spans), squad_files, squad_scores, squad_metric, answerability; race.
 """

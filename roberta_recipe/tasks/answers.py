@@ -1,4 +1,4 @@
-"""What a run answered to every validation example, the worst first, as a table that a person reads."""
+"""A run's answers to the validation examples, the worst first, as a TSV table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ANSWERS_NAME = "validation_answers.tsv"  # in the folder of the best run, beside
 
 @dataclass(frozen=True)
 class Answer:
-    """A row of the table: its columns by name, in their order, and what it is sorted by, the highest first."""
+    """A row of the table: its columns by name, and its sort key, the highest first."""
 
     columns: dict[str, Any]
     badness: tuple[float, ...]
@@ -27,11 +27,9 @@ def of_classes(
     predictions: np.ndarray,
     probabilities: np.ndarray | None = None,
 ) -> list[Answer]:
-    """Of a choice among the classes `names`: wrong answers first, those by how improbable the label was to the model.
-
-    `examples` are the columns before the answer; labels and predictions (examples,) are numbers of classes,
-    `probabilities` (examples, classes). Where answers come from a comparison with other examples, there are none.
-    """
+    """Classification among `names`: wrong answers first, those with the least probable label at the top. `examples`:
+    the columns before the answer; labels and predictions (examples,): class numbers; `probabilities` (examples,
+    classes): None where examples are compared with each other."""
     found = []
     for number, (example, label, prediction) in enumerate(zip(examples, labels, predictions, strict=True)):
         columns = {**example, "label": names[label], "prediction": names[prediction]}
@@ -44,13 +42,12 @@ def of_classes(
 
 
 def of_numbers(examples: Sequence[dict[str, str]], labels: Sequence[float], predictions: np.ndarray) -> list[Answer]:
-    """Of a score: the largest error first."""
-    rows = zip(examples, labels, predictions, strict=True)
-    return [
-        Answer({**example, "label": label, "prediction": predicted, "error": abs(predicted - label)},
-               (abs(predicted - label),))
-        for example, label, predicted in rows
-    ]  # fmt: skip
+    """Regression: the largest error first."""
+    rows = [
+        {**example, "label": label, "prediction": predicted, "error": abs(predicted - label)}
+        for example, label, predicted in zip(examples, labels, predictions, strict=True)
+    ]
+    return [Answer(row, (row["error"],)) for row in rows]
 
 
 def write(path: Path, answers: Sequence[Answer]) -> None:

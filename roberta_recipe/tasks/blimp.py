@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, parse_json, read_text, resolve_path
+from roberta_recipe.input_files import is_text, load_from_hub, parse_json, read_text, resolve_path
 from roberta_recipe.log import counted, logger
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.record import BlimpScores
-from roberta_recipe.tasks import protocol, pseudo_likelihood
+from roberta_recipe.tasks import pseudo_likelihood
 from roberta_recipe.training import weights
 
 HUB_ID = "nyu-mll/blimp"
@@ -166,7 +166,7 @@ def _rows_of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
 def _rows_of_hub() -> Iterator[tuple[str, Any]]:
     """As `_rows_of_folder`, of the dataset on the Hub, which has a configuration for each paradigm."""
     for uid in PHENOMENON:
-        rows = protocol.load_from_hub(HUB_ID, uid, split="train", instead="--data_dir, a folder of BLiMP's *.jsonl")
+        rows = load_from_hub(HUB_ID, uid, split="train", instead="--data_dir, a folder of BLiMP's *.jsonl")
         yield from ((f"{HUB_ID} {uid}, row {number}", row) for number, row in enumerate(rows))
 
 
@@ -231,12 +231,10 @@ def _interval(values: np.ndarray) -> list[float]:
 
 
 def while_training(
-    data_dir: str | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Any], dict[str, float]] | None:
-    """What measures a trainer's model at each evaluation, by the first 100 pairs of each paradigm; None without a
-    folder. Raises `InputError` for what could not be scored then."""
-    if not data_dir:
-        return None
+    data_dir: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Any], dict[str, float]]:
+    """A measure of a trainer's model at each evaluation, by the first 100 pairs of each paradigm. Raises `InputError`
+    for pairs that could not be scored then."""
     pairs = read(data_dir, PAIRS_WHILE_TRAINING)
     pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.positions(model.config))
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}, {pairs.paradigms}, at each evaluation")

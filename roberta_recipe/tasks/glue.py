@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import read_text
+from roberta_recipe.input_files import load_from_hub, read_text
 from roberta_recipe.log import logger
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.glue_metric import FUNCTIONS, GLUE_METRICS
-from roberta_recipe.tasks.protocol import load_from_hub, name_on_split
+from roberta_recipe.tasks.glue_scores import FUNCTIONS, GLUE_METRICS
+from roberta_recipe.tasks.seeds import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
 SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
@@ -36,7 +36,7 @@ class Task:
     splits: dict[str, tuple[str, int | None]] = field(default_factory=tsv_splits)  # name on the Hub -> (file, rows)
     label_column: str = "label"
     labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: a score from 0 to 5
-    metrics: tuple[str, ...] = ("accuracy",)  # of glue_metric.py; the first picks the best epoch
+    metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first picks the best epoch
     headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of the splits whose files have no header
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
     words: bool = False  # labels of the submission are words, not class numbers
@@ -122,23 +122,16 @@ PAPER = {
 
 
 def check_metrics(name: str, task: Task) -> None:
-    """Raise `InputError` for a metric that there is not, or that is not of so many classes."""
+    """Raise `InputError` for an unknown metric, or a metric that does not fit the number of classes."""
     classes = len(task.labels)
     for metric in task.metrics:
         if metric not in FUNCTIONS:
             raise InputError(f"{name}: {metric} is no metric of {', '.join(FUNCTIONS)}")
-        if metric in ("pearson", "spearman") and classes:
-            raise InputError(
-                f"{name}: {metric} is of scores, and the task has {classes} classes; metrics=('accuracy',)"
-            )
-        if metric == "accuracy" and not classes:
-            raise InputError(f"{name}: accuracy is of classes, and the task has scores; metrics=('pearson',)")
-        if metric in ("f1", "matthews_correlation") and classes != 2:
-            kind = f"{classes} classes" if classes else "scores"
-            raise InputError(
-                f"{name}: {metric} is of two classes, and the task has {kind}; "
-                f"metrics=({('accuracy' if classes else 'pearson')!r},)"
-            )
+        needs = {"accuracy": "classes", "pearson": "scores", "spearman": "scores"}.get(metric, "two classes")
+        if not {"classes": classes > 0, "scores": not classes, "two classes": classes == 2}[needs]:
+            found = f"{classes} classes" if classes else "scores"
+            fix = "accuracy" if classes else "pearson"
+            raise InputError(f"{name}: {metric} is of {needs}, and the task has {found}; metrics=({fix!r},)")
 
 
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:

@@ -1,73 +1,15 @@
-"""Metrics of classification and regression tasks (Wang et al. 2018, table 1), and GLUE's as an `evaluate` module.
+"""The metrics of GLUE's tasks (`glue_scores.py`) as an `evaluate` module.
 
 Glue("cola").compute(predictions=[...], references=[...])                                # in Python
 evaluate.load("roberta_recipe/tasks/glue_metric.py", "cola").compute(...)                 # from its path, offline
 
-This file imports nothing of the repository, so that `evaluate` can load a copy of it anywhere.
+`evaluate` takes a copy of this file and of `glue_scores.py`, and of nothing else of the repository.
 """
 
 import datasets
 import evaluate
-import numpy as np
 
-# by task; the first picks the best epoch, and is the paper's of Table 5
-GLUE_METRICS = {
-    "cola": ("matthews_correlation",),
-    "sst2": ("accuracy",),
-    "mrpc": ("accuracy", "f1"),
-    "stsb": ("pearson", "spearman"),
-    "qqp": ("accuracy", "f1"),
-    "mnli": ("accuracy",),
-    "qnli": ("accuracy",),
-    "rte": ("accuracy",),
-    "wnli": ("accuracy",),
-}
-
-
-def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Share of (examples,) predictions that are right."""
-    return float((predictions == references).mean())
-
-
-def f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Harmonic mean of precision and recall of class 1; 0 where neither side has any (as scikit-learn)."""
-    hits = int(((predictions == 1) & (references == 1)).sum())
-    total = int((predictions == 1).sum() + (references == 1).sum())
-    return 2 * hits / total if total else 0.0
-
-
-def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Correlation of two binary variables, from -1 to 1; 0 where one of them is constant (as scikit-learn)."""
-    a, b = predictions - predictions.mean(), references - references.mean()
-    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale > 0 else 0.0
-
-
-def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Linear correlation; nan where one side is constant (as scipy)."""
-    a, b = predictions - predictions.mean(), references - references.mean()
-    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale > 0 else float("nan")
-
-
-def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Pearson's correlation of the ranks, equal values sharing their mean rank."""
-    return pearson(_ranks(predictions), _ranks(references))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    return ((last - counts + 1 + last) / 2)[inverse]
-
-
-FUNCTIONS = {function.__name__: function for function in (accuracy, f1, matthews_correlation, pearson, spearman)}
-
-
-def scores(metrics: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """The `metrics` of (examples,) class numbers or scores, each a share or a correlation, not times 100."""
-    predictions, references = np.asarray(predictions, dtype=float), np.asarray(references, dtype=float)
-    return {name: FUNCTIONS[name](predictions, references) for name in metrics}
+from .glue_scores import GLUE_METRICS, scores
 
 
 class Glue(evaluate.Metric):

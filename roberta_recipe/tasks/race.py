@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, read_input_json
+from roberta_recipe.input_files import is_text, load_from_hub, read_input_json, taken_apart
 from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.training.finetune_trainer import padded_to
 
 # RoBERTa-large in the paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
@@ -30,7 +29,6 @@ HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
 FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 LETTERS = "ABCD"
-EMPTY, COPY = "without questions", "a copy of another file"  # files of a folder that give no questions
 _TOGETHER = 1000  # texts tokenized in one call
 
 
@@ -47,7 +45,7 @@ class Question:
 
     @property
     def passage(self) -> str:
-        """The name of its passage: questions of the same file have the same."""
+        """Level and file."""
         return self.id.rpartition(", ")[0]
 
     def with_option(self, option: str) -> str:
@@ -70,15 +68,14 @@ def files_of(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Path]:
 
 
 def read_folder(
-    data_dir: Path, split: str, levels: tuple[str, ...], left_out: dict[str, str] | None = None
+    data_dir: Path, split: str, levels: tuple[str, ...], left_out: list[str] | None = None
 ) -> list[Question]:
     """The questions of "train", "validation" or "test", by level and number of the file.
 
-    Files that give none are put into `left_out`, file to `EMPTY` (a passage without questions: two of the official
-    train/high) or `COPY` (of another file: "1 copy.txt"). Raises `InputError` that names file and question, two
-    versions of a passage, or a level in which no passage has a question.
+    Passages without questions (two of the official train/high) are added to `left_out`. Raises `InputError` that names
+    file and question, or a level in which no passage has a question.
     """
-    questions, left_out, first = [], {} if left_out is None else left_out, {}
+    questions: list[Question] = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
         paths = files_of(data_dir, split, (level,))
@@ -87,56 +84,25 @@ def read_folder(
                 f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
                 f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
             )
-        rows = {path: read_input_json(path) for path in paths}
-        twice = _copies(rows, first)
-        passages = {
-            f"{level}/{path.name}": list(_of_file(path, rows[path], level)) for path in paths if path not in twice
-        }
+        passages = {f"{level}/{path.name}": _of_file(path, read_input_json(path), level) for path in paths}
         if not any(passages.values()):
             count = counted(len(paths), "passage")
             raise InputError(f"{folder}: {count}, and none has a question; get RACE's files again")
         questions += itertools.chain.from_iterable(passages.values())
-        left_out |= {name: EMPTY for name, asked in passages.items() if not asked}
-        left_out |= {f"{level}/{path.name}": COPY for path in twice}
+        if left_out is not None:
+            left_out += [name for name, asked in passages.items() if not asked]
     return questions
 
 
-def _copies(rows: dict[Path, Any], first: dict[tuple[str, str], tuple[Path, Any]]) -> list[Path]:
-    """The files that hold the same as a file before them; `first` has the first file of each id and article. Raises
-    `InputError` where two have the same id and article, and other questions."""
-    found = []
-    for path, row in rows.items():
-        if not isinstance(row, dict):
-            continue
-        before, its_row = first.setdefault((str(row.get("id")), str(row.get("article")).strip()), (path, row))
-        if row | {"article": ""} == its_row | {"article": ""}:
-            found += [path] * (before != path)
-        elif row.get("id"):
-            raise InputError(f"{path} and {before} have the same id {row['id']!r} and article, and differ: keep one")
-    return found
-
-
-def _of_file(path: Path, row: Any, level: str) -> Iterator[Question]:
+def _of_file(path: Path, row: Any, level: str) -> list[Question]:
     """The questions of a passage; none where its lists are empty. Raises `InputError`."""
-    try:
-        article, *columns = (row[key] for key in ("article", "questions", "options", "answers"))
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{path} must hold article, questions, options and answers: {error}") from None
-    if not all(isinstance(column, list) for column in columns):
-        raise InputError(f"{path}: questions, options and answers must be lists")
-    counts = [len(column) for column in columns]
-    if len(set(counts)) > 1:
-        raise InputError(f"{path}: {counts[0]} questions, {counts[1]} lists of options, {counts[2]} answers")
-    article = _article(str(path), article)  # here, so that all its questions share one string
-    for number, (text, choices, answer) in enumerate(zip(*columns, strict=True), 1):
-        yield checked(f"{level}/{path.name}, question {number}", str(path), level, article, text, choices, answer)
-
-
-def _article(where: str, text: Any) -> str:
-    """An article, folded. Raises `InputError` where it is no text or an empty text."""
-    if not is_text(text) or not text.strip():
-        raise InputError(f"{where}: the article {'is empty' if is_text(text) else 'must be a Unicode text'}")
-    return fold(text)
+    with taken_apart(path, "a passage of RACE (article, questions, options, answers)"):
+        article = fold(row["article"])  # here, so that all its questions share one string
+        columns = zip(row["questions"], row["options"], row["answers"], strict=True)
+        return [
+            checked(f"{level}/{path.name}, question {number}", str(path), level, article, *entry)
+            for number, entry in enumerate(columns, 1)
+        ]
 
 
 def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
@@ -144,25 +110,21 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
     questions, folded = [], {}
     for level in levels:
         instead = "the folder of the official files with --data_dir"
-        rows = load_from_hub(HUB_DATASET, level, split=split, instead=instead)
-        for number, row in enumerate(rows):
-            name = f"{row['example_id']}, row {number}"
-            row["article"] = folded.setdefault(row["article"], _article(f"{HUB_DATASET}: {name}", row["article"]))
-            questions.append(
-                checked(name, HUB_DATASET, level, *(row[key] for key in ("article", "question", "options", "answer")))
-            )
+        for number, row in enumerate(load_from_hub(HUB_DATASET, level, split=split, instead=instead)):
+            article = folded.setdefault(row["article"], fold(row["article"]))
+            entry = row["question"], row["options"], row["answer"]
+            questions.append(checked(f"{row['example_id']}, row {number}", HUB_DATASET, level, article, *entry))
     return questions
 
 
-def checked(name: str, where: str, level: str, article: str, text: Any, options: Any, answer: Any) -> Question:
+def checked(name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str) -> Question:
     """One question about a folded article. Raises `InputError` unless it has four options, a letter as its answer, and
     texts."""
     if not isinstance(options, list) or len(options) != len(LETTERS):
-        found = len(options) if isinstance(options, list) else "no list of"
-        raise InputError(f"{where}: {name}: {found} options, and {len(LETTERS)} are wanted")
-    if not all(map(is_text, (text, *options))):
-        raise InputError(f"{where}: {name}: question and options must be Unicode texts")
-    if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
+        raise InputError(f"{where}: {name}: the options are {options!r}, and must be {len(LETTERS)} texts")
+    if not article or not all(map(is_text, (article, text, *options))):
+        raise InputError(f"{where}: {name}: article, question and options must be Unicode texts")
+    if answer not in tuple(LETTERS):
         raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
     return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
 

@@ -3,20 +3,19 @@
 A position in a context counts the characters of a Python string.
 """
 
-import unicodedata
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import load_from_hub
 from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.protocol import load_from_hub
 from roberta_recipe.tasks.squad_files import Question, checked, question_of
 from roberta_recipe.training.finetune_trainer import compact
 
@@ -33,7 +32,7 @@ _TOGETHER = 1000  # questions tokenized in one call
 
 @dataclass
 class Windows:
-    """What the model sees of the questions, in their order; a long context has several windows."""
+    """Model inputs of the questions, in their order; a long context has several windows."""
 
     features: list[dict[str, Any]]  # labels: 1 where the window has the answer, at start_positions to end_positions
     question: np.ndarray  # (windows,) number of the question
@@ -49,8 +48,8 @@ _BESIDE = (
 
 
 def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -> DatasetCard:
-    """What the model card says of the data of version "1.1" or "2.0"; `own_files` are not the dataset on the Hub.
-    `with_classifier`: the model has the answerability classifier beside it."""
+    """The model card's entry of version "1.1" or "2.0"; `own_files`: not the dataset on the Hub; `with_classifier`: the
+    model has the answerability classifier beside it."""
     beside = {"loading_note": _BESIDE} if with_classifier else {}
     return {
         "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
@@ -87,7 +86,7 @@ def windows(
     The labels of a window that has all of the first answer are the tokens that cover it, else 0, the first token.
     Questions of more than `max_query_length` tokens are cut at the end, and counted.
     """
-    made, cut, encode = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0, tokenization.text_tokenizer(tokenizer)
+    made, cut, encode = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0, _with_whole_offsets(tokenizer)
     numbers: list[int] = []
     for first in Bar(range(0, len(questions), _TOGETHER), "Making windows", leave=False):
         some = questions[first : first + _TOGETHER]
@@ -107,19 +106,13 @@ def windows(
                 f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
                 "and that stands for no answer; --passage_first false"
             )
-        context = edges = reached = asked_before = None
+        context = edges = None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
             if question.context is not context:  # all questions of a paragraph come in a row
                 context, edges = question.context, _words_of(question.context)
             inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
             offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
-            # (tokens of the context + 1,) how far the tokens before reach; windows share `doc_stride` tokens
-            before = reached[-doc_stride - 1] if number == asked_before else 0
-            reached = np.maximum.accumulate(np.append(before, offsets[inside, 1]))
-            asked_before = number
-            if (edges[1][offsets[inside, 0]] > reached[:-1]).any():  # of RoBERTa's own tokenizer, none
-                offsets[inside, 0] = _begins(offsets[inside, 0], reached[:-1], context)
             offsets = _trimmed(offsets, inside, *edges)
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
@@ -129,6 +122,15 @@ def windows(
             numbers.append(first + number)
     made.question, made.questions_cut = np.array(numbers, dtype=np.int32), cut
     return made
+
+
+def _with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """`text_tokenizer` with a token's space in its offsets (`_trimmed` leaves it out): byte-level `trim_offsets` takes
+    the first character of a word for a space that `add_prefix_space` puts before it."""
+    encode = tokenization.text_tokenizer(tokenizer)
+    backend = encode.backend_tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+    encode._tokenizer = Tokenizer.from_str(backend)
+    return encode
 
 
 def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
@@ -154,21 +156,6 @@ def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
 
 
-@lru_cache(maxsize=1)
-def _runs(context: str) -> np.ndarray:
-    """For each position in the context, (characters + 1,): where the run of letters, digits, punctuation and symbols
-    that ends there begins."""
-    visible = [unicodedata.category(character)[0] in "LNPS" for character in context]
-    return np.maximum.accumulate(np.where([False, *visible], 0, np.arange(len(context) + 1)))
-
-
-def _begins(starts: np.ndarray, reached: np.ndarray, context: str) -> np.ndarray:
-    """First characters of tokens, moved back over the visible characters before them that no token covers: where a
-    word gets a space that the text lacks (`add_prefix_space` behind punctuation), `trim_offsets` takes the word's first
-    character for it. `reached`: the ends of the tokens before."""
-    return np.minimum(starts, np.maximum(reached, _runs(context)[starts]))
-
-
 def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Offsets without the spaces of a token (a byte-level token begins with its space); -1 where nothing of the context
     is left."""
@@ -192,8 +179,8 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
 
 
 def recovery(questions: list[Question], made: Windows) -> dict[str, Any]:
-    """What the labels give back of the first answers: how many come back verbatim, the others with what they became,
-    and how many are in no window as a whole."""
+    """The first answers as decoded from their labels: how many come back verbatim, the others with their text, and how
+    many are in no window as a whole."""
     back: dict[int, str] = {}
     for number, feature, offsets in zip(made.question, made.features, made.offsets, strict=True):
         if feature["labels"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, parse_json, read_input_json, read_text
+from roberta_recipe.input_files import is_text, parse_json, read_input_json, read_text, taken_apart
 from roberta_recipe.log import counted
 
 
@@ -34,13 +34,8 @@ def read_file(path: Path, version_2: bool | None) -> list[Question]:
     """The questions of a file, of either version where `version_2` is None: SQuAD's JSON, or one row a question (`id`,
     `context`, `question`, `answers`, as in the tables of the Hub), as a list, below `data`, or one a line. Raises
     `InputError` that names file and question."""
-    try:
+    with taken_apart(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
         rows = list(_rows(_content(path)))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is not in SQuAD's JSON format (data > paragraphs > context, qas > id, question, answers), nor has "
-            f"it an id, context, question and answers in each row of data: {type(error).__name__}: {error}"
-        ) from None
     questions = []
     for number, (context, entry) in enumerate(rows, 1):
         name = entry.get("id")

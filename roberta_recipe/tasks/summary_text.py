@@ -1,4 +1,4 @@
-"""A protocol's scores as a person reads them, beside the paper's and the majority answer's; where the files are."""
+"""A protocol's scores as a text table, beside the paper's and the majority answer's, and the paths of its files."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def of_tests(summary: Summary) -> list[str]:
 
 
 def _beside_one_answer(summary: Summary) -> str:
-    """What one answer to everything scores, and what that says of this result; empty where that is not known."""
+    """The score of one answer to everything, with a warning where no seed is above it; empty where it is not known."""
     row: SettingScores = picked_setting(summary)
     best = max(row["seeds"], key=row["seeds"].get)
     kept = f"the weights that are kept, of seed {best}, give one answer to everything"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import parse_json, read_text, resolve_path
+from roberta_recipe.input_files import parse_json, read_text, resolve_path, taken_apart
 from roberta_recipe.log import logger
 from roberta_recipe.training import weights
 from roberta_recipe.training.modeling import UNSEEN_LOGIT, RobertaForMaskedLM
@@ -65,38 +66,18 @@ def read_wsc(path: str | Path) -> list[Schema]:
 
 def _schema(line: str, where: str) -> Schema:
     row = parse_json(line, where)
-    try:
-        target = row["target"]
-        values = [row["idx"], row["text"], target["span1_text"], target["span2_text"], target["span2_index"]]
-        label = row.get("label")
-    except KeyError as error:
-        raise InputError(f"{where} has no field {error}; name a file of SuperGLUE's WSC") from None
-    except (TypeError, AttributeError):
-        raise InputError(f"{where}: the row and its `target` must be JSON objects, as in SuperGLUE's WSC") from None
-    names = ("idx", "text", "span1_text", "span2_text", "span2_index")
-    for name, value, kind in zip(names, values, (int, str, str, str, int), strict=True):
-        if type(value) is not kind or not str(value).strip():
-            raise InputError(f"{where}: {name} is {value!r}, and must be {'a whole number' if kind is int else 'text'}")
-    if label is not None and type(label) is not bool:
-        raise InputError(f"{where}: label is {label!r}, and must be true or false, or absent")
-    idx, text, query, pronoun, index = values
-    text, starts = join(text.split())
-    found = None
-    # the pronoun may be written as "it," where its word is "it"
-    pattern = _pattern(pronoun.strip(_PRONOUN_EDGES + " ") or pronoun)
-    for near in (index + shift for shift in _NEAR):
-        if 0 <= near < len(starts) and (found := pattern.match(text, starts[near])):
-            break
-    if found is None:
-        raise InputError(
-            f"{where}: span2_text {pronoun!r} is not at word {index} (or two beside it) of {text!r}; fix it"
-        )
-    query = join(query.split())[0]
-    if query[-1:] in (".", ","):  # some queries of the test set end like a sentence
-        query = query[:-1]
-    if not query:
-        raise InputError(f"{where}: span1_text {values[2]!r} has no words; fix the row")
-    return Schema(idx, text, *found.span("span"), query, label, where)
+    with taken_apart(where, "a row of SuperGLUE's WSC"):
+        target, label, index = row["target"], row.get("label"), row["target"]["span2_index"]
+        text, starts = join(row["text"].split())
+        query = re.sub("[.,]$", "", join(target["span1_text"].split())[0])  # some of the test set end like a sentence
+        pronoun = target["span2_text"].strip(_PRONOUN_EDGES + " ")  # it may be "it," where its word is "it"
+        if not query or not pronoun or type(label) not in (bool, NoneType):
+            raise InputError(f"{where}: query {query!r}, pronoun {pronoun!r} or label {label!r} is wrong; fix the row")
+        pattern = _pattern(pronoun)
+        for near in (index + shift for shift in _NEAR):
+            if 0 <= near < len(starts) and (found := pattern.match(text, starts[near])):
+                return Schema(row["idx"], text, *found.span("span"), query, label, where)
+        raise InputError(f"{where}: span2_text {pronoun!r} is not at word {index} (or two beside it) of {text!r}")
 
 
 def _pattern(span: str) -> re.Pattern:
@@ -272,9 +253,7 @@ def wsc_loss(
     """
     if form == "margin":
         return (-query_score + alpha * (candidate_scores - query_score + beta).clamp(min=0)).sum()
-    if form == "cross_entropy":
-        return torch.logsumexp(torch.cat([query_score.view(1), candidate_scores]), dim=0) - query_score
-    raise InputError(f"form={form!r} must be 'margin' or 'cross_entropy'")
+    return torch.logsumexp(torch.cat([query_score.view(1), candidate_scores]), dim=0) - query_score
 
 
 def margin(query_score: torch.Tensor, candidate_scores: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ checkpoint's folder, or into --output_dir.
 """
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
-from roberta_recipe.publishing import markdown, minimal_pairs
+from roberta_recipe.publishing import minimal_pairs, plots
+from roberta_recipe.publishing.tables import table
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training import environment, predictions, weights
 
@@ -47,11 +49,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16; scores move by some 0.01 nats")
     parser.add_argument("--output_dir", help="folder for blimp.json and blimp.png")
-    args = parser.parse_args(argv)
-    if not args.output_dir and not resolve_path(args.model_name_or_path).is_dir():
-        args.output_dir = str(Path("runs", "blimp", args.model_name_or_path.replace("/", "-")))
-    args.output_dir = Path(args.output_dir or resolve_path(args.model_name_or_path))
-    return args
+    values = vars(parser.parse_args(argv))
+    name, folder = values["model_name_or_path"], resolve_path(values["model_name_or_path"])
+    beside = folder if folder.is_dir() else Path("runs", "blimp", name.replace("/", "-"))
+    return argparse.Namespace(**{**values, "output_dir": Path(values["output_dir"] or beside)})
 
 
 def check_text(args: argparse.Namespace) -> None:
@@ -94,11 +95,63 @@ def report(record: records.BlimpRecord) -> str:
     ties = ", ".join(f"{scores['ties']:,} by {method}" for method, scores in record["scores"].items())
     return "\n\n".join(
         [
-            markdown.table(head, minimal_pairs.by_phenomenon(record)),
-            markdown.table(minimal_pairs.HEAD, minimal_pairs.lines({record["model"]: record})),
+            table(head, by_phenomenon(record)),
+            table(minimal_pairs.HEAD, minimal_pairs.lines({record["model"]: record})),
             f"Ties, which count half: {ties}. " + minimal_pairs.EXPLAINED,
         ]
     )
+
+
+def by_phenomenon(record: records.BlimpRecord) -> list[tuple[str, ...]]:
+    """(phenomenon, a score for each method, the control's for each method) in per cent."""
+    found = []
+    for name in next(iter(record["scores"].values()))["by_phenomenon"]:
+        own = [records.percent(scores["by_phenomenon"][name]) for scores in record["scores"].values()]
+        control = [records.percent(_mean(record["random_weights"], method, name)) for method in record["scores"]]
+        found.append((name, *own, *(control if record["random_weights"] else [])))
+    return found
+
+
+def _mean(controls: list, method: str, phenomenon: str) -> float | None:
+    """The mean of the controls' scores on a phenomenon, None without a control."""
+    scores = [control[method]["by_phenomenon"][phenomenon] for control in controls]
+    return statistics.fmean(scores) if scores else None
+
+
+def plot(record: records.BlimpRecord, path: str | Path) -> None:
+    """Bars by phenomenon, of the model with its interval and of random weights; beside them the means and the published
+    figures, as a PNG."""
+    method, scores = next(iter(record["scores"].items()))
+    figure, (left, right) = plots.subplots(1, 2, 12, 5.5, sharex=True)
+    names = list(scores["by_phenomenon"])[::-1]
+    own = [100 * scores["by_phenomenon"][name] for name in names]
+    ends = [[100 * end for end in scores["by_phenomenon_interval"][name]] for name in names]
+    errors = [[max(0.0, x - low) for x, (low, _) in zip(own, ends, strict=True)],
+              [max(0.0, high - x) for x, (_, high) in zip(own, ends, strict=True)]]  # fmt: skip
+    rows = range(len(names))
+    left.barh([p + 0.2 for p in rows], own, 0.4, xerr=errors, color="C0", label=record["model"])
+    if record["random_weights"]:
+        control = [100 * _mean(record["random_weights"], method, name) for name in names]
+        left.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
+    left.set_yticks(list(rows), [name.replace("_", " ") for name in names])
+    left.set_xlabel(f"acceptable sentence higher, %, by {minimal_pairs.SHOWN[method]}", fontsize=9)
+    left.legend(fontsize=8, loc="lower right")
+    bars = [(f"{record['model']}, {mean.replace('_', ' ')}", 100 * scores[mean], "C0")
+            for mean in ("mean_of_paradigms", "mean_of_phenomena")]  # fmt: skip
+    bars += [(f"random weights {seed}, mean of paradigms", 100 * control[method]["mean_of_paradigms"], "C7")
+             for seed, control in enumerate(record["random_weights"], 1)]  # fmt: skip
+    bars += [(f"{f.name}, mean of {f.mean_of}\n({f.source})", f.score, "C1") for f in blimp.PUBLISHED]
+    labels, values, colors = zip(*bars[::-1], strict=True)
+    for number, bar in enumerate(right.barh(range(len(bars)), values, color=colors)):
+        right.text(bar.get_width() - 1, number, f"{values[number]:.1f}", va="center", ha="right", fontsize=8)
+    right.set_yticks(range(len(bars)), labels, fontsize=7)
+    partial = f"; partial: {record['partial']}" * bool(record["partial"])
+    figure.suptitle(f"BLiMP, {record['pairs']:,} pairs{partial}", fontsize=10)
+    for axes in (left, right):
+        axes.set_xlim(0, 100)
+        axes.grid(alpha=0.3, axis="x")
+        axes.axvline(50, color="grey", linestyle="--", linewidth=0.8)
+    figure.savefig(path, dpi=110)
 
 
 def main(argv: list[str] | None = None) -> records.BlimpRecord:
@@ -137,7 +190,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
         "hardware": describe_machine(),
     }
     durable.write_sealed(args.output_dir / records.BLIMP_NAME, records.finite(record))
-    minimal_pairs.plot(record, args.output_dir / CHART_NAME)
+    plot(record, args.output_dir / CHART_NAME)
     print(
         f"{report(record)}\n\n{duration(record['wall_clock_s'])}; {args.output_dir / records.BLIMP_NAME}, {CHART_NAME}"
     )

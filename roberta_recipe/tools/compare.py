@@ -18,8 +18,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
-from roberta_recipe.tasks.protocol import FinetuneArguments
-from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
+from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.checkpoint import STATE_NAME, newest_first
 from roberta_recipe.training.pretraining import MlmArguments
 

@@ -85,22 +85,12 @@ def _counts(config: PreTrainedConfig, trained_for: Sequence[str]) -> tuple[int, 
 
 @functools.lru_cache(maxsize=16)
 def _count(of: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...]) -> tuple[int, int]:
-    """Parameters: all, and those that Muon takes."""
+    """Parameters: all, and those of `optimizers.matrices_of_layers`."""
     config = of.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
-        cls = objectives.model_class(trained_for, config, config.model_type)
+        cls = modeling.masked_lm_class(config, config.model_type, objectives.named(trained_for))
         model = weights.fresh(cls, config.model_type, config)
         return model.num_parameters(), sum(weight.numel() for weight in optimizers.matrices_of_layers(model))
-
-
-def _width(config: PreTrainedConfig) -> int:
-    """Of the token embedding: ALBERT's is narrower than the hidden states."""
-    return getattr(config, "embedding_size", config.hidden_size)
-
-
-def _matmul_weights(config: PreTrainedConfig) -> int:
-    """Weights of the matrices of one layer."""
-    return 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
 
 
 # What autograd keeps (`activation_bytes`): bytes of an element that matrices read or write; copies of the layer's
@@ -123,16 +113,16 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_byte
     channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
     inner = 2 * element * config.intermediate_size  # before and after GELU
     rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
-    embeddings = (stream + mask) * _width(config) + 33  # three int64 indices, one LayerNorm, where labels are
+    embeddings = (stream + mask) * modeling.embedding_width(
+        config
+    ) + 33  # three int64 indices, one LayerNorm, where labels are
     return tokens * (channel * hidden + inner + rows), tokens * embeddings
 
 
 def _states(config: PreTrainedConfig, trained_for: Sequence[str], optim: str) -> int:
     """Numbers that the optimizer keeps for all parameters."""
-    count, matrices = _counts(config, trained_for)
-    if optim == "muon":
-        return optimizers.STATES["adamw_torch"] * (count - matrices) + optimizers.STATES_OF_MUON * matrices
-    return optimizers.STATES[optim] * count
+    (count, matrices), of = _counts(config, trained_for), optimizers.TABLE[optim]
+    return of.states * count + ((of.matrix_states or of.states) - of.states) * matrices
 
 
 @dataclass(frozen=True)
@@ -199,7 +189,7 @@ def memory_per_gpu(
     again soon.
     """
     half, count = precision != "fp32", parameter_count(config, objective)
-    width = _width(config)
+    width = modeling.embedding_width(config)
     states = 4 * _states(config, objective, optim)
     own = math.ceil(count / processes)  # parameters of a process's partition
     host = casts = 0
@@ -208,7 +198,7 @@ def memory_per_gpu(
             layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's share weights
             layers = 1 if activation_checkpointing else layers
             head = width * (config.hidden_size + config.vocab_size)
-            casts = 2 * (layers * _matmul_weights(config) + head)
+            casts = 2 * (layers * modeling.layer_weights(config) + head)
         parameters = 4 * count + casts
         gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are a copy (gradient_as_bucket_view: false)
         optimizer = states
@@ -241,10 +231,12 @@ def memory_per_gpu(
     # lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
     predicted, element = math.ceil(tokens * mlm_probability), _KEPT[kind][0]
     rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
-    loss = predicted * (2 * element * config.vocab_size + head * config.hidden_size) + rows * config.vocab_size
-    if "sbo" in objective:  # both logits, a head of twice the layers, and the hidden states that both read
-        loss += predicted * (element * config.vocab_size + 2 * head * config.hidden_size)
-        loss += stream * tokens * config.hidden_size
+    # of several heads: the logits and the layers of each, and the hidden states that they read
+    layers = [len(of.layers(config.hidden_size, width)) for of in objectives.named(objective).values()]
+    heads = sum(map(bool, layers))
+    logits = element * config.vocab_size * (heads + 1)
+    loss = predicted * (logits + head * config.hidden_size * sum(layers)) + rows * config.vocab_size
+    loss += stream * tokens * config.hidden_size * (heads - 1)
     embedding = (2 if kind == "half" else 4) * config.vocab_size * width
     logits = max(loss, 3 * embedding - activations - casts, layer + embedding if activation_checkpointing else 0)
     return Memory(parameters, gradients, optimizer, activations, logits, host)
@@ -311,7 +303,8 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability, self.objective)
+        named = objectives.named(self.objective)
+        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability, named)
 
     @property
     def days(self) -> float:

@@ -9,6 +9,7 @@ With several GPUs, `accelerate launch -m roberta_recipe.tools.evaluate ...`. The
 every run on this text, so the figures equal what `train_mlm.py` prints at its end.
 """
 
+import dataclasses
 import sys
 import tempfile
 
@@ -59,15 +60,22 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
     """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
     set_up_logging()
     environment.set_up_process()
-    argv = [*(sys.argv[1:] if argv is None else argv), "--report_to", "none"]
+    argv = sys.argv[1:] if argv is None else argv
+    with tempfile.TemporaryDirectory() as folder:  # Trainer makes its folder
+        return evaluate([*argv, "--report_to", "none", "--output_dir", folder])
+
+
+def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
+    """As `main`, with an output folder that is thrown away."""
     (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
     in_command = any(word.split("=")[0].replace("-", "_") == "__tokenizer_name" for word in argv)
     named = args.tokenizer_name if in_command else None
-    args.tokenizer_name = named or args.model_name_or_path
+    args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
     pretraining.check_text(args)
     pretraining.check_training(training_args)
+    pretraining.resolve(args, training_args)
     with training_args.main_process_first():
         corpus = resolve(pretraining.read_corpus(args))
         check_sources(corpus)
@@ -75,23 +83,22 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
             corpus = identified(corpus, kept_in=args.token_cache)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
     # a finished model has no heads of other objectives
-    model = pretraining.build_model(args, training_args, tokenizer, class_of=modeling.masked_lm_class)
+    model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
     collator = pretraining.build_collator(args, training_args, tokenizer)
-    with tempfile.TemporaryDirectory() as training_args.output_dir:  # Trainer makes its folder
-        trainer = MlmTrainer(
-            model=model,
-            args=training_args,
-            eval_dataset=pretraining.mask_validation(args, corpus, validation, tokenizer),
-            data_collator=collator,
-            processing_class=tokenizer,
-            fingerprint={},
-            resumed=None,
-            also_measured=blimp.while_training(args.blimp_dir, model, tokenizer),
-            flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
-        )
-        metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
+    trainer = MlmTrainer(
+        model=model,
+        args=training_args,
+        eval_dataset=pretraining.mask_validation(args, corpus, validation, tokenizer),
+        data_collator=collator,
+        processing_class=tokenizer,
+        fingerprint={},
+        resumed=None,
+        also_measured=blimp.while_training(args.blimp_dir, model, tokenizer) if args.blimp_dir else None,
+        flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
+    )
+    metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():
         pretraining.print_validation(metrics, masking.unigram_entropy(validation, tokenizer), by_source)
     environment.leave_process_group()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from roberta_recipe import durable, significance
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, duration, logger
-from roberta_recipe.publishing import markdown
 from roberta_recipe.publishing.card import device_of
+from roberta_recipe.publishing.tables import table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.significance import PAIRS, Comparison, with_error
 from roberta_recipe.tools.experiment_checks import check_rows
@@ -206,7 +206,7 @@ def write(listed: Experiments) -> str:
     Raises `InputError` for rows that do not belong together: another runner, with another list, may have run some."""
     check_rows(listed)
     found, records = cells(listed), _records(listed)
-    text = f"{markdown.table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
+    text = f"{table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
     values = {
         measure: {
             name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}

@@ -11,6 +11,7 @@ written.
 """
 
 import argparse
+import dataclasses
 import itertools
 import signal
 import sys
@@ -29,12 +30,13 @@ from roberta_recipe.data import order, tokenization
 from roberta_recipe.data.corpus import Corpus, identified, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.stream import TrainBlocks, record_of
+from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.tools.compare import read_log
 from roberta_recipe.training import checkpoint, pretraining
+from roberta_recipe.training.data_loading import record_of
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
 
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     folder, (explain, args, training_args) = read_arguments(sys.argv[1:] if argv is None else argv)
     states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))] if folder else []
     known = [*states, *(finished_record(folder) if folder else [])]
-    args.global_batch_size = global_batch_size(args, known)
+    args = dataclasses.replace(args, global_batch_size=global_batch_size(args, known))
     corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
     corpus = identified(corpus, kept_in=args.token_cache or folder) if folder else corpus
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
@@ -167,7 +169,7 @@ def print_step(
     if not args.token_cache:
         logger.info(f"Reading text up to block {first:,}, where the run's chunk index does not know it")
     found = list(blocks.blocks([positions]))
-    if wanted is not None and record_of(found, collator(found)).digest % DIGEST_MODULUS != wanted:
+    if wanted is not None and record_of(found, collator(found))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
             f"{folder / LOG_NAME} says that step {step} saw other blocks or masks than these settings give: was the "
             "run resumed despite changes, or by another version of this recipe?"

@@ -46,15 +46,13 @@ def main(argv: list[str] | None = None) -> bool:
     check_sources(corpus)
     corpus = identified(corpus, kept_in=args.token_cache)
     reader = pretraining.text_reader(args, corpus, tokenization.load_tokenizer(args.tokenizer_name), seed=0)
-    num_proc = packing.num_proc or cpu_cores()
-    complete = token_cache.build(args.token_cache, reader, num_proc=num_proc, machine=machine, machines=machines)
-    if complete:
+    share = {"num_proc": packing.num_proc or cpu_cores(), "machine": machine, "machines": machines}
+    if complete := token_cache.build(args.token_cache, reader, **share):
         cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
         pretraining.announce_cache(args, training_args, cache)
     else:
-        logger.info(
-            f"The share of machine {packing.machine} is packed; the cache is complete when all are: {args.token_cache}"
-        )
+        words = "is packed; the cache is complete when all are"
+        logger.info(f"The share of machine {packing.machine} {words}: {args.token_cache}")
     return complete
 
 

@@ -6,6 +6,8 @@
 The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
 """
 
+from pathlib import Path
+
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import resolve_path
@@ -32,15 +34,16 @@ def main(argv: list[str] | None = None) -> None:
     model, results = resolve_path(args.model), [resolve_path(folder) for folder in args.results]
     metadata = {name: value for name in ("license", "language") if (value := getattr(args, name))}
     if args.dry_run:
-        files, model_card = hub.contents(args.repo, model, results, revision=args.revision, **metadata)
-        sizes = "\n".join(f"{path.stat().st_size:>14,}  {name}" for name, path in sorted(files.items()))
-        print(f"{model_card}\n{sizes}")
+        folder = hub.prepare(args.repo, model, results, revision=args.revision, **metadata)
+        files = sorted(path for pattern in hub.PUBLISHED for path in folder.glob(pattern))
+        print(Path(folder, "README.md").read_text(encoding="utf-8"))
+        print("\n".join(f"{path.stat().st_size:>14,}  {path.name}" for path in files))
         return
-    hub.files_of(model)  # refuses a folder without a finished run, before anything is asked of the Hub
+    hub.find_model(model)  # refuses a folder without a finished run, before anything is asked of the Hub
     mark = hub.mark_of(model)
     repo, ours = hub.open_repo(args.repo, mark, args.private or None, args.revision, replace=args.replace)
-    publisher = hub.Publisher(repo, mark, args.revision, clean=not ours)
-    publisher.push(model, f"Upload {model.resolve().name}", results, **metadata)
+    publisher = hub.Publisher(repo, mark, args.revision)
+    publisher.push(model, f"Upload {model.resolve().name}", results, replace=not ours, **metadata)
 
 
 if __name__ == "__main__":

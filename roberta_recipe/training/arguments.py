@@ -2,16 +2,16 @@
 started again."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from roberta_recipe import hardware
-from roberta_recipe.args import INHERITED_GROUP, Flag, setting
+from roberta_recipe.args import Flag, setting
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import optimizers
+from roberta_recipe.training import attention, batch, families, optimizers
 
 # Every flag of transformers 5.23's `TrainingArguments`, by what it means for a run that is started again (`Flag`).
 # "fixed": they change what is computed
@@ -21,7 +21,7 @@ _OPTIMIZATION = (
 )
 _ALSO_FIXED = (
     *("lr_scheduler_kwargs", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
-    "label_names",
+    *("label_names", "label_smoothing_factor"),
 )
 # "layout": how the same step is spread out and which kernels compute it
 _LAYOUT = (
@@ -34,13 +34,16 @@ _LAYOUT = (
 # "free": reading, logging, saving, evaluation; not a bit of the weights depends on them
 _FREE = (
     *("output_dir", "auto_find_batch_size", "torch_empty_cache_steps", "ddp_timeout", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_prefetch_factor", "length_column_name"),
+    *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "length_column_name"),
     *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "log_level"),
     *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
     *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
     *("prediction_loss_only", "eval_on_start", "eval_use_gather_object", "eval_accumulation_steps"),
     *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps", "save_total_limit"),
     *("skip_memory_metrics", "do_train", "do_eval", "do_predict"),
+    # what is so in any case (`_ALREADY`)
+    *("include_num_input_tokens_seen", "enable_jit_checkpoint", "dataloader_drop_last"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),  # of fine-tuning
 )
 _START = (
     *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
@@ -50,34 +53,27 @@ _START = (
 _SHARDED = "a model is whole on every process here, or sharded by DeepSpeed (ds_configs/accelerate)"
 _ONE_PRECISION = "evaluation has the precision of training"
 _OWN_ORDER = "the order of the examples is a function of the seed here"
-_OWN_BEST = "which weights are kept is decided here, not by Trainer"
+_NO_BEST = "pretraining keeps its last step, behind the decay of the rate; the checkpoints before it stay"
+_NO_LIGER = "Liger's kernels are of decoders, and of an encoder it would change nothing without a word"
 _KEPT = {
     "average_tokens_across_devices": "the batch is that of all processes",
-    "label_smoothing_factor": "the losses here are plain",
     "bf16_full_eval": _ONE_PRECISION,
     "fp16_full_eval": _ONE_PRECISION,
-    "use_liger_kernel": "the models here have no Liger kernels",
-    "liger_kernel_config": "the models here have no Liger kernels",
+    "use_liger_kernel": _NO_LIGER,
+    "liger_kernel_config": _NO_LIGER,
     "debug": "what is not finite ends a run already, and Trainer's search for it fails on masks",
     "use_cache": "an encoder has no cache, and the value would be published in config.json",
     "logging_nan_inf_filter": "a loss that is not finite is never logged as 0",
-    "include_num_input_tokens_seen": "tokens are counted already (tokens_seen)",
     "save_only_model": "a checkpoint without optimizer, schedule and random state would resume as another run; the "
     "model alone is in the output folder at the end",
     "save_on_each_node": "a checkpoint is written once, by the first process",
-    "enable_jit_checkpoint": "SIGTERM saves the step and ends the run already",
     "restore_callback_states_from_checkpoint": "a checkpoint that SIGTERM asked for would stop the run again",
-    "load_best_model_at_end": _OWN_BEST,
-    "metric_for_best_model": _OWN_BEST,
-    "greater_is_better": _OWN_BEST,
     "accelerator_config": "it can change the batch and count validation examples twice",
     "parallelism_config": _SHARDED,
     "fsdp": _SHARDED,
     "fsdp_config": _SHARDED,
-    "dataloader_drop_last": "evaluation is of all examples",
     "dataloader_in_order": _OWN_ORDER,
     "dataloader_multiprocessing_context": "data workers are forked",
-    "dataloader_persistent_workers": "an evaluation would be given the workers, and the examples, of another",
     "remove_unused_columns": "collators need columns that the model does not take",
     "train_sampling_strategy": _OWN_ORDER,
     "eval_do_concat_batches": "scores are taken in the order of the examples",
@@ -93,11 +89,17 @@ TRAINER_FLAGS: dict[str, Flag] = {
 }
 
 
+# what is done already, and Trainer would do again: SIGTERM saves the step, tokens are counted without padding
+# (tokens_seen), a training batch is always whole (and this would cut evaluation too)
+_ALREADY = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
+_OF_BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+
+
 @dataclass
 class RecipeTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the values of the paper and of fairseq where Trainer's own would be wrong."""
 
-    _argument_group_name = INHERITED_GROUP
+    _argument_group_name = "Hugging Face TrainingArguments, with defaults of our own"
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
 
@@ -110,10 +112,9 @@ class RecipeTrainingArguments(TrainingArguments):
     bf16: bool | None = setting(
         None, "Train in bf16; without it, where the GPU or the processor has bf16 and fp16 is not set."
     )
-    optim: optimizers.Optimizer = setting(
+    optim: Literal[tuple(optimizers.TABLE)] = setting(
         "adamw_torch_fused",
-        "lamb: You et al. 2020, ALBERT's. muon: for the matrices of layers, with a rate of its own "
-        "(--optim_args lr=0.02), and AdamW for the rest.",
+        " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.own()),
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
     lr_scheduler_type: SchedulerType | str = setting(
@@ -139,15 +140,18 @@ class RecipeTrainingArguments(TrainingArguments):
         if self.bf16 and not torch.cuda.is_available():
             self.use_cpu = True  # which Trainer wants to be told
         named = self.optim
-        if named in optimizers.OWN:  # which Trainer does not know
+        if named in optimizers.own():  # which Trainer does not know
             self.optim = "adamw_torch"
         try:
             super().__post_init__()
         except ValueError:  # accelerate's, where a DeepSpeed file has another precision: `check_deepspeed` names all
             if not getattr(self, "deepspeed_plugin", None):
                 raise
-        if named in optimizers.OWN:
+        if named in optimizers.own():
             self.optim = named
+        # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
+        self.publishes, self.push_to_hub = self.push_to_hub, False
+        vars(self).update(_ALREADY)
         if self.logging_strategy == "no":
             self.logging_first_step = False
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
@@ -156,12 +160,31 @@ class RecipeTrainingArguments(TrainingArguments):
                 "the step (linear, cosine, ...)"
             )
         if self.save_strategy == "best":
-            raise InputError(f"save_strategy=best: {_OWN_BEST}; use steps, epoch or no")
+            raise InputError("save_strategy=best: which weights are kept is decided here; use steps, epoch or no")
+        if self.per_device_eval_batch_size < 1:
+            raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")
         if not (self.activation_checkpointing_kwargs or {}).get("preserve_rng_state", True):
             raise InputError(
                 "activation_checkpointing_kwargs: preserve_rng_state must stay true; the second forward would draw "
                 "another dropout than the first, and the gradient would be wrong"
             )
+
+
+def resolve(
+    args: Any,
+    training_args: RecipeTrainingArguments,
+    config: PreTrainedConfig,
+    micro_batch: int | None = None,
+    unpads: bool = False,
+) -> None:
+    """Fix what the flags leave open: the global batch, its split into micro-batches (of `micro_batch`, or as the flag
+    says), and the attention of a model of `config`, for a class that `unpads` or not. Called right after the parse;
+    nothing else assigns to argument objects. Raises `InputError`."""
+    training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
+    args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
+    training_args.gradient_accumulation_steps = accumulation
+    families.check_checkpointing(config, training_args)
+    training_args.attn_implementation = attention.choose(config, training_args, unpads)
 
 
 @dataclass
@@ -171,6 +194,8 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
         "num_train_epochs": Flag("kept", because="the stream of blocks has no end; set max_steps"),
+        "label_smoothing_factor": Flag("kept", because="perplexity is of the plain loss; fine-tuning has it"),
+        **{name: Flag("kept", because=_NO_BEST) for name in _OF_BEST},
     }
 
     weight_decay: float = setting(
@@ -192,6 +217,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     )
 
     def __post_init__(self):
+        self.dataloader_persistent_workers = False  # of the one pass they stay; an evaluation has its own
         super().__post_init__()
         if self.max_steps <= 0:
             raise InputError(
@@ -213,15 +239,44 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
         "eval_on_start": Flag("kept", because="the step that a run is resumed at would be measured too"),
         "eval_delay": Flag("kept", because="the best epoch is picked among all"),
         "auto_find_batch_size": Flag("kept", because="lower per_device_train_batch_size; the global batch stays"),
-        "data_seed": Flag("kept", because="the seed of a run draws its order too; name --seeds"),
+        "label_smoothing_factor": Flag("fixed", shown=True),
     }
     replaces: ClassVar[tuple[tuple[str, str], ...]] = (("num_train_epochs", "max_steps"),)  # a preset's
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
     save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
+    # None and not 0: runs from before this flag have no value of it
+    label_smoothing_factor: float | None = setting(
+        None, "Classification: share of a target that is spread over all classes."
+    )
+    data_seed: int | None = setting(None, "What the order of the examples is drawn from; without it, each run's seed.")
 
     def __post_init__(self):
+        self.load_best_model_at_end = False  # it is kept in any case; Trainer would look for a checkpoint of it
+        self.dataloader_persistent_workers &= self.dataloader_num_workers > 0
         super().__post_init__()
-        if self.per_device_eval_batch_size < 1:
-            raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")
+
+
+@dataclass
+class FinetuneArguments:
+    """The flags of all three scripts beside those of `TrainingArguments`."""
+
+    _argument_group_name = "recipe"
+
+    model_name_or_path: str | None = setting(None, "Checkpoint to start from, a folder or a Hub id.", "fixed")
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; without it, the checkpoint's.", "content")
+    max_seq_length: int = setting(512, "Tokens the model sees at once.", "fixed", shown=True)
+    head_dropout: float | None = setting(None, "Dropout of the head; default: the checkpoint's.", "fixed", shown=True)
+    layer_decay: float = setting(
+        1.0, "Learning rate of a layer / that of the layer above it (ELECTRA, appendix B).", "fixed", shown=True
+    )
+    global_batch_size: int | None = setting(
+        None, "Examples (SQuAD: windows) an optimizer step; accumulation is derived.", "fixed", shown=True
+    )
+    seeds: list[int] = setting([1, 2, 3, 4, 5], "One run for each.", "free")
+    random_weights: bool = setting(
+        False, "Fine-tune the checkpoint's architecture from fresh weights.", "fixed", shown=True
+    )
+    max_train_samples: int | None = setting(None, "Train on the first so many examples only.", "fixed", shown=True)
+    keep: Literal["best", "all", "none"] = setting("best", "Runs with weights on disk.", "free")

@@ -3,13 +3,21 @@
 from typing import NamedTuple
 
 import torch
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import (
+    MODEL_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
+from transformers.masking_utils import sdpa_mask
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 from roberta_recipe.training import cpu_kernels, families
-from roberta_recipe.training.cpu_kernels import BLOCKWISE
-from roberta_recipe.training.varlen import VARLEN
+from roberta_recipe.training.cpu_kernels import BLOCKWISE, blockwise_attention
+from roberta_recipe.training.varlen import VARLEN, varlen_attention
 
 
 class Choice(NamedTuple):
@@ -93,9 +101,17 @@ def leaves_cudnn_out(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def register() -> None:
+    """Register our attention functions under their names in transformers."""
+    for name, function in ((BLOCKWISE, blockwise_attention), (VARLEN, varlen_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
 def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Have `model` trained with `args.attn_implementation` and, on a CPU, with dropout that is drawn fast. Raises
     `InputError` where the model has no such attention."""
+    register()
     try:
         model.set_attn_implementation(args.attn_implementation)
     except (ValueError, ImportError) as error:

@@ -30,19 +30,18 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     return global_batch_size // at_once
 
 
-def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> int:
-    """Set `gradient_accumulation_steps` on `args` and return the global batch size (sequences an optimizer step)."""
+def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tuple[int, int]:
+    """The global batch size (sequences an optimizer step), and the accumulation steps that make it."""
     at_once = args.per_device_train_batch_size * args.world_size
     if global_batch_size is None:
-        return at_once * args.gradient_accumulation_steps
+        return at_once * args.gradient_accumulation_steps, args.gradient_accumulation_steps
     steps = accumulation_steps(global_batch_size, args.per_device_train_batch_size, args.world_size)
     if args.gradient_accumulation_steps not in (1, steps):
         raise InputError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {at_once} is not "
             f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived"
         )
-    args.gradient_accumulation_steps = steps
-    return global_batch_size
+    return global_batch_size, steps
 
 
 def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) -> int:
@@ -57,14 +56,12 @@ def lower_to_memory(
     model: torch.nn.Module,
     global_batch_size: int,
     full_batch: Callable[[int], dict[str, torch.Tensor]],
-) -> None:
-    """Halve `per_device_train_batch_size` until forward and backward of so many full blocks (`full_batch`) fit into
-    memory beside the optimizer, in all processes; accumulation is derived again. Raises `RunError` where not even a
-    single block fits.
+) -> int:
+    """`per_device_train_batch_size`, halved until forward and backward of so many full blocks (`full_batch`) fit into
+    memory beside the optimizer, in all processes. Raises `RunError` where not even a single block fits.
 
     `auto_find_batch_size` asks for this search; Trainer's own search would shrink the global batch.
     """
-    args.auto_find_batch_size = False
     if args.activation_checkpointing:  # as Trainer does when it trains
         kept = dict(args.activation_checkpointing_kwargs or {})
         own = {name: kept.pop(name) for name in ("every_n_layers", "offload") if name in kept}
@@ -79,8 +76,7 @@ def lower_to_memory(
         smallest = torch.tensor(micro, device=args.device)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
         micro = int(smallest)
-    args.per_device_train_batch_size = micro
-    args.gradient_accumulation_steps = accumulation_steps(global_batch_size, micro, args.world_size)
+    return micro
 
 
 def _fits(args: TrainingArguments, model: torch.nn.Module, inputs: dict[str, torch.Tensor], accumulation: int) -> bool:

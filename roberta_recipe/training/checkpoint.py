@@ -1,25 +1,28 @@
-"""Which checkpoint a run is resumed from, and whether it is the same run (Table 9: 500K steps, seldom in one start)."""
+"""Sealed checkpoints: writing, rotation, and the one to resume from (Table 9: 500K steps, seldom in one start)."""
 
 import os
-import typing
+import shutil
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.args import layout_values
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, logger
-from roberta_recipe.presets import check_type
+from roberta_recipe.record import PRESET_NAME
+from roberta_recipe.training import digests, optimizers
 from roberta_recipe.training.processes import from_first_process
 
+if TYPE_CHECKING:
+    from roberta_recipe.training.durable_trainer import DurableTrainer
+
 STATE_NAME = "recipe_state.json"
-STATE_VERSION = 3  # of its content
-_HAND_MADE = "move it away, and the checkpoint before it is taken"
-PARTIAL = ".partial"  # below the output folder: the checkpoint that is being written
+STATE_VERSION = 4  # of its content
 # what an optimizer's stored state depends on
 OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")
 # variables of the environment that choose kernels, and so the rounding
@@ -37,12 +40,10 @@ class RecipeState(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     layout: dict[str, Any]  # `layout`
-    logged_step: int  # of the last log line
-    losses: list[list[float]]  # since then, of each process: the sum of the losses, and that of each objective
     train_seconds: float  # of all starts
     skipped_steps: int
     skipped_in_a_row: int
-    recent_losses: list[float]  # of the last steps (`spikes`)
+    recent_losses: list[float]  # of the last steps (`stopping.is_spike`)
     digests: dict[str, str]  # as `RunRecord.state_digests`
     resumes: NotRequired[int]  # as in `RunRecord`
     position: NotRequired[int]  # of the next block in the order
@@ -50,12 +51,52 @@ class RecipeState(TypedDict):
     blocks_digest: NotRequired[int]  # as in `PretrainingRecord`, so is `digest`
     digest: NotRequired[int]
     computed_tokens: NotRequired[int]  # of a fine-tuning, with padding
+    best_step: NotRequired[int | None]  # as in `FinetuneRecord`
+    best_score: NotRequired[float | None]  # None: not finite
+
+
+class SealedCheckpoints(TrainerCallback):
+    """Seals each checkpoint that `Trainer` has written: adds the recipe state and, last, the manifest, without which a
+    folder is no checkpoint; then keeps the newest `limit`. A step that is saved is logged first, so no running mean is
+    part of a checkpoint."""
+
+    def __init__(self, trainer: "DurableTrainer", limit: int | None):
+        self.trainer, self.limit = trainer, limit
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save and args.logging_strategy != "no"
+
+    on_epoch_end = on_step_end
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self.trainer.end_writing(folder)  # by `Trainer`, in all processes
+        with self.trainer.writing(folder):
+            hashes = digests.of_training(self.trainer, folder)
+            if args.should_save:
+                durable.write_json(folder / STATE_NAME, {**self.trainer.recipe_state(), "digests": hashes})
+                durable.seal(folder)
+        if args.should_save:
+            rotate(args.output_dir, self.limit)
+
+
+def rotate(output_dir: str | Path, limit: int | None) -> None:
+    """Delete the checkpoints before the newest `limit` (0, None: none), and unsealed folders of killed starts."""
+    kept = newest_first(output_dir)[: limit or None]
+    for path in all_folders(output_dir):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def all_folders(output_dir: str | Path) -> list[Path]:
+    """The checkpoint folders of a run, newest first, unsealed ones too."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
 
 def newest_first(output_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, newest first, whether they are whole or not."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
-    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
+    """The sealed checkpoints of a run, newest first, whether their files are intact or not."""
+    return [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
 
 
 def resume(
@@ -72,23 +113,26 @@ def resume(
 def find(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from, the same in all processes; None for a run that begins.
 
-    It is the newest checkpoint of the output folder that is as it was written; the checkpoints that are passed over are
-    named. Where the folder has none, it is `resume_from_checkpoint`. Raises `InputError` where there are checkpoints
-    and none is whole.
+    It is the newest checkpoint of the output folder that is as it was written; the folders that are passed over are
+    named. Where the folder has no sealed checkpoint, it is `resume_from_checkpoint`. Raises `InputError` where there
+    are sealed checkpoints and all are damaged.
     """
     return from_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
 
 
 def _find(output_dir: str, explicit: str | None) -> str | None:
-    if half := sorted(Path(output_dir, PARTIAL).glob("*")):
-        logger.warning(f"Passed over {half[-1]}: writing it was not finished")
-    checkpoints = newest_first(output_dir)
+    checkpoints, folders = newest_first(output_dir), all_folders(output_dir)
+    if folders and not checkpoints and not Path(output_dir, PRESET_NAME).is_file():  # an unsealed one would be deleted
+        raise InputError(
+            f"output_dir={output_dir} has checkpoints of another program ({folders[0].name}): name another output_dir, "
+            f"and for their weights --model_name_or_path {folders[0]}"
+        )
     if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in checkpoints[1:]]:
         raise InputError(
             f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints ({checkpoints[0].name}); to go "
             "back, move them away"
         )
-    for path in checkpoints:
+    for path in folders:
         if (fault := durable.fault(path)) is None:
             return str(path)
         logger.warning(f"Passed over {path}: {fault}")
@@ -138,14 +182,12 @@ def read_state(checkpoint: str | Path) -> RecipeState:
     try:
         state = durable.read_json(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): {_HAND_MADE}") from None
+        raise InputError(f"{path} cannot be read ({error}): move the checkpoint away") from None
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise InputError(
             f"{checkpoint} was written by another version of this recipe: resume it with that version, or take the "
             f"weights alone into a new run with --model_name_or_path {checkpoint}"
         )
-    if fault := _fault_of_state(state):
-        raise InputError(f"{checkpoint} has a {STATE_NAME} that this recipe did not write ({fault}): {_HAND_MADE}")
     return state
 
 
@@ -182,8 +224,8 @@ def load_state(
                 f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
                 f"output_dir{override}"
             )
-        # Muon's arguments are of its groups, into which `optimization.put_back` puts those of now
-        of_groups = {"optim_args"} if fingerprint.get("optim") == "muon" else set()
+        # the arguments of an optimizer of ours are in its groups, into which `optimization.put_back` puts those of now
+        of_groups = {"optim_args"} if fingerprint.get("optim") in optimizers.own() else set()
         if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
             raise InputError(
                 f"{checkpoint} has the state of another optimizer ({listed}), which cannot be taken over: start it as "
@@ -194,22 +236,6 @@ def load_state(
     if data_changed:
         state |= {"position": 0, "skipped_blocks": []}
     return {**state, "changed": list(changed), "data_changed": data_changed}
-
-
-def _fault_of_state(state: dict[str, Any]) -> str | None:
-    """What is not as `RecipeState` says it; None where all is."""
-    for name, hint in typing.get_type_hints(RecipeState).items():
-        if name not in state:
-            if name in RecipeState.__required_keys__:
-                return f"no {name}"
-            continue
-        try:
-            state[name] = check_type(state[name], hint)
-        except TypeError as error:
-            return f"{name} must be {error}"
-    if missing := {"processes", "zero_stage"} - state["layout"].keys():
-        return f"layout has no {min(missing)}"
-    return None
 
 
 def _in_words(layout: dict[str, Any]) -> str:

@@ -11,8 +11,6 @@ import math
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 BLOCKWISE = "blockwise"  # as `attn_implementation`
 _WEIGHTS_AT_ONCE = 1 << 19  # attention weights in work: 2 MiB in fp32
@@ -157,10 +155,6 @@ def blockwise_attention(
     with torch.autocast("cpu", enabled=False):
         out = _Attention.apply(*flat, bias, scaling, dropout)
     return out.view(batch, heads, length, size).transpose(1, 2), None
-
-
-AttentionInterface.register(BLOCKWISE, blockwise_attention)
-AttentionMaskInterface.register(BLOCKWISE, sdpa_mask)
 
 
 def use_fast_dropout(model: nn.Module) -> None:

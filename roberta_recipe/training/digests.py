@@ -2,12 +2,35 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import safe_open
 
+if TYPE_CHECKING:
+    from roberta_recipe.training.durable_trainer import DurableTrainer
+
 _LENGTH = 16  # hexadecimal digits
+# keys of a parameter group that are not hyperparameters
+_NOT_HYPERPARAMETERS = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def of_training(trainer: "DurableTrainer", folder: Path) -> dict[str, str]:
+    """The digests of the weights saved in `folder`, of the optimizer's state (under DeepSpeed, of all processes in
+    turn), and of the scheduler with the hyperparameters; complete on the first process, every process must call."""
+    first = trainer.args.should_save
+    if trainer.is_deepspeed_enabled:
+        state = gather_object([of_state(trainer.optimizer.state_dict())])
+    else:
+        state = trainer.optimizer.state_dict()["state"] if first else None
+    groups = [
+        {name: value for name, value in group.items() if name not in _NOT_HYPERPARAMETERS}
+        for group in trainer.optimizer.param_groups
+    ]
+    scheduler = {"scheduler": trainer.lr_scheduler.state_dict(), "groups": groups}
+    found = {"optimizer": of_state(state), "scheduler": of_state(scheduler)}
+    return {"weights": of_weights(folder), **found} if first else found
 
 
 def of_weights(folder: str | Path) -> str:

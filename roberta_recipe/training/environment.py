@@ -11,16 +11,15 @@ import psutil
 import torch
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig  # accelerate.utils has it only where DeepSpeed is installed
-from torch.utils.cpp_extension import get_default_build_root
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from roberta_recipe import durable, lock
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory, local_processes
 from roberta_recipe.input_files import read_input_json, taken_apart
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 from roberta_recipe.record import (
     HASHES_NAME,
     HUB_NAME,
@@ -28,14 +27,15 @@ from roberta_recipe.record import (
     LOG_NAME,
     PRESET_NAME,
     RECORD_NAME,
+    SKIPPED_NAME,
     TIME_LIMIT,
     read_record,
 )
 from roberta_recipe.started import by_launcher, threads_are_the_users
-from roberta_recipe.training.checkpoint import PARTIAL, newest_first
+from roberta_recipe.training.checkpoint import all_folders, newest_first
 from roberta_recipe.training.processes import end_with_launcher, from_first_process
-from roberta_recipe.training.spikes import SKIPPED_NAME
 
+_MOST_WORKERS = 16  # data workers a core; they are processes
 _BUILD_BEGINS_S = 10.0  # between an extension's lock and its compiler
 _NOT_BY_LAUNCHER = {
     "FSDP": "FSDP, whose checkpoints are not resumed here",
@@ -54,6 +54,8 @@ def set_up_process() -> None:
     free_memory()
     keep_freed_memory()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        from torch.utils.cpp_extension import get_default_build_root  # imports setuptools
+
         remove_stale_locks(Path(get_default_build_root()))
         check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
@@ -105,20 +107,19 @@ def _check_content(path: Path, max_steps: int) -> None:
             f"output_dir={path} already holds a finished run. For another run, name another folder with --output_dir, "
             f"or move this folder away; {longer}"
         )
-    # a run that was stopped before its first checkpoint, or returned to its beginning, leaves these
+    # a run that was stopped before its first checkpoint leaves these
     left = (
         lock.LOCK_NAME,
         HASHES_NAME,
         PRESET_NAME,
         LOG_NAME,
         HUB_NAME,
-        PARTIAL,
         SKIPPED_NAME,
         INDEX_NAME,
         _OF_TENSORBOARD,
     )
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    if any(name not in left and not durable.is_aside(name) for name in names) and not newest_first(path):
+    if any(name not in left and not durable.is_aside(name) for name in names) and not all_folders(path):
         raise InputError(
             f"output_dir={path} already holds files, and no checkpoint to resume from; name another folder with "
             "--output_dir, or move this folder away"
@@ -238,15 +239,28 @@ def check_deepspeed(args: TrainingArguments) -> None:
         raise InputError(f"the DeepSpeed configuration is refused by DeepSpeed: {reason}") from None
 
 
-def take_trackers(args: TrainingArguments) -> list[TrainerCallback]:
-    """The callbacks of the trackers that `report_to` names, for the trainer, which is left none to make. Raises
-    `InputError` for a tracker that is not known or not installed."""
+def check_machine(args: TrainingArguments) -> None:
+    """Raise `InputError` for data workers, trackers or a compiler that this machine does not have."""
+    if args.dataloader_num_workers > _MOST_WORKERS * cpu_cores():
+        raise InputError(
+            f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
+            f"{counted(cpu_cores(), 'core')}; one or two feed a device"
+        )
+    if args.dataloader_prefetch_factor == 0:  # which torch looks at when the workers have started
+        raise InputError("dataloader_prefetch_factor=0 must be at least 1; leave it out for torch's 2")
     try:
-        trackers = [callback() for callback in get_reporting_integration_callbacks(args.report_to)]
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            tracker()
     except (ValueError, RuntimeError, ImportError) as error:
         raise InputError(f"report_to={args.report_to}: {error}") from None
-    args.report_to = []
-    return trackers
+    backend, mode = args.torch_compile_backend, args.torch_compile_mode
+    try:
+        if args.torch_compile:
+            torch.compile(torch.nn.Identity(), backend=backend, mode=mode)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"torch_compile_backend={backend} with torch_compile_mode={mode}: {first_line(error)}"
+        ) from None
 
 
 def build_models_whole() -> None:

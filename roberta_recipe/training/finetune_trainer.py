@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import BEST_NAME, loss_at_steps
-from roberta_recipe.training.checkpoint import PARTIAL
-from roberta_recipe.training.durable_trainer import DurableTrainer, write_failure
+from roberta_recipe.training.data_workers import leave_signals_to_trainer
+from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.heads import layer_rates
-from roberta_recipe.training.throughput import Throughput, encoder_flops
+from roberta_recipe.training.throughput import encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _OF_CHECKPOINT = f".{BEST_NAME}-of-checkpoint-"  # and its step: the folder of a best epoch that a later one replaced
@@ -96,12 +96,20 @@ def length_of(feature: dict[str, Any]) -> int:
     return feature["length"] if "length" in feature else len(feature["input_ids"])
 
 
-class EpochEnds(TrainerCallback):
-    """Saves an epoch's last step behind the evaluation of the epoch: a run that is killed in between would be resumed
-    without it. A stop in the middle of an epoch is no end of it: nothing is measured there."""
+class Epochs(TrainerCallback):
+    """Sets the epoch of the training order, and saves an epoch's last step after the evaluation of the epoch: a run
+    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.should_save:
+            self.trainer.put_back_best()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
+        self.trainer.sampler.set_epoch(state.global_step // self.trainer.steps_per_epoch)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ends_epoch:
@@ -112,6 +120,11 @@ class EpochEnds(TrainerCallback):
             control.should_save = control.should_evaluate = False
         control.should_save |= self._save
         self._save = False
+
+    def on_save(self, args, state, control, **kwargs):
+        self.trainer.checkpoint_step = state.global_step
+        if args.should_save:
+            drop_earlier_best(args.output_dir)
 
 
 class FinetuneTrainer(DurableTrainer):
@@ -132,34 +145,52 @@ class FinetuneTrainer(DurableTrainer):
         best_metric: str,
         layer_decay: float,
         resumed: dict[str, Any] | None,
+        callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        super().__init__(objectives={"task": "labels"}, resumed=resumed, **kwargs)
-        self.add_callback(EpochEnds(self))
+        callbacks, objectives = [Epochs(self), *callbacks], {"task": "labels"}
+        super().__init__(objectives=objectives, resumed=resumed, callbacks=callbacks, **kwargs)
+        resumed = resumed or {}
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
-        self.computed_tokens: int = (resumed or {}).get("computed_tokens", 0)  # with padding
-        self._sampler, self._train_seconds = None, None
-        self._checkpoint_step: int = (resumed or {}).get("step", 0)  # of the last checkpoint
+        self.computed_tokens: int = resumed.get("computed_tokens", 0)  # with padding
+        self.sampler: LengthGroupedSampler | None = None
+        self.checkpoint_step: int = resumed.get("step", 0)  # of the last checkpoint
+        self.best_step: int | None = resumed.get("best_step")
+        self.best_score: float | None = resumed.get("best_score")  # None: not finite
         # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
         self._tokens = torch.zeros(3, dtype=torch.int64, device=self.args.device)
-        self.throughput = Throughput(self.args)
 
     # Training
 
     def get_train_dataloader(self):
-        return self.spared(super().get_train_dataloader())
+        lengths = [length_of(feature) for feature in self.train_dataset]
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], seed)
+        size = self.args.per_device_train_batch_size
+        return leave_signals_to_trainer(
+            self.accelerator.prepare(self._loader(self.train_dataset, batch_size=size, sampler=self.sampler))
+        )
+
+    def _loader(self, features: list[dict[str, Any]], **sampling: Any) -> DataLoader:
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            features,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            **sampling,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.sampler) // self.sampler.batch
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the last step is the last of its epoch, or of all."""
-        steps = len(self._sampler) // self._sampler.batch
-        return self.state.global_step % steps == 0 or self.state.global_step >= self.state.max_steps
-
-    def _get_train_sampler(self, train_dataset=None):
-        lengths = [length_of(feature) for feature in self.train_dataset]
-        self._sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], self.args.seed)
-        return self._sampler
+        return self.state.global_step % self.steps_per_epoch == 0 or self.state.global_step >= self.state.max_steps
 
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.layer_decay < 1:
@@ -177,29 +208,14 @@ class FinetuneTrainer(DurableTrainer):
             )
         return super().create_optimizer(model)
 
-    def _run_epoch(self, *, model, epoch, train_dataloader, **kwargs):
-        # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
-        self._sampler.set_epoch(epoch)
-        super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
-
-    def train(self, *args, **kwargs):
-        self._put_back_best()
-        self.throughput.measure_machine()
-        output = super().train(*args, **kwargs)
-        self._train_seconds = self.train_seconds  # what is evaluated afterwards is not training
-        return output
-
-    @property
-    def train_seconds(self) -> float:
-        return self._train_seconds or super().train_seconds
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         total, scores = self.loss_sum(model, inputs)
+        if share := self.args.label_smoothing_factor:  # as torch's cross_entropy has it, of logits (batch, classes)
+            total = (1 - share) * total - share * scores.float().log_softmax(-1).mean(-1).sum()
         loss = self.loss_of_batch(total[None], num_items_in_batch)
         return (loss, scores) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.throughput.begin()
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         lengths = mask.sum(-1).flatten()
         counted = torch.stack([lengths.sum(), lengths.new_tensor(mask.numel()), lengths.square().sum()])
@@ -217,19 +233,17 @@ class FinetuneTrainer(DurableTrainer):
         self._tokens.zero_()
 
     def recipe_state(self):
-        return {**super().recipe_state(), "computed_tokens": self.computed_tokens}
+        best = {"best_step": self.best_step, "best_score": self.best_score}
+        return {**super().recipe_state(), "computed_tokens": self.computed_tokens, **best}
 
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
-        best = {"best_step": self.state.best_global_step, "score_at_steps": scores}
+        best = {"best_step": self.best_step, "score_at_steps": scores}
         measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
         return {**super().record(), **measured, **best}
 
     def log(self, logs, start_time=None):
         logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
-        if "loss" in logs:
-            self.count_consumed()
-            logs |= self.throughput.figures()[0]
         super().log(logs, start_time)
 
     # What is stored
@@ -237,11 +251,6 @@ class FinetuneTrainer(DurableTrainer):
     @property
     def model_folder(self):
         return Path(self.args.output_dir, BEST_NAME)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load with the model's own class, which may keep weights in files of its own."""
-        stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
-        self.model.load_state_dict(stored.state_dict())
 
     # Evaluation
 
@@ -264,19 +273,12 @@ class FinetuneTrainer(DurableTrainer):
 
     def _batch_scores(self, features: list[dict[str, Any]], batches: list[list[int]]) -> list[torch.Tensor]:
         """The scores of each batch, on the device."""
-        workers, found = self.args.dataloader_num_workers, []
-        loader = DataLoader(
-            features,
-            batch_sampler=batches,
-            collate_fn=self.data_collator,
-            num_workers=workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
-        )
+        found = []
+        generator = torch.Generator()  # or it would draw from the generator that dropout draws from
+        loader = self._loader(features, batch_sampler=batches, generator=generator)
         self.callback_handler.eval_dataloader = loader
         self.model.eval()
-        for inputs in self.spared(loader):
+        for inputs in leave_signals_to_trainer(loader):
             with torch.no_grad(), self.accelerator.autocast():
                 _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
             found.append(scores.float())
@@ -292,10 +294,9 @@ class FinetuneTrainer(DurableTrainer):
             self.log(dict(logged))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
             value = metrics[self.best_metric]
-            if self.state.best_metric is None or value > self.state.best_metric:
-                of_checkpoint = 0 < (self.state.best_global_step or 0) <= self._checkpoint_step
-                self.state.best_metric = value if math.isfinite(value) else -math.inf
-                self.state.best_global_step = self.state.global_step
+            if self.best_step is None or value > (-math.inf if self.best_score is None else self.best_score):
+                of_checkpoint = 0 < (self.best_step or 0) <= self.checkpoint_step
+                self.best_step, self.best_score = self.state.global_step, value if math.isfinite(value) else None
                 self._keep_as_best(scores, of_checkpoint)
         return logged
 
@@ -303,38 +304,25 @@ class FinetuneTrainer(DurableTrainer):
         """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all. The
         epoch that was the best is kept until the next checkpoint where it is that `of_checkpoint`, the last: a run that
         is resumed from there may round otherwise, and never be as good again."""
-        aside, failure = Path(self.args.output_dir, PARTIAL, BEST_NAME), None
-        if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)  # of a start that was killed
-        try:
-            self.save_model(str(aside), _internal_call=True)
+        aside = durable.aside_of(self.model_folder)
+        with self.writing(aside, f"the best epoch (step {self.state.global_step})"):
+            self.write_model(aside)
             if self.args.should_save:
                 np.save(aside / SCORES, scores)
                 if of_checkpoint:
                     self.model_folder.rename(self._best_of_checkpoint)
-                durable.move_into_place(aside, Path(self.args.output_dir, BEST_NAME))
-                shutil.rmtree(aside.parent, ignore_errors=True)
-        except Exception as error:
-            failure = write_failure(error)
-        self._end_writing(failure, f"the best epoch (step {self.state.global_step})")
+                durable.move_into_place(aside, self.model_folder)
 
     @property
     def _best_of_checkpoint(self) -> Path:
-        return Path(self.args.output_dir, f"{_OF_CHECKPOINT}{self._checkpoint_step}")
+        return Path(self.args.output_dir, f"{_OF_CHECKPOINT}{self.checkpoint_step}")
 
-    def _put_back_best(self) -> None:
+    def put_back_best(self) -> None:
         """As a run is resumed: the best epoch is that of its checkpoint."""
-        if self.args.should_save:
-            if self._best_of_checkpoint.is_dir():
-                shutil.rmtree(self.model_folder, ignore_errors=True)
-                self._best_of_checkpoint.rename(self.model_folder)
-            drop_earlier_best(self.args.output_dir)
-
-    def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        self._checkpoint_step = self.state.global_step
-        if self.args.should_save:
-            drop_earlier_best(self.args.output_dir)
+        if self._best_of_checkpoint.is_dir():
+            shutil.rmtree(self.model_folder, ignore_errors=True)
+            self._best_of_checkpoint.rename(self.model_folder)
+        drop_earlier_best(self.args.output_dir)
 
     def load_best(self) -> np.ndarray:
         """Put the best epoch's weights into the model; returns its validation scores. Raises `InputError` where they

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import families, optimization
+from roberta_recipe.training import families, optimizers
 
 _DEFAULTS = {"positions": 2.0, "query_key": 0.7, "value_output": 0.5}
 FAMILIES = ("roberta", "xlm-roberta", "camembert", "bert")  # with BERT's modules under BERT's names
@@ -26,7 +26,7 @@ def factors(text: str | None) -> dict[str, float] | None:
         return None
     name, _, options = text.partition(",")
     try:
-        given = {key: float(value) for key, value in optimization.parsed(options).items()}
+        given = {key: float(value) for key, value in optimizers.parsed(options).items()}
         if name != "mimetic" or given.keys() - _DEFAULTS.keys() or not all(0 <= v < math.inf for v in given.values()):
             raise ValueError
     except ValueError:

@@ -1,47 +1,58 @@
 """`Trainer` for pretraining runs of weeks: exact figures, and a stop that loses nothing.
 
-The paper pretrains for 500K steps of 8K sequences (Table 9). `trainer_internals` lists what this builds on.
+The paper pretrains for 500K steps of 8K sequences (Table 9).
 """
 
 import contextlib
 import functools
 import math
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.chunks import TextReader
-from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.data.corpus import Corpus, check_unchanged
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.stream import MicroBatches, MicroBatchLoader, StepRecord
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
-from roberta_recipe.training import advice, modeling, optimization
+from roberta_recipe.training import advice, data_loading, modeling, optimization
+from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
-from roberta_recipe.training.throughput import Throughput
 
-_DATA_DIGESTS = StepRecord._fields[1:]  # of a step, a log line, a checkpoint and the record
+_DATA_DIGESTS = data_loading.RECORD[1:]  # of a step, a log line, a checkpoint and the record
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
+
+
+class Beginning(TrainerCallback):
+    """After allowed changes of a resumed run, puts back the hyperparameters of the command line; warns of slow data."""
+
+    def __init__(self, trainer: "MlmTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.put_back_hyperparameters()
+        self.trainer.warn_of_tokenization()
 
 
 class MlmTrainer(DurableTrainer):
     """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
 
-    The model's `objectives` maps each objective to its label column, and its output's `loss_sums` has the sum of losses
+    The model's `objectives` has the declaration of each objective, and its output's `loss_sums` has the sum of losses
     of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
-    another objective. The first micro-batch of a step carries its `StepRecord`. `resumed` is the
+    another objective. The first micro-batch of a step carries its record (`data_loading.RECORD`). `resumed` is the
     `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
     `train_dataset` leaves out. `also_measured(trainer)` gives metrics that each evaluation of `eval_dataset` has beside
     the losses; it is called in all processes.
@@ -56,24 +67,25 @@ class MlmTrainer(DurableTrainer):
         model: Any,
         flops_per_token: float,
         resumed: dict[str, Any] | None,
-        skipped: order.Skipped | None = None,
+        skipped: order.Skipped = (),
         also_measured: Callable[["MlmTrainer"], dict[str, float]] | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        super().__init__(model=model, objectives=model.objectives, resumed=resumed, **kwargs)
+        callbacks = [Beginning(self), *callbacks]
+        columns = {name: objective.column for name, objective in model.objectives.items()}
+        super().__init__(model=model, objectives=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self._changed: list[str] = resumed.get("changed", [])  # since the checkpoint, as was asked for
+        self._loaded = False  # the checkpoint
         # of all blocks consumed, in any order: as they were read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
-        self.skipped, self.also_measured = skipped or [], also_measured
+        self.skipped, self.also_measured = skipped, also_measured
         self._first_position = resumed.get("position", 0)
-        self._consumed = StepRecord(0, 0, 0)  # of this process, since last counted
-        self.throughput = Throughput(self.args)
+        self._consumed = np.zeros(3, dtype=np.int64)  # records of this process's steps, since last counted
         if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
             modeling.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
-        # for data: when the batches of a step were asked for, and how long this process waited since the last log line
-        self._asked_s, self._waited_s = 0.0, 0.0
 
     # Data
 
@@ -81,18 +93,18 @@ class MlmTrainer(DurableTrainer):
         """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         progress = self.text_reader.progress if self.text_reader else None
-        loader = MicroBatchLoader(
+        loader = data_loading.MicroBatchLoader(
             self.train_dataset,
             batch_size=size * self.args.gradient_accumulation_steps,
-            collate_fn=MicroBatches(self.data_collator, size),
+            collate_fn=functools.partial(data_loading.micro_batches, self.data_collator, size),
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             device=self.args.device,
-            waiting=functools.partial(self.watch.waiting_for_data, progress) if workers else contextlib.nullcontext,
+            waiting=functools.partial(DataTimeout, self, progress) if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
-        return self.spared(loader)
+        return leave_signals_to_trainer(loader)
 
     @property
     def text_reader(self) -> TextReader | None:
@@ -118,10 +130,18 @@ class MlmTrainer(DurableTrainer):
 
     # Training
 
-    def train(self, *args, **kwargs):
-        self.throughput.measure_machine()
-        self.warn_of_tokenization()
-        output = super().train(*args, **kwargs)
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """Raises `InputError` also for a checkpoint with the state of another model, where changes are allowed."""
+        try:
+            output = super().train(resume_from_checkpoint, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if not self._changed or self._loaded or isinstance(error, (InputError, RunError)):
+                raise
+            raise InputError(
+                f"{resume_from_checkpoint} has the state of another model ({' '.join(str(error).split())}), which "
+                "cannot be taken over: start it as before, or take its weights into a new run with "
+                f"--model_name_or_path {resume_from_checkpoint}"
+            ) from None
         self.check_text()
         return output
 
@@ -135,18 +155,9 @@ class MlmTrainer(DurableTrainer):
         if line := advice.on_tokenization(cpu_cores() / readers, *machine, self.flops_per_token, preset):
             logger.warning(line)
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        self._asked_s = time.monotonic()
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        if self.throughput.begun:  # filling the stream is not waiting
-            self._waited_s += time.monotonic() - self._asked_s
-        return super()._get_num_items_in_batch(batch_samples, device)
-
-    def _save_checkpoint(self, model, trial):
+    def check_before_saving(self):
         self.check_text()
-        super()._save_checkpoint(model, trial)
+        super().check_before_saving()
 
     def save_model(self, output_dir=None, _internal_call=False):
         """The finished model is one of the stock class, without the heads of other objectives."""
@@ -157,50 +168,31 @@ class MlmTrainer(DurableTrainer):
     def check_text(self) -> None:
         """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
         if self.text_reader:  # each block of a token cache is checked when it is read
-            self.text_reader.check_unchanged()
+            check_unchanged(self.text_reader.corpus)
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
         self._of_command_line = optimization.hyperparameters(optimizer)
         return optimizer
 
+    def put_back_hyperparameters(self) -> None:
+        """When a checkpoint, if any, is loaded."""
+        self._loaded = True
+        if self._changed:
+            optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
+
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.watch.cooldown_share:
-            scheduler.lr_lambdas = [functools.partial(self.watch.cooled, share) for share in scheduler.lr_lambdas]
+        if self.stopping.cooldown_share:
+            scheduler.lr_lambdas = [functools.partial(self.stopping.cooled, share) for share in scheduler.lr_lambdas]
         return scheduler
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with self._as_changed(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    @contextlib.contextmanager
-    def _as_changed(self, checkpoint: str) -> Iterator[None]:
-        """Within, weights that the model has not, of other shapes or in another number, raise `InputError`."""
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            if not self._changed:
-                raise
-            raise InputError(
-                f"{checkpoint} has the state of another model ({' '.join(str(error).split())}), which cannot be taken "
-                f"over: start it as before, or take its weights into a new run with --model_name_or_path {checkpoint}"
-            ) from None
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        with self._as_changed(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self._changed:  # rate and decay are those of the command line
-            optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss_sums = model(**inputs).loss_sums
         return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.objectives]), num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.throughput.begin()
-        if record := inputs.pop("record", None):
-            self._consumed = StepRecord(*map(sum, zip(self._consumed, record, strict=True)))
+        self._consumed += inputs.pop("record", 0)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
@@ -208,31 +200,21 @@ class MlmTrainer(DurableTrainer):
 
     def count_consumed(self) -> None:
         """Add the tokens and the digests of all processes since the last call to what was seen."""
-        counted = [number % DIGEST_MODULUS for number in self._consumed]
-        tokens, *digests = self.sum_over_processes(torch.tensor(counted, device=self.args.device)).tolist()
+        counted = torch.from_numpy(self._consumed % DIGEST_MODULUS).to(self.args.device)
+        tokens, *digests = self.sum_over_processes(counted).tolist()
         self.state.num_input_tokens_seen += tokens
         self.throughput.count(tokens, tokens * self.flops_per_token)
         for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
             self.data_digests[name] = (self.data_digests[name] + digest) % DIGEST_MODULUS
-        self._consumed = StepRecord(0, 0, 0)
+        self._consumed[:] = 0
 
     def log(self, logs, start_time=None):
-        logged_loss = "loss" in logs
-        if logged_loss:
-            self.count_consumed()
-            figures, elapsed_s = self.throughput.figures()
-            logs |= figures
-            logs["data_wait"], self._waited_s = round(self._waited_s / elapsed_s, 4), 0.0
-            logs["tokens_seen"] = self.state.num_input_tokens_seen
         # Trainer would add its "epoch", which on an endless stream is the share of max_steps
         epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
         self.state.epoch = epoch
 
-    def logged_beside(self, logs):
-        return self._data_digests() if "loss" in logs else {}
-
-    def _data_digests(self) -> dict[str, str]:
+    def logged_beside(self):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
@@ -242,10 +224,10 @@ class MlmTrainer(DurableTrainer):
     def record(self):
         return {
             **super().record(),
-            **self._data_digests(),
+            **self.logged_beside(),
             "global_batch_size": self.fingerprint["global_batch_size"],
             "matrix_rate": self.throughput.matrix_rate,
-            "stopped_by": self.watch.stopped_by or "max_steps",
+            "stopped_by": self.stopping.stopped_by or "max_steps",
             "skipped_blocks": self._skipped_blocks(),
             "blimp_at_steps": loss_at_steps(self.state.log_history, "eval_blimp"),
         }
@@ -254,6 +236,14 @@ class MlmTrainer(DurableTrainer):
         return [[part.start, part.stop] for part in self.skipped]
 
     # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Held-out examples are masked already: another collator than ours would mask them again."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        if not isinstance(self.data_collator, masking.MlmCollator):
+            own = getattr(loader, "base_dataloader", loader)
+            own.collate_fn = masking.validation_collator(self.processing_class)
+        return loader
 
     def evaluate(self, *args, **kwargs):
         random_state = torch.get_rng_state()
@@ -275,7 +265,7 @@ class MlmTrainer(DurableTrainer):
         form; empty for one source."""
         found: dict[str, SourceMetrics] = {}
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
-            indices = [index for index, block in enumerate(validation) if order.source_of(block.id) == number]
+            indices = [index for index, block in enumerate(validation) if order.place_of(block.id)[0] == number]
             masked = [self.eval_dataset[index] for index in indices]
             if not masking.predicts(masked):  # which was said before training
                 continue

@@ -1,9 +1,11 @@
 """The masked-LM head and its loss over the whole effective batch (paper, section 2.3), and the model from a config."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,17 +31,54 @@ class ObjectivesOutput(MaskedLMOutput):
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)
 
 
+@dataclass(frozen=True)
+class Objective:
+    """`head(model)` becomes the attribute `head_name` of a masked LM. `loss(model, hidden, labels)` is the sum of the
+    losses in nats, of the last layer's output (batch, seq_len, hidden_size) and the objective's label column."""
+
+    column: str  # of a batch; -100 is no target
+    help: str = ""
+    head_name: str = ""
+    head: Callable[[PreTrainedModel], torch.nn.Module] | None = None  # None: the masked LM's own, and its loss
+    loss: Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    # the column of a block, of its masked-LM labels; None: packers write it
+    labels_of_mask: Callable[[np.ndarray], np.ndarray] | None = None
+    masking_units: tuple[str, ...] = ()  # that it goes with; empty: all
+    needs: str = "other held-out text"  # where the validation blocks have no label of it
+    # (hidden_size, width of the token embedding) -> (inputs, outputs) of the layers that a predicted position goes
+    # through before the output layer over the vocabulary; none where a block is read once, which is not counted
+    layers: Callable[[int, int], list[tuple[int, int]]] = lambda hidden, width: []
+
+
+MLM = Objective("labels", layers=lambda hidden, width: [(hidden, width)])
+
+
 class PredictedPositions:
     """In front of a stock masked LM of any family: the head run only where a label is set (for the families of
     `families.TABLE`), and the sum of the losses of each objective.
 
     Such a class has the stock class's name, parameters and config (`masked_lm_class`), so that what it saves is the
-    stock class's checkpoint. `objectives` maps each objective to its label column, in which -100 is no target. A
-    subclass with another objective adds its entry there, and overrides `other_losses`.
+    stock class's checkpoint. `objectives` has the masked LM under "mlm", and others with their heads.
     """
 
-    objectives: ClassVar[dict[str, str]] = {"mlm": "labels"}
-    heads_of_objectives: tuple[str, ...] = ()  # how the names of weights begin that the stock class does not have
+    objectives: ClassVar[dict[str, Objective]] = {"mlm": MLM}
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        for objective in self.other_objectives.values():
+            setattr(self, objective.head_name, objective.head(self))
+        if self.other_objectives:
+            self.post_init()
+
+    @property
+    def other_objectives(self) -> dict[str, Objective]:
+        """Those beside the masked LM."""
+        return {name: objective for name, objective in self.objectives.items() if objective.head}
+
+    @property
+    def heads_of_objectives(self) -> tuple[str, ...]:
+        """The prefixes of the names of weights that the stock class does not have."""
+        return tuple(f"{objective.head_name}." for objective in self.other_objectives.values())
 
     def forward(
         self,
@@ -63,7 +102,8 @@ class PredictedPositions:
         """
         if getattr(self.config, "type_vocab_size", 0) < 2:  # as RoBERTa: separators alone tell segments apart
             kwargs.pop("token_type_ids", None)
-        other_targets = {column: kwargs.pop(column, None) for column in self.objectives.values() if column != "labels"}
+        others = self.other_objectives
+        other_targets = {name: kwargs.pop(objective.column, None) for name, objective in others.items()}
         family, attention = families.TABLE.get(self.config.model_type), self.config._attn_implementation
         first_position = family.first_position(self.config) if family and family.first_position else None
         # the eager attention adds the mask to scores of the weights' precision
@@ -92,19 +132,14 @@ class PredictedPositions:
             hidden = self.base_model(**inputs, return_dict=True)[0]
             logits = family.head(self, hidden.flatten(0, 1).index_select(0, at))  # (predicted positions, vocab_size)
         else:
-            output = super().forward(**inputs, output_hidden_states=len(self.objectives) > 1, return_dict=True)
+            output = super().forward(**inputs, output_hidden_states=bool(others), return_dict=True)
             hidden = (output.hidden_states or [None])[-1]
             logits = output.logits.flatten(0, 1).index_select(0, at)
         losses = cross_entropy(logits, targets)
         total = losses.sum()
         mean = total / (targets != IGNORED).sum().clamp(min=1)
-        loss_sums = {"mlm": total, **self.other_losses(hidden, **other_targets)}
-        return ObjectivesOutput(loss=mean, loss_sums=loss_sums, losses=losses)
-
-    def other_losses(self, hidden: torch.Tensor, **targets: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """For subclasses: the sum of the losses in nats of each objective beside "mlm", from the last layer's output
-        (batch, seq_len, hidden_size) and the label columns of these objectives."""
-        return {}
+        loss_sums = {name: objective.loss(self, hidden, other_targets[name]) for name, objective in others.items()}
+        return ObjectivesOutput(loss=mean, loss_sums={"mlm": total, **loss_sums}, losses=losses)
 
 
 class RobertaForMaskedLM(PredictedPositions, transformers.RobertaForMaskedLM):
@@ -112,13 +147,14 @@ class RobertaForMaskedLM(PredictedPositions, transformers.RobertaForMaskedLM):
 
 
 def masked_lm_class(
-    config: PreTrainedConfig, name: str = "config", of_objectives: type = PredictedPositions, **attributes: Any
+    config: PreTrainedConfig, source: str = "config", objectives: dict[str, Objective] | None = None
 ) -> type[PredictedPositions]:
-    """The stock class of a config's family (read from `name`, for an `InputError`) with `PredictedPositions`, or a
-    subclass of it, in front, and class attributes; and what shares parts of layers, where a config asks for that."""
-    stock = families.stock_class(config, name)
+    """The stock class of a config's family (read from `source`, for an `InputError`) with `PredictedPositions` of
+    `objectives` (None: the masked LM) in front; and what shares parts of layers, where a config asks for that."""
+    stock = families.stock_class(config, source)
     between = (sharing.SharedParts,) if sharing.shares_parts(config) else ()
-    return type(stock.__name__, (of_objectives, *between, stock), attributes)
+    attributes = {"objectives": objectives or PredictedPositions.objectives}
+    return type(stock.__name__, (PredictedPositions, *between, stock), attributes)
 
 
 def apart(
@@ -154,32 +190,28 @@ def build_model(
     model_name_or_path: str | None = None,
     max_seq_length: int = 512,
     pad_vocab_to_multiple_of: int | None = None,
-    class_of: Callable[[PreTrainedConfig, str], type[PredictedPositions]] = masked_lm_class,
+    objectives: dict[str, Objective] | None = None,
 ) -> PredictedPositions:
     """A masked LM with fresh weights from a config, or with those of a checkpoint, that fits tokenizer and block
-    length; of `class_of(config, its name)`.
+    length; with the heads of `objectives` (None: the masked LM).
 
     `pad_vocab_to_multiple_of` adds rows to the embedding; the bias of such a row keeps it out of the softmax, so
     losses are those of the unpadded model. Raises `InputError` where vocabularies or lengths disagree.
     """
     source = model_name_or_path or config_name
-    config = weights.read_config(source) if model_name_or_path else weights.fresh_config(source, config_overrides)
+    config = weights.config_of(config_name, config_overrides, model_name_or_path)
     if model_name_or_path:
         where = f"model_name_or_path={source!r}"
         sharing.resolve(config, where)
         if sharing.shares_parts(config):
             sharing.check_copies(weights.load(families.stock_class(config, source), source, config=config)[0], where)
-    cls = class_of(config, source)
+    cls = masked_lm_class(config, source, objectives)
     padded = round_up(len(tokenizer), pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size}, the tokenizer {len(tokenizer)} "
-            f"entries; set vocab_size to {len(tokenizer)}, or name the model's own tokenizer with tokenizer_name"
-            + (
-                ", or set pad_vocab_to_multiple_of to what it was padded to"
-                if config.vocab_size > len(tokenizer)
-                else ""
-            )
+            f"entries; set vocab_size to {len(tokenizer)}, name the model's own tokenizer with tokenizer_name, or set "
+            "pad_vocab_to_multiple_of to what it was padded to"
         )
     if config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
@@ -196,7 +228,7 @@ def build_model(
     if model_name_or_path:
         # the heads of other objectives are not in a finished model
         model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
-        if any(not name.startswith(cls.heads_of_objectives) for name in info["missing_keys"]):
+        if any(not name.startswith(model.heads_of_objectives) for name in info["missing_keys"]):
             raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
         if padded != config.vocab_size:
             model.resize_token_embeddings(padded, mean_resizing=False)
@@ -221,24 +253,33 @@ def hide_rows_of_padding(model: PreTrainedModel, entries: int) -> None:
         bias[entries:] = UNSEEN_LOGIT
 
 
+def embedding_width(config: PreTrainedConfig) -> int:
+    """Of the token embedding: ALBERT's is narrower than the hidden states."""
+    return getattr(config, "embedding_size", config.hidden_size)
+
+
+def layer_weights(config: PreTrainedConfig) -> int:
+    """Weights of the matrices of one layer; ModernBERT has three in a feed-forward layer."""
+    matrices = 3 if config.model_type == "modernbert" else 2
+    return config.hidden_size * (4 * config.hidden_size + matrices * config.intermediate_size)
+
+
 def flops_per_token(
-    config: PreTrainedConfig, seq_len: int, mlm_probability: float, objectives: Sequence[str] = ("mlm",)
+    config: PreTrainedConfig, seq_len: int, mlm_probability: float, objectives: dict[str, Objective] | None = None
 ) -> float:
     """FLOPs of forward and backward for one token of a `seq_len` block, the heads on predicted positions only.
 
     Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p;
     2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B; 6N). ALBERT: the embedding's
-    projection is added, and the head is as narrow as the embedding; ModernBERT: three matrices in a feed-forward layer.
-    The objective "sbo" has a second head, which reads two hidden states; what reads a block once, the head of pairs, is
-    left out. Attention is counted as if every token saw all others, and without DeBERTa's relative positions.
+    projection is added, and the head is as narrow as the embedding. The heads are those of the objectives
+    (`Objective.layers`); what reads a block once is left out. Attention is counted as if every token saw all others,
+    and without DeBERTa's relative positions.
     """
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    width = getattr(config, "embedding_size", hidden)
-    matrices = 3 if config.model_type == "modernbert" else 2
-    body = 6 * layers * (4 * hidden**2 + matrices * hidden * config.intermediate_size)
+    hidden, layers, width = config.hidden_size, config.num_hidden_layers, embedding_width(config)
+    objectives = objectives or PredictedPositions.objectives
+    body = 6 * layers * layer_weights(config)
     embedding = 6 * hidden * width * (width != hidden)
     attention = 12 * layers * seq_len * hidden
-    head = 6 * (hidden * width + width * config.vocab_size) * mlm_probability
-    if "sbo" in objectives:
-        head += 6 * (2 * hidden**2 + hidden * width + width * config.vocab_size) * mlm_probability
+    heads = filter(None, (objective.layers(hidden, width) for objective in objectives.values()))
+    head = 6 * sum(sum(map(math.prod, of_head)) + width * config.vocab_size for of_head in heads) * mlm_probability
     return body + embedding + attention + head

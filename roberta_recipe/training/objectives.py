@@ -1,22 +1,24 @@
-"""Objectives beside the masked LM: SpanBERT's span-boundary objective (arXiv 1907.10529, section 3.2), BERT's next
-sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, section 3.1).
+"""The objectives, a declaration each in `TABLE`: the masked LM, SpanBERT's span-boundary objective (arXiv 1907.10529,
+section 3.2), BERT's next sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, 3.1).
 
-Each has a head of its own, which is trained and kept in the checkpoints that a run is resumed from; the stock class has
-none of them, so the finished model is saved without it.
+A new objective is an entry of `TABLE`; flag, checks, model, logged losses, checkpoints and estimates follow from it.
+Its labels are made of the mask, or by packers: entries "format objective" of `chunks.PACKERS`. Heads are trained and
+kept in checkpoints; the stock class has none of them, so the finished model is saved without.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import modeling
 from roberta_recipe.training.cross_entropy import cross_entropy
+from roberta_recipe.training.modeling import MLM, Objective
 
 _MAX_SPAN = 64  # positions in a span that have an embedding; those behind share the last one
 _POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, section 4.2)
@@ -24,7 +26,8 @@ _POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, sec
 
 class SpanBoundaryHead(nn.Module):
     """Predicts the tokens of a span from the two tokens beside it and the position in it: two layers with GELU and
-    LayerNorm. `width`: that of the token embedding, narrower than the hidden states in ALBERT."""
+    LayerNorm. `width`: that of the token embedding, narrower than the hidden states in ALBERT. The output layer behind
+    it is the masked LM's."""
 
     def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
@@ -47,6 +50,29 @@ class SpanBoundaryHead(nn.Module):
         return self.second_norm(functional.gelu(self.second(states)))
 
 
+def _span_boundary_head(model: PreTrainedModel) -> SpanBoundaryHead:
+    decoder, config = model.get_output_embeddings(), model.config
+    if getattr(decoder, "out_features", None) != config.vocab_size:
+        raise InputError(
+            f"objective sbo needs the output layer of the masked LM, which a {config.model_type!r} model does not "
+            "show; leave it out, or take another family"
+        )
+    return SpanBoundaryHead(config, decoder.in_features)
+
+
+def _span_boundary_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    asked = labels != IGNORED
+    logits = model.get_output_embeddings()(model.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
+    return cross_entropy(logits, labels[asked]).sum()
+
+
+def _within(labels: np.ndarray) -> np.ndarray:
+    """A block's `labels` without those of a span that touches its first or last position."""
+    shown = labels == IGNORED
+    within = np.logical_or.accumulate(shown) & np.logical_or.accumulate(shown[::-1])[::-1]
+    return np.where(within, labels, IGNORED)
+
+
 class PairHead(nn.Module):
     """Tells the label of a pair of segments from its `<s>`, as BERT's pooler and the layer behind it."""
 
@@ -59,48 +85,37 @@ class PairHead(nn.Module):
         return self.output(torch.tanh(self.pooler(states)))
 
 
-COLUMNS = {"mlm": "labels", "sbo": "sbo_labels", "nsp": NSP, "sop": SOP}  # of each objective's labels
+def _pair_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    asked = labels != IGNORED
+    return cross_entropy(model.pair_head(hidden[asked]), labels[asked]).sum()
 
 
-class OtherObjectives(modeling.PredictedPositions):
-    """Masked LM and other objectives, those of `objectives`. The output layer of the span-boundary objective is tied to
-    the masked LM's."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        if "sbo" in self.objectives:
-            decoder = self.get_output_embeddings()
-            if getattr(decoder, "out_features", None) != config.vocab_size:
-                raise InputError(
-                    f"objective sbo needs the output layer of the masked LM, which a {config.model_type!r} model does "
-                    "not show; leave it out, or take another family"
-                )
-            self.sbo_head = SpanBoundaryHead(config, decoder.in_features)
-        if self.objectives.keys() & {"nsp", "sop"}:
-            self.pair_head = PairHead(config)
-        self.post_init()
-
-    def other_losses(self, hidden, **targets):
-        found = {}
-        for name, column in self.objectives.items():
-            if name == "mlm":
-                continue
-            asked = targets[column] != IGNORED
-            if name == "sbo":
-                logits = self.get_output_embeddings()(self.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
-            else:
-                logits = self.pair_head(hidden[asked])  # (pairs, 2)
-            found[name] = cross_entropy(logits, targets[column][asked]).sum()
-        return found
+_PAIR = ("pair_head", lambda model: PairHead(model.config), _pair_loss)
+TABLE = {
+    "mlm": MLM,
+    "sbo": Objective(
+        "sbo_labels",
+        "SpanBERT: the tokens of a span from the two beside it",
+        *("sbo_head", _span_boundary_head, _span_boundary_loss, _within),
+        masking_units=("span",),
+        layers=lambda hidden, width: [(2 * hidden, hidden), (hidden, width)],
+    ),
+    "nsp": Objective(
+        *(NSP, "BERT: whether the second segment follows", *_PAIR),
+        needs="files with several held-out documents of two sentences or more: second segments come from others of the "
+        "same chunk",
+    ),
+    "sop": Objective(
+        *(SOP, "ALBERT: the order of two segments", *_PAIR), needs="held-out documents of two sentences or more"
+    ),
+}
 
 
-def model_class(
-    objectives: Sequence[str], config: PreTrainedConfig, name: str = "config"
-) -> type[modeling.PredictedPositions]:
-    """The class of a model for some objectives, "mlm" among them, of the family of a config (read from `name`); its
-    checkpoints are those of the stock class."""
-    if list(objectives) == ["mlm"]:
-        return modeling.masked_lm_class(config, name)
-    columns = {name: COLUMNS[name] for name in COLUMNS if name in objectives}
-    heads = ("sbo_head.", "pair_head.")
-    return modeling.masked_lm_class(config, name, OtherObjectives, objectives=columns, heads_of_objectives=heads)
+def named(names: Collection[str]) -> dict[str, Objective]:
+    """The objectives of these names, in the order of the table."""
+    return {name: objective for name, objective in TABLE.items() if name in names}
+
+
+def labels_of_mask(names: Collection[str]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """The label columns of objectives that are made of masks (`MlmCollator.labels_of_mask`)."""
+    return {of.column: of.labels_of_mask for of in named(names).values() if of.labels_of_mask}

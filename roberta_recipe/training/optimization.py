@@ -1,13 +1,11 @@
 """Optimizer and schedule of a command line (paper, Table 9: Adam, linear decay): checked before training, and put back
 after a checkpoint is loaded."""
 
-import copy
 import math
-from collections.abc import Container
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe import hardware
@@ -15,12 +13,6 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 from roberta_recipe.training import optimizers
 
-# what ZeRO, which flattens and splits the weights, takes away
-_LOST_UNDER_ZERO = {
-    "adafactor": "the matrices that Adafactor takes rows and columns of",
-    "lamb": "the tensors whose norms LAMB takes",
-    "muon": "the matrices that Muon orthogonalizes",
-}
 _STEPS_SAMPLED = 50  # of a schedule
 
 
@@ -84,80 +76,24 @@ def check_length(args: TrainingArguments, steps: int) -> None:
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
-    if args.deepspeed_plugin and (lost := _LOST_UNDER_ZERO.get(name_of(args))):
-        raise InputError(f"optim={name_of(args)}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
-    if not args.optim_args and args.optim not in optimizers.OWN:  # `libraries.check` makes it
-        return
+    name = optimizers.name_of(args)
+    declared = optimizers.TABLE[name]
+    if args.deepspeed_plugin and (lost := declared.lost_under_zero):
+        raise InputError(f"optim={name}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
     try:
-        given = parsed(args.optim_args)
-        with_all = _groups(args, given)
+        optimizers.build(args, torch.nn.ModuleList([torch.nn.Linear(2, 2)]), ["0.weight"])
     except ImportError as error:
-        raise InputError(f"optim={name_of(args)}: {error}; pip install -r requirements.txt") from None
+        raise InputError(f"optim={name}: {error}; pip install -r requirements.txt") from None
     except (TypeError, ValueError) as error:
         if not args.optim_args:
-            raise InputError(f"optim={name_of(args)}: {error}") from None
+            numbers = f"adam_beta1={args.adam_beta1}, adam_beta2={args.adam_beta2}, adam_epsilon={args.adam_epsilon}"
+            raise InputError(f"optim={name} with {numbers}: {error}") from None
         raise InputError(
-            f"optim_args={args.optim_args}: optim={name_of(args)} cannot take them ({error}); write them as "
+            f"optim_args={args.optim_args}: optim={name} cannot take them ({error}); write them as "
             "name=value,name=value"
         ) from None
-    if args.optim == "muon" and not hardware.has_bf16(args.use_cpu):
-        logger.warning("optim=muon: its matrix products are in bf16, which this machine emulates, many times slower")
-    if args.optim in optimizers.OWN:  # whose arguments are listed
-        return
-    idle = [key for key in given if _groups_without(args, given, key) == with_all]
-    if idle:
-        raise InputError(
-            f"optim_args={args.optim_args}: {idle[0]}={given[idle[0]]} changes nothing of optim={name_of(args)}; "
-            "leave it out (rate, decay, betas and epsilon have flags of their own)"
-        )
-
-
-def make(args: TrainingArguments, model: torch.nn.Module, decayed: Container[str]) -> torch.optim.Optimizer:
-    """The optimizer of a model where `args.optim` is one of `optimizers.OWN`; `decayed` names the weights that decay.
-    Raises `InputError` for Muon without a matrix."""
-    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for name, weight in named if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [weight for name, weight in named if name not in decayed], "weight_decay": 0.0},
-    ]
-    matrices = optimizers.matrices_of_layers(model)
-    if args.optim == "muon" and not matrices:
-        raise InputError(f"optim=muon: no layer of this {model.config.model_type!r} model has a linear module to train")
-    return optimizers.build(args, parsed(args.optim_args), groups, matrices)
-
-
-def name_of(args: TrainingArguments) -> str:
-    """Of the optimizer, as it is written on a command line."""
-    return getattr(args.optim, "value", args.optim)
-
-
-def parsed(optim_args: str | None) -> dict[str, str]:
-    """`optim_args` by name. Raises `ValueError` where they are not name=value,name=value."""
-    pairs = [pair.split("=") for pair in (optim_args or "").replace(" ", "").split(",") if pair]
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found
-
-
-def _groups(args: TrainingArguments, optim_args: dict[str, str]) -> list[dict[str, Any]]:
-    """The hyperparameters of an optimizer with these `optim_args`, made as a trainer makes it."""
-    if args.optim in optimizers.OWN:
-        matrix, vector = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
-        groups = [{"params": [matrix, vector], "weight_decay": args.weight_decay}]
-        return hyperparameters(optimizers.build(args, optim_args, groups, [matrix]))
-    args = copy.copy(args)
-    args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items())
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    return hyperparameters(cls([{"params": [parameter], "weight_decay": args.weight_decay}], **kwargs))
-
-
-def _groups_without(args: TrainingArguments, optim_args: dict[str, str], key: str) -> list[dict[str, Any]] | None:
-    """`_groups` without one of `optim_args`; None where the others need it."""
-    try:
-        return _groups(args, {name: value for name, value in optim_args.items() if name != key})
-    except ValueError:
-        return None
+    if declared.needs_bf16 and not hardware.has_bf16(args.use_cpu):
+        logger.warning(f"optim={name}: its matrix products are in bf16, which this machine emulates, many times slower")
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

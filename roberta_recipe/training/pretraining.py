@@ -1,16 +1,15 @@
 """The flags of pretraining (paper, Table 9), and what is built from them: for `train_mlm.py`, and for the tools that
 read its presets."""
 
-import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe import args as flags
@@ -18,7 +17,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import parse, setting
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
-from roberta_recipe.data.chunks import COUNTS, PAIRS, TextReader
+from roberta_recipe.data.chunks import COUNTS, PACKERS, PAIRS, TextReader
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.errors import InputError
@@ -27,16 +26,18 @@ from roberta_recipe.log import counted, logger
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import (
+    arguments,
     attention,
+    data_loading,
     digests,
     environment,
     families,
     initialization,
-    libraries,
     modeling,
     objectives,
     optimization,
-    spikes,
+    stopping,
+    weights,
 )
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
@@ -45,15 +46,9 @@ DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 ALTERNATIVES = (
     *(("corpus", "train_file"), ("corpus", "validation_file")),
     *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
-    ("initialization", "model_name_or_path"),
 )
 
 SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a block
-PAIR_NEEDS = {
-    "nsp": "files with several held-out documents of two sentences or more: second segments come from others of the "
-    "same chunk",
-    "sop": "held-out documents of two sentences or more",
-}
 
 Reader = TextReader | token_cache.TokenCache
 
@@ -117,7 +112,8 @@ class BlockArguments:
     )
     objective: list[str] = setting(
         ["mlm"],
-        "mlm; and beside it nsp (BERT) or sop (ALBERT), sbo (SpanBERT: the tokens of a span from the two beside it).",
+        "mlm; and beside it "
+        + ", ".join(f"{name} ({of.help})" for name, of in objectives.TABLE.items() if name != "mlm"),
         "fixed",
         shown=True,
     )
@@ -156,6 +152,7 @@ class ModelArguments:
     """Which model."""
 
     _argument_group_name = "model"
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("model_name_or_path", "initialization"),)  # a preset's
 
     config_name: str | None = setting(
         None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
@@ -201,8 +198,9 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     )
     rewind_on_spike: float | None = setting(
         None,
-        "Return to the last checkpoint, and leave out the blocks of the last two steps, where a step's loss is more "
-        "than so many standard deviations above the mean of the 128 steps before, or no number (OLMo-core: 6).",
+        "End with exit code 65 where a step's loss is more than so many standard deviations above the mean of the 128 "
+        "steps before, or no number (OLMo-core: 6). The next start, by hand or by --max_restarts, leaves out the "
+        "blocks of the last two steps.",
         "free",
     )
     blimp_dir: str | None = setting(
@@ -226,8 +224,6 @@ def read_arguments(
 
 def check_text(args: MlmArguments) -> None:
     """Raise `InputError` for text and blocks that are not named, out of range, or exclude each other."""
-    if args.shuffle_window < 0:
-        raise InputError(f"shuffle_window={args.shuffle_window} must be at least 0; 0 keeps the order of the corpus")
     if args.shuffle_window > 1 and not args.token_cache:
         raise InputError(
             f"shuffle_window={args.shuffle_window}: blocks of several chunks (of about 8 MB of text) are permuted "
@@ -241,7 +237,16 @@ def check_text(args: MlmArguments) -> None:
             f"mlm_probability={args.mlm_probability} must be below 1, and predict at least one of the "
             f"{args.max_seq_length} positions of a block; the paper has 0.15"
         )
-    check_masks(args)
+    if (shares := args.mask_replace_prob + args.random_replace_prob) > 1 + 1e-9:
+        raise InputError(
+            f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
+            f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
+        )
+    if args.mask_count == "exact" and args.masking_unit in (*mask_units.LENGTHS, *phrases.UNITS):
+        raise InputError(
+            f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
+            "positions"
+        )
     check_objective(args)
     if not args.tokenizer_name:
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
@@ -257,54 +262,46 @@ def check_text(args: MlmArguments) -> None:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
 
 
-def check_masks(args: MlmArguments) -> None:
-    """Raise `InputError` for masks that cannot be."""
-    if (shares := args.mask_replace_prob + args.random_replace_prob) > 1 + 1e-9:
-        raise InputError(
-            f"mask_replace_prob={args.mask_replace_prob} and random_replace_prob={args.random_replace_prob} are "
-            f"{shares:g} together, more than all predicted positions; the paper has 0.8 and 0.1"
-        )
-    if args.mask_count == "exact" and args.masking_unit in (*mask_units.LENGTHS, *phrases.UNITS):
-        raise InputError(
-            f"mask_count=exact goes with masking_unit=token or whole_word: {args.masking_unit} has a budget of "
-            "positions"
-        )
+def formats_of(objective: str) -> list[str]:
+    """The input formats that have a packer of their own for an objective."""
+    return [packer.split()[0] for packer in PACKERS if packer.split()[1:] == [objective]]
 
 
 def check_objective(args: MlmArguments) -> None:
     """Raise `InputError` for objectives that masks or blocks do not give."""
-    named, pairs = set(args.objective), args.input_format in PAIRS
-    if unknown := named - objectives.COLUMNS.keys():
-        raise InputError(f"objective {unknown.pop()!r} is none of {', '.join(objectives.COLUMNS)}")
-    if "mlm" not in named or len(named) < len(args.objective):
-        raise InputError(f"objective={' '.join(args.objective)!r}: name mlm, and what is beside it, once each")
-    if "sbo" in named and args.masking_unit != "span":
-        raise InputError(
-            f"objective sbo goes with masking_unit=span, whose spans have a token at each side, not {args.masking_unit}"
-        )
-    if {"nsp", "sop"} <= named:
-        raise InputError("objectives nsp and sop exclude each other: a second segment is either another's, or its own")
-    if named & {"nsp", "sop"} and not pairs:
-        raise InputError(
-            f"objective {' '.join(sorted(named & {'nsp', 'sop'}))} goes with input_format={' or '.join(PAIRS)}, not "
-            f"{args.input_format}, which has no second segments"
-        )
+    named, table = args.objective, objectives.TABLE
+    if unknown := set(named) - table.keys():
+        raise InputError(f"objective {unknown.pop()!r} is none of {', '.join(table)}")
+    if "mlm" not in named or len(set(named)) < len(named):
+        raise InputError(f"objective={' '.join(named)!r}: name mlm, and what is beside it, once each")
+    if len(packed := [name for name in named if formats_of(name)]) > 1:
+        raise InputError(f"objectives {' and '.join(packed)} exclude each other: a block is packed for one of them")
+    for name in named:
+        for flag, able in {"masking_unit": table[name].masking_units, "input_format": formats_of(name)}.items():
+            if able and (value := getattr(args, flag)) not in able:
+                listed = " or ".join(able)
+                raise InputError(f"objective {name} goes with {flag}={listed}, not {value} ({table[name].help})")
 
 
 def packer_name(args: MlmArguments) -> str:
-    """The name of `chunks.PACKERS`: pairs are made for an objective, and follow each other without one."""
-    if args.input_format not in PAIRS:
-        return args.input_format
-    return f"{args.input_format} {next((name for name in ('nsp', 'sop') if name in args.objective), 'in_order')}"
+    """The name of `chunks.PACKERS`: that of the format for an objective; pairs follow each other without one."""
+    names = [f"{args.input_format} {name}" for name in (*args.objective, "in_order")]
+    return next((name for name in names if name in PACKERS), args.input_format)
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` where no model is named, and for an `initialization` that cannot be read."""
+    """Raise `InputError` where no model is named, and for an `initialization` that cannot be read or that is not of
+    fresh weights."""
     if not args.config_name and not args.model_name_or_path:
         raise InputError(
             "no model: set config_name for fresh weights, or model_name_or_path to continue from a checkpoint"
         )
     initialization.factors(args.initialization)
+    if args.initialization and args.model_name_or_path:
+        raise InputError(
+            f"initialization={args.initialization} is of fresh weights, and model_name_or_path="
+            f"{args.model_name_or_path} names weights: leave --initialization out, or name --config_name in its place"
+        )
 
 
 def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
@@ -322,21 +319,23 @@ def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> N
 
 def check_training(training_args: MlmTrainingArguments) -> None:
     """Raise `InputError` for values out of range, and for a launcher that contradicts the preset."""
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
-        if not 0 <= getattr(training_args, name) < float("inf"):
-            raise InputError(f"{name}={getattr(training_args, name)} must be a number from 0 on")
-    for name in ("seed", "data_seed"):
-        if getattr(training_args, name) is not None and not 0 <= getattr(training_args, name) < 2**32:
-            raise InputError(f"{name}={getattr(training_args, name)} must be from 0 to 2^32 - 1")
-    if training_args.per_device_eval_batch_size < 1:
-        raise InputError(f"per_device_eval_batch_size={training_args.per_device_eval_batch_size} must be at least 1")
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     optimization.check(training_args)
-    libraries.check(training_args)
+    environment.check_machine(training_args)
+
+
+def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """`arguments.resolve` for the model that is named. Raises `InputError` also where its attention or its family
+    cannot keep apart the sequences that share a row."""
+    config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
+    arguments.resolve(args, training_args, config, unpads=True)
+    if args.input_format in SHARED_ROWS:
+        families.check_shared_rows(config, args.input_format)
+        attention.check_shared_rows(training_args.attn_implementation, args.input_format)
 
 
 def leave_threads_to_worker(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
@@ -439,10 +438,10 @@ def build_model(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    class_of: Callable[[PreTrainedConfig, str], type[modeling.PredictedPositions]] | None = None,
+    trained_for: Sequence[str] | None = None,
 ) -> modeling.PredictedPositions:
-    """The model of the objectives, or one of `class_of(config, its name)`, with fresh weights, or with those of a
-    checkpoint; whole on every process. `training_args` is told which attention it has."""
+    """The model of `objective`, or of those it is `trained_for`, with fresh weights, or with those of a checkpoint;
+    whole on every process, with the attention of `training_args` (`resolve`)."""
     environment.build_models_whole()
     set_seed(training_args.seed)
     model = modeling.build_model(
@@ -452,14 +451,9 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        class_of=class_of or functools.partial(objectives.model_class, args.objective),
+        objectives=objectives.named(trained_for or args.objective),
     )
     initialization.initialize(model, args.initialization)
-    families.check_checkpointing(model.config, training_args)
-    training_args.attn_implementation = attention.choose(model.config, training_args, unpads=True)
-    if args.input_format in SHARED_ROWS:
-        families.check_shared_rows(model.config, args.input_format)
-        attention.check_shared_rows(training_args.attn_implementation, args.input_format)
     attention.set_up(model, training_args)
     return model
 
@@ -478,7 +472,7 @@ def build_collator(
         mask_count=args.mask_count,
         masking_unit=args.masking_unit,
         static_masks=args.static_masks,
-        span_boundary="sbo" in args.objective,
+        labels_of_mask=objectives.labels_of_mask(args.objective),
         mask_replace_prob=args.mask_replace_prob,
         random_replace_prob=args.random_replace_prob,
     )
@@ -494,13 +488,13 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
             f"{training_args.per_device_eval_batch_size}; hold out more text (validation_share or validation_files of "
             f"the corpus, validation_file, max_eval_samples={args.max_eval_samples}) or lower the batch size"
         )
-    for name, needs in PAIR_NEEDS.items():
-        labels = objectives.COLUMNS[name]
-        if name in args.objective and not any((block[labels] != masking.IGNORED).any() for block in blocks):
-            found = f"none of the {len(blocks)} validation blocks has a pair with a label"
+    for name in filter(formats_of, args.objective):
+        objective = objectives.TABLE[name]
+        if not any(np.any(block[objective.column] != masking.IGNORED) for block in blocks):
             raise InputError(
-                f"objective {name}: {found}; it needs {needs}. Hold out more (validation_share of the corpus), name "
-                "files for it (validation_file, or validation_files of the corpus), or join small files"
+                f"objective {name}: none of the {len(blocks)} validation blocks has a label for it; it needs "
+                f"{objective.needs}. Hold out more (validation_share of the corpus), name files for it "
+                "(validation_file, or validation_files of the corpus), or join small files"
             )
     return blocks
 
@@ -508,7 +502,7 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
 def skipped_blocks(
     args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None
 ) -> order.Skipped:
-    """The positions that this run leaves out: of its checkpoint, of its returns to one, of `skip_blocks`. Raises
+    """The positions that this run leaves out: of its checkpoint, of its loss spikes, of `skip_blocks`. Raises
     `InputError` where some of the last were trained on before the checkpoint."""
     before = order.union(range(*part) for part in (resumed or {}).get("skipped_blocks", []))
     position, named = (resumed or {}).get("position", 0), order.read_ranges(args.skip_blocks or [])
@@ -517,9 +511,9 @@ def skipped_blocks(
             f"skip_blocks: blocks {order.in_words(consumed)} are before block {position:,}, where the run is resumed: "
             "move the checkpoints away that were written after them"
         )
-    # where the data have changed, positions of returns are those of other blocks
-    returns = [] if (resumed or {}).get("data_changed") else spikes.read_skipped(training_args.output_dir)
-    return order.union([*before, *named, *returns])
+    # where the data have changed, positions of spikes are those of other blocks
+    since_spikes = [] if (resumed or {}).get("data_changed") else stopping.read_skipped(training_args.output_dir)
+    return order.union([*before, *named, *since_spikes])
 
 
 def full_batch(args: MlmArguments, block: Block, collator: masking.MlmCollator, count: int) -> dict[str, torch.Tensor]:
@@ -542,7 +536,7 @@ def check_shared_memory(
     workers, prefetch = training_args.dataloader_num_workers, training_args.dataloader_prefetch_factor or 2  # torch's
     if not workers or not os.path.isdir(folder := "/dev/shm"):
         return
-    columns, _ = stream.packed([full_batch(args, block, collator, 16)])
+    columns, _ = data_loading.packed([full_batch(args, block, collator, 16)])
     steps = workers * prefetch + 1  # and the one that the trainer unpacks
     blocks = args.global_batch_size // training_args.world_size * local_processes() * steps
     needed = sum(column.nbytes for column in columns.values()) * blocks // 16
@@ -562,13 +556,13 @@ def mask_validation(
 ) -> list[dict[str, Any]]:
     """`blocks` with masks drawn once. Raises `InputError` where nothing of them is predicted, and warns of a source of
     which nothing is."""
-    examples = masking.fixed_masks(blocks, tokenizer, span_boundary="sbo" in args.objective)
+    examples = masking.fixed_masks(blocks, tokenizer, labels_of_mask=objectives.labels_of_mask(args.objective))
     if not masking.predicts(examples):
         raise InputError(
             f"none of the positions of {len(blocks)} validation blocks is among the {masking.EVAL_PROBABILITY:.0%} "
             "that are predicted: hold out more text, or raise max_eval_samples"
         )
-    of_source = [order.source_of(block.id) for block in blocks]
+    of_source = [order.place_of(block.id)[0] for block in blocks]
     for number, source in enumerate(corpus.sources):
         own = [example for example, its in zip(examples, of_source, strict=True) if its == number]
         cut = len(blocks) == args.max_eval_samples

@@ -14,9 +14,10 @@ WAITS = 0.01  # share of the time that a step waits for data, from which on a li
 class Progress(TrainerCallback):
     """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, the first process
     alone; a terminal has a bar with the last loss below, a file now and then a line between distant entries. All
-    figures are in `log.jsonl`."""
+    figures are in `log.jsonl`. `steps_after`: the steps of the runs that follow, in the ETA of all."""
 
-    def __init__(self):
+    def __init__(self, steps_after: int = 0):
+        self._steps_after = steps_after
         self._bar = self._evaluation = None  # while training; while measuring
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
         self._said_s = 0.0  # when the last line was written
@@ -103,7 +104,11 @@ class Progress(TrainerCallback):
 
     def _remaining(self, state) -> list[str]:
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
-        return [f"ETA {duration((time.monotonic() - self._begun_s) / done * left)}"] if done > 0 and left else []
+        if done <= 0 or not left:
+            return []
+        step_s = (time.monotonic() - self._begun_s) / done
+        of_all = f", of all runs {duration(step_s * (left + self._steps_after))}" if self._steps_after else ""
+        return [f"ETA {duration(step_s * left)}{of_all}"]
 
 
 _OF_SPEED = ("runtime", "_per_second")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from roberta_recipe.hardware import forget_peak_memory, matrix_rate
 from roberta_recipe.log import counted, logger
@@ -44,14 +44,26 @@ def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float 
     return float(body * tokens + 12 * layers * hidden * squares)
 
 
-class Throughput:
-    """Tokens and FLOPs of all processes between two log lines, and the seconds that they took."""
+class Throughput(TrainerCallback):
+    """Tokens and FLOPs of all processes between two log lines, and the seconds that they took, in each step's entry."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
         self.matrix_rate: float | None = None  # FLOP/s of this process's device
         self._since_s: float | None = None
-        self._outside_s, self._tokens, self._flops = 0.0, 0, 0.0
+        self._outside_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.measure_machine()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begin()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            figures = self.figures()
+            logs |= figures
+            state.log_history[-1] |= figures
 
     def measure_machine(self) -> None:
         """Set `matrix_rate`, and say it."""
@@ -66,14 +78,10 @@ class Throughput:
     def _probed(self, again: bool) -> float:
         return _probe(self.args.device, _DTYPES[attention.precision(self.args)], again)
 
-    @property
-    def begun(self) -> bool:
-        return self._since_s is not None
-
     def begin(self) -> None:
-        """Start the clock, at the first batch: what came before, filling a stream, is not throughput."""
-        if not self.begun:
-            self._since_s, self._outside_s = time.monotonic(), 0.0
+        """Start the clock, at the first batch: the time before it, which fills a stream, is no training."""
+        if self._since_s is None:
+            self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
@@ -84,19 +92,30 @@ class Throughput:
         finally:
             self._outside_s += time.monotonic() - start_s
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, this process waits for data."""
+        start_s = time.monotonic()
+        yield
+        self._waited_s += time.monotonic() - start_s
+
     def count(self, tokens: int, flops: float | None) -> None:
         """Add what all processes have computed; `flops` is None where no formula says it."""
         self._tokens += tokens
         self._flops += math.nan if flops is None else flops
 
-    def figures(self) -> tuple[dict[str, float], float]:
-        """(what a log line has: `tokens_per_second` and, where the FLOPs are known, `mfu`; the seconds that it is of).
-        The next line begins here."""
+    def figures(self) -> dict[str, float]:
+        """The figures of a log line: `tokens_per_second`, `data_wait` (share of this process's time) and, where the
+        FLOPs are known, `mfu`. The next line begins here."""
         elapsed_s = time.monotonic() - self._since_s - self._outside_s
-        found: dict[str, float] = {"tokens_per_second": round(self._tokens / elapsed_s)}
+        found = {
+            "tokens_per_second": round(self._tokens / elapsed_s),
+            "data_wait": round(self._waited_s / elapsed_s, 4),
+        }
         if not math.isnan(self._flops):
             if self.args.device.type == "cpu":  # a GPU may have no memory left for it
                 self.matrix_rate = max(self.matrix_rate, self._probed(again=True))
             found["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
-        self._since_s, self._outside_s, self._tokens, self._flops = time.monotonic(), 0.0, 0, 0.0
-        return found, elapsed_s
+        self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
+        self._tokens, self._flops = 0, 0.0
+        return found

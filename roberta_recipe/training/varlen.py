@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 VARLEN = "varlen"  # as `attn_implementation`
 
@@ -69,10 +66,8 @@ def varlen_attention(
     sequence lengths, as where no labels are given: SDPA over padded rows."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    from torch.nn.attention.varlen import varlen_attn  # a third of a second
+
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     return varlen_attn(q, k, v, *lengths, scale=scaling)[None], None
-
-
-AttentionInterface.register(VARLEN, varlen_attention)
-AttentionMaskInterface.register(VARLEN, sdpa_mask)

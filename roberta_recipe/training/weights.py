@@ -27,27 +27,23 @@ _SIZES = (
 )
 
 
-def check(name: str, argument: str = MODEL_ARGUMENT) -> None:
+def check(name: str) -> None:
     """Raise `InputError` where a checkpoint's folder has a manifest, and its files are not what it says; those
     of its tokenizer, which need not be used, are checked when they are loaded."""
     folder = resolve_path(name)
     if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
         raise InputError(
-            f"{argument}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, delete "
-            f"{folder / durable.MANIFEST}"
+            f"{MODEL_ARGUMENT}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, "
+            f"delete {folder / durable.MANIFEST}"
         )
 
 
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config, with `settings` in it. Raises `InputError` where there is none that can be read."""
     try:
-        config = AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
+        return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
     except Exception as error:  # what a file's content makes transformers raise has no end
         raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
-    for field, value in config.to_dict().items():
-        if field.startswith("num_") and isinstance(value, int) and value < 0:  # torch raises for those of other sizes
-            raise InputError(f"no model config at {argument}={name!r}: it has {field}={value}")
-    return config
 
 
 def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
@@ -71,6 +67,11 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
     if not hasattr(config, "head_dim") and size % heads:  # ALBERT does not tell
         raise InputError(f"{where}: hidden_size={size} is not divisible by {heads} heads")
     return config
+
+
+def config_of(config_name: str | None, overrides: str | None, model_name_or_path: str | None) -> PreTrainedConfig:
+    """The config of a checkpoint, where one is named, or of fresh weights. Raises `InputError`."""
+    return read_config(model_name_or_path) if model_name_or_path else fresh_config(config_name, overrides)
 
 
 def _override(config: PreTrainedConfig, overrides: str) -> None:

@@ -24,11 +24,10 @@ _STEP = ("self", "model", "inputs", "num_items_in_batch")
 _EVALUATE = ("self", "eval_dataset", "ignore_keys", "metric_key_prefix")
 _SHARED = (
     Internal(
-        "_get_num_items_in_batch",
-        ("self", "batch_samples", "device"),
-        "called once a step with all its micro-batches; what it returns reaches `compute_loss` as it is",
+        "get_batch_samples",
+        ("self", "epoch_iterator", "num_batches", "device"),
+        "called once a step; its batches are a step's micro-batches, and its number reaches `compute_loss` as it is",
     ),
-    Internal("_get_output_dir", ("self", "trial"), "`_save_checkpoint` writes `checkpoint-<step>` below it"),
     Internal(
         "_run_epoch",
         (
@@ -40,10 +39,10 @@ _SHARED = (
         "`ignore_data_skip` is set",
     ),
     Internal(
-        "_save_checkpoint", ("self", "model", "trial"), "writes all of a checkpoint; `on_save` is called after it"
+        "save_model",
+        ("self", "output_dir", "_internal_call"),
+        "a checkpoint begins with it, as an internal call for all processes; `on_save` is called after the rest",
     ),
-    Internal("_save", ("self", "output_dir", "state_dict"), "calls `model.save_pretrained`, writes training_args.bin"),
-    Internal("save_model", ("self", "output_dir", "_internal_call"), "`_save_checkpoint` calls it as internal"),
     Internal("log", ("self", "logs", "start_time"), "gets the mean loss since the last log line as `loss`"),
     Internal("train", ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"), "raises what a step raises"),
     Internal("create_optimizer", ("self", "model"), "keeps an optimizer that is there already, and returns it"),
@@ -54,15 +53,12 @@ _SHARED = (
     ),
     Internal("get_train_dataloader", ("self",), "used as it is returned: not prepared by accelerate"),
     Internal("get_eval_dataloader", ("self", "eval_dataset"), "its `worker_init_fn` is read when workers start"),
-    Internal("_load_from_checkpoint", ("self", "resume_from_checkpoint", "model"), "loads the weights alone"),
-    Internal("training_step", _STEP, "forward, `compute_loss` and backward of one micro-batch"),
-    Internal("_issue_warnings_after_load", ("self", "load_result"), "called with what the loaded weights lack"),
-    Internal("_tr_loss", None, "the sum of `training_step`'s losses since the last log line, of this process"),
     Internal(
-        "_globalstep_last_logged",
-        None,
-        "the step of the last log line: `loss` is divided by the steps since; without any, nothing is logged",
+        "_load_from_checkpoint",
+        ("self", "resume_from_checkpoint", "model"),
+        "loads the weights alone; not called under DeepSpeed",
     ),
+    Internal("training_step", _STEP, "forward, `compute_loss` and backward of one micro-batch"),
     Internal("loss_is_scaled_for_ga", None, "True: `training_step` does not divide the loss by the accumulation"),
 )
 _PRETRAINING = (
@@ -74,21 +70,12 @@ _PRETRAINING = (
         ("self", "num_training_steps", "optimizer"),
         "makes a schedule once; where it is a LambdaLR, its `lr_lambdas` map a step to a share of the rate",
     ),
-    Internal("_load_optimizer_and_scheduler", ("self", "checkpoint"), "called with None where nothing is resumed"),
     Internal("evaluate", _EVALUATE, "calls `evaluation_loop` and `log`"),
     Internal(
         "evaluation_loop",
         ("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
         "its metrics are what `evaluate` returns and logs",
     ),
-    Internal(
-        "get_batch_samples",
-        ("self", "epoch_iterator", "num_batches", "device"),
-        "called once a step; takes all its micro-batches from the data loader",
-    ),
     Internal("_prepare_inputs", ("self", "inputs"), "moves a batch to the device"),
 )
-_FINE_TUNING = (
-    Internal("_get_train_sampler", ("self", "train_dataset"), "its indices are sharded over processes by batch"),
-)
-INTERNALS = _SHARED + _PRETRAINING + _FINE_TUNING
+INTERNALS = _SHARED + _PRETRAINING

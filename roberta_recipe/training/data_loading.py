@@ -1,0 +1,94 @@
+"""Data loading of pretraining: a process's blocks of an optimizer step become micro-batches, sent as one tensor a
+column. With a tensor for each micro-batch, data workers would run out of file descriptors (one each, in /dev/shm)."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from roberta_recipe.data.packing import Block
+
+RECORD = ("tokens", "blocks_digest", "digest")  # of an optimizer step, see `record_of`
+_OF_BATCH = ("predicted", "attention_mask")  # columns that depend on the other blocks of a batch
+Collator = Callable[[list[Block]], dict[str, torch.Tensor]]  # `masking.MlmCollator`, or transformers' own
+Step = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `packed` micro-batches, and their record
+
+
+def micro_batches(collate: Collator, size: int, blocks: list[Block]) -> Step:
+    """A process's blocks of an optimizer step as micro-batches of `size` blocks.
+
+    Blocks of similar length come together, the longest first, so that fewer positions are padding: a step's gradient
+    does not depend on how its blocks are divided.
+    """
+    blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
+    parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    batches = [collate(part) for part in parts]
+    return *packed(batches), sum(map(record_of, parts, batches))
+
+
+def record_of(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
+    """(3,) int64, as in `RECORD`: tokens without padding, and the sums over blocks of a checksum of each, as it was
+    read and as the model sees it in the collator's `batch`."""
+    columns = {name: value.numpy() for name, value in batch.items() if name not in _OF_BATCH}
+    record = np.zeros(3, dtype=np.int64)
+    for row, block in enumerate(blocks):
+        size = len(block["input_ids"])
+        seen = {name: values[row][:size] if values.ndim > 1 else values[row] for name, values in columns.items()}
+        record += size, _checksum(block.id, block), _checksum(block.id, seen)
+    return record
+
+
+def _checksum(number: int, columns: dict[str, Any]) -> int:
+    checksum = number & 0xFFFFFFFF
+    for name in sorted(columns):
+        checksum = zlib.crc32(np.asarray(columns[name], dtype=np.int64).tobytes(), checksum)
+    return checksum
+
+
+def packed(batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """(columns, shapes): one 1-D tensor per column, in the narrowest integer type, and the shapes in each batch."""
+    columns: dict[str, list[np.ndarray]] = {}
+    for batch in batches:
+        for name, value in batch.items():
+            columns.setdefault(name, []).append(value.numpy().ravel())
+    shapes = [{name: value.shape for name, value in batch.items()} for batch in batches]
+    return {name: _narrowed(np.concatenate(parts)) for name, parts in columns.items()}, shapes
+
+
+def _narrowed(values: np.ndarray) -> torch.Tensor:
+    low, high = values.min(initial=0), values.max(initial=0)
+    unsigned = low == 0 and high < 1 << 16  # torch supports few operations on uint32
+    return torch.from_numpy(values.astype(np.min_scalar_type(high if unsigned else min(low, -high - 1))))
+
+
+def unpacked(
+    columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], device: Any
+) -> list[dict[str, torch.Tensor]]:
+    """The batches that were `packed`: int64 tensors on `device`, views of one tensor per column."""
+    parts = {}
+    for name, column in columns.items():
+        sizes = [math.prod(batch[name]) for batch in shapes if name in batch]
+        parts[name] = iter(column.to(device, non_blocking=True).long().split(sizes))
+    return [{name: next(parts[name]).view(shape) for name, shape in batch.items()} for batch in shapes]
+
+
+class MicroBatchLoader(torch.utils.data.DataLoader):
+    """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`: one micro-batch after another, on
+    `device`, the first of a step with its "record". `waiting()` is entered while it waits for a step."""
+
+    def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.device, self.waiting = device, waiting
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        steps = super().__iter__()
+        while True:
+            with self.waiting():
+                columns, shapes, record = next(steps)
+            first, *others = unpacked(columns, shapes, self.device)
+            yield {**first, "record": record}
+            yield from others

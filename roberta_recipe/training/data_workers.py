@@ -1,0 +1,96 @@
+"""Data workers of a `DataLoader`: they leave signals to their trainer, end with it, and have a timeout."""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader
+
+from roberta_recipe.errors import RunError, Stopped
+from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.log import duration, logger
+from roberta_recipe.started import continue_with
+
+if TYPE_CHECKING:
+    from roberta_recipe.training.durable_trainer import DurableTrainer
+
+POLL_S = 5.0  # between two looks at a step that waits for its data
+ANNOUNCE_S = 60.0  # a longer wait is a log line
+GRACE_S = 20.0  # timeout after a signal
+STUCK_S = 600.0  # timeout
+
+
+class DataTimeout:
+    """Context of a step's wait for data. Raises `RunError` after `STUCK_S` in which `progress` (the texts that workers
+    have tokenized; None: a token cache) has not grown, and `Stopped` after `GRACE_S` where a signal came.
+
+    `DataLoader`'s own timeout does not cover the wait for a file descriptor, which a frozen worker never sends.
+    """
+
+    def __init__(self, trainer: "DurableTrainer", progress: torch.Tensor | None):
+        self.trainer, self.progress = trainer, progress
+
+    def __enter__(self) -> "DataTimeout":
+        self._begun_s = self._grown_s = time.monotonic()
+        self._read: int | None = None
+        self._handler = signal.signal(signal.SIGALRM, self.check)
+        signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._handler)
+        if kind:
+            kill_workers()
+
+    def check(self, *_) -> None:
+        """The handler of the timer."""
+        now_s, read = time.monotonic(), None if self.progress is None else self.progress.item()
+        if read != self._read:
+            self._read, self._grown_s = read, now_s
+        waited_s, idle_s, by = now_s - self._begun_s, now_s - self._grown_s, self.trainer.stopping.signaled_by
+        step = self.trainer.state.global_step + 1
+        if ANNOUNCE_S <= waited_s < ANNOUNCE_S + POLL_S:
+            logger.info(f"Step {step:,}: waiting for data for {duration(waited_s)}")
+        if idle_s < (GRACE_S if by else STUCK_S):
+            return
+        kept = f"{step:,} had no data after {duration(waited_s)}. {self.trainer._last_good()} {continue_with()}"
+        if by:
+            raise Stopped(f"stopped by {by}: step {kept}", by)
+        raise RunError(
+            f"no data from the data workers for {duration(idle_s)}. Common causes: the open-file limit (ulimit -n), "
+            f"storage that does not answer; a worker's traceback may stand above. Step {kept}"
+        )
+
+
+def leave_signals_to_trainer(loader: DataLoader) -> DataLoader:
+    """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes: the
+    trainer finishes and saves its step first. They end with the trainer, however it ends."""
+    own = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper starts no workers itself
+    own.worker_init_fn = functools.partial(_ignore_signals, os.getpid(), own.worker_init_fn)
+    atexit.register(kill_workers)  # before multiprocessing's own handler, which sends SIGTERM and waits
+    return loader
+
+
+def _ignore_signals(trainer: int, before: Callable[[int], None] | None, worker: int) -> None:
+    if before:
+        before(worker)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(trainer, signal.SIGKILL)
+
+
+def kill_workers() -> None:
+    """Kill the data workers of a run that ends; a stuck worker ignores SIGTERM."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each killed worker
+    for worker in multiprocessing.active_children():
+        if worker.daemon:  # as data workers are, and no process of a program that imports this
+            worker.kill()
+            worker.join()
+    signal.signal(signal.SIGCHLD, handler)

@@ -1,0 +1,237 @@
+"""Endings of a training run before its last step, with their messages and exit codes: a signal, the time limit, a loss
+that is not finite, a loss spike, memory that runs out, a lost process.
+
+All processes decide alike, at the end of an optimizer step, by the sum of what each of them has seen.
+
+Loss spikes follow PaLM (arXiv 2204.02311, section 5.1): train again from a checkpoint before the spike, without the
+batches that were seen before and during it; "the loss did not spike again at the same point". A spike is that of
+OLMo-core's optimizers that skip a step: so many standard deviations (there 6) above the mean of the last 128 steps.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from roberta_recipe import durable
+from roberta_recipe.data.order import Skipped, in_words, union
+from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
+from roberta_recipe.hardware import is_out_of_memory, lost_process
+from roberta_recipe.log import is_first_process, logger
+from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
+from roberta_recipe.started import continue_with
+from roberta_recipe.training import attention, environment
+from roberta_recipe.training.checkpoint import newest_first
+from roberta_recipe.training.processes import from_first_process
+
+if TYPE_CHECKING:
+    from roberta_recipe.training.durable_trainer import DurableTrainer
+
+SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_SAME_INTERRUPT_S = 2.0  # a terminal's Ctrl-C reaches a process, and again through its launcher
+WINDOW = 128  # steps that a loss is compared with
+NEEDED = 32  # of them: before, nothing is called a spike
+STEPS_LEFT_OUT = 2  # the step of the spike, and the step before it, whose update led there
+MOST_RETURNS = 3  # to the same checkpoint
+
+
+class Stopping(TrainerCallback):
+    """Ends training early, at the same step in all processes: with a checkpoint on SIGTERM, on Ctrl-C and after
+    `minutes`; without one where the loss is not finite, and at a loss spike of so many `deviations` (`is_spike`). A
+    second Ctrl-C ends the process at once. `trainer` is set by the trainer."""
+
+    trainer: "DurableTrainer"
+
+    def __init__(
+        self, minutes: float | None = None, deviations: float | None = None, cooldown_share: float | None = None
+    ):
+        self.minutes, self.deviations, self.cooldown_share = minutes, deviations, cooldown_share
+        self.elapsed_share = 0.0  # of `minutes`, at the end of the last step; the same in all processes
+        self.signaled_by: str | None = None  # a value of SIGNALS, of this process
+        self.stopped_by: str | None = None  # a value of SIGNALS, or `TIME_LIMIT`; the same in all processes
+        self.recent_losses: deque[float] = deque(maxlen=WINDOW)
+        self._interrupted_s: float | None = None
+
+    @contextlib.contextmanager
+    def training(self, recent_losses: Iterable[float]) -> Iterator[None]:
+        """Context of `Trainer.train`: signals are noted, and the errors of libraries become `RunError`s.
+        `recent_losses` are those of the steps before."""
+        self._begun_s = time.monotonic()
+        self.recent_losses.extend(recent_losses)
+        # a job that a script's shell has put into the background ignores Ctrl-C, which is for others
+        numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        handlers = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        except KeyboardInterrupt:  # the second
+            step, kept = self.trainer.state.global_step + 1, self.trainer._last_good()
+            raise Stopped(f"ended at once, in step {step:,}. {kept} {continue_with()}") from None
+        except Exception as error:
+            if (explained := explain(self.trainer, error)) is None:
+                raise
+            raise explained from error
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        now_s, self.signaled_by = time.monotonic(), SIGNALS[number]
+        if number != signal.SIGINT:
+            return
+        if self._interrupted_s is None:
+            self._interrupted_s = now_s
+            if is_first_process():  # a handler may not wait for a lock of `logging` or of a stream
+                os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
+        elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
+            raise KeyboardInterrupt
+
+    def _elapsed_share(self) -> float:
+        """Of `minutes`, by the first process's clock, or some processes would train on alone; 0 in the others."""
+        if not self.minutes or self.trainer.args.process_index:
+            return 0.0
+        return (time.monotonic() - self._begun_s) / (60 * self.minutes)
+
+    def cooled(self, schedule: Callable[[int], float], step: int) -> float:
+        """The share of the learning rate that `schedule` has at `step`, falling linearly to 0 over the last
+        `cooldown_share` of the time limit."""
+        return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
+
+    def _signaled(self, *others: float) -> torch.Tensor:
+        """(2 + others,): whether this process was signaled, by each of SIGNALS; `others` behind."""
+        flags = [float(self.signaled_by == name) for name in SIGNALS.values()]
+        return torch.tensor([*flags, *others], dtype=torch.float32, device=self.trainer.args.device)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        trainer = self.trainer
+        seen = torch.cat([self._signaled(self._elapsed_share()), trainer.not_finite, trainer.step_loss])
+        *signaled, self.elapsed_share, not_finite, loss = trainer.sum_over_processes(seen).tolist()
+        trainer.not_finite.zero_()
+        trainer.step_loss.zero_()
+        self.stopped_by = _name(signaled)
+        if not trainer.overflowed:
+            self._check_loss(loss / args.world_size, bool(not_finite))
+        if not self.stopped_by and self.elapsed_share >= 1 and state.global_step < state.max_steps:
+            self.stopped_by = TIME_LIMIT
+        if self.stopped_by:
+            control.should_save = control.should_training_stop = True
+            why = f"{TIME_LIMIT}={self.minutes:g}" if self.stopped_by == TIME_LIMIT else self.stopped_by
+            logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
+
+    def _check_loss(self, loss: float, not_finite: bool) -> None:
+        """Raise `Stopped` at a spike, and `RunError` where a loss of the step is not finite, or in bf16 and fp32 the
+        gradient, as DeepSpeed would skip the step and train on."""
+        trainer = self.trainer
+        if self.deviations and is_spike(loss, self.recent_losses, self.deviations):
+            raise from_first_process(trainer.args, lambda: leave_out(trainer, loss, self.stopped_by or "a loss spike"))
+        self.recent_losses.append(loss)
+        if not_finite or trainer.step_was_skipped:
+            kind = "loss" if not_finite else "gradient"
+            raise trainer.diverged(f"the {kind} of step {trainer.state.global_step} is not finite")
+
+    def end_if_stopped(self, note: str = "") -> None:
+        """After training: raise `Stopped` where a signal ended it; the step is saved."""
+        if self.stopped_by not in (None, TIME_LIMIT):
+            state = self.trainer.state
+            step = f"step {state.global_step:,} of {state.max_steps:,}"
+            self._end(f"{step} is saved in {self.trainer.args.output_dir}{note}")
+
+    def end_if_signaled(self) -> None:
+        """After a run is finished: raise `Stopped` where a signal came after its last step."""
+        self.stopped_by = _name(self.trainer.sum_over_processes(self._signaled()).tolist())
+        if self.stopped_by:
+            self._end(f"the run in {self.trainer.args.output_dir} is finished")
+
+    def _end(self, what: str) -> None:
+        environment.leave_process_group()
+        raise Stopped(f"stopped by {self.stopped_by}: {what}. {continue_with()}", self.stopped_by)
+
+
+def _name(signaled: Sequence[float]) -> str | None:
+    return next((name for name, processes in zip(SIGNALS.values(), signaled, strict=True) if processes), None)
+
+
+def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
+    """The error of a library in training, as one that says what to do; None for a bug."""
+    if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
+        return overflowed(trainer, "with the loss scale at its floor, after step")
+    if lost := lost_process(error):
+        return RunError(f"{lost_message(lost, error)} {trainer._last_good()} {continue_with()}")
+    if not is_out_of_memory(error):
+        return None
+    lower = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}{trainer.memory_advice}"
+    return RunError(
+        f"out of memory at step {trainer.state.global_step + 1} ({first_line(error)}): {lower}; the global batch stays "
+        f"what it is. {trainer._last_good()}"
+    )
+
+
+def overflowed(trainer: "DurableTrainer", where: str) -> RunError:
+    """The error of fp16 gradients that overflow at any loss scale."""
+    return RunError(
+        f"fp16 gradients overflowed {where} {trainer.state.global_step}: train in bf16 (--bf16 true --fp16 false), "
+        f"lower {trainer._rate()} or warm up longer, {trainer.change_advice}. {trainer._last_good()}"
+    )
+
+
+def diverged(trainer: "DurableTrainer", what: str) -> RunError:
+    """The error of a number that is not finite."""
+    if attention.leaves_cudnn_out(trainer.args.device):
+        what += f" ({attention.CUDNN_DISABLED}, so that is not the cause)"
+    return RunError(
+        f"{what}; nothing of it was saved. Lower {trainer._rate()} or warm up longer "
+        f"(warmup_steps={trainer.args.warmup_steps:g}), {trainer.change_advice}. {trainer._last_good()}"
+    )
+
+
+def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
+    """Whether a step's loss is no number, or more than so many standard deviations above the mean of the losses
+    `before` it, the last `WINDOW` of which count."""
+    if not math.isfinite(loss):
+        return True
+    window = list(before)[-WINDOW:]
+    return len(window) >= NEEDED and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
+
+
+def read_skipped(output_dir: str | Path) -> Skipped:
+    """The blocks that a run leaves out since its loss spikes."""
+    return union(range(*part) for entry in _read_returns(output_dir) for part in entry["blocks"])
+
+
+def _read_returns(output_dir: str | Path) -> list[dict[str, Any]]:
+    """Every spike of a run, from its folder. Raises `InputError` where the file is damaged."""
+    path = Path(output_dir, SKIPPED_NAME)
+    try:
+        return durable.read_sealed(path)["returns"] if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be used ({error}): it says which blocks this run leaves out; move it away, and name them "
+            "with --skip_blocks"
+        ) from None
+
+
+def leave_out(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
+    """Write into the run's folder which blocks its next start leaves out, for a spike of the last step; returns the
+    error that ends this start, with the exit code of `by`."""
+    output_dir, step = trainer.args.output_dir, trainer.state.global_step
+    returns, saved = _read_returns(output_dir), newest_first(output_dir)
+    saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
+    what = f"the loss of step {step:,} is {loss:.3f}, a spike"
+    if sum(entry["step"] > saved_step for entry in returns) >= MOST_RETURNS:
+        return RunError(
+            f"{what}, and {MOST_RETURNS} starts from the same checkpoint ended so before: lower learning_rate or warm "
+            f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer._last_good()}"
+        )
+    blocks = trainer.blocks_of_steps(STEPS_LEFT_OUT)
+    entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
+    durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*returns, entry]})
+    left_out = f"the next start leaves out blocks {in_words(blocks)}"
+    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer._last_good()} {continue_with()}", by)
