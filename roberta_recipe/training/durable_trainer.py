@@ -380,8 +380,8 @@ class DurableTrainer(Trainer):
         self.end_writing(folder, failure, what)
 
     def end_writing(self, folder: Path, failure: Exception | None = None, what: str | None = None) -> None:
-        """Raise `RunError` in all processes where writing `folder` failed in one of them, and delete it (under
-        DeepSpeed, whose own writing waits for all, in that process alone: the launcher ends the others)."""
+        """Raise `RunError` in all processes where writing `folder` failed in one of them, and delete it. DeepSpeed
+        waits for all processes as it writes, so there only that process raises, and the launcher ends the others."""
         self._unsealed = None
         failed = torch.tensor(float(failure is not None), device=self.args.device)
         if not (failure and self.is_deepspeed_enabled):
