@@ -182,9 +182,10 @@ def test_label_smoothing_is_torchs():
 def test_data_seed_draws_the_order_of_all_seeds():
     def order(**seeds):
         features = [{"input_ids": [0] * size} for size in range(1, 33)]
-        args = types.SimpleNamespace(per_device_train_batch_size=4, **seeds)
+        args = types.SimpleNamespace(per_device_train_batch_size=4, dataloader_persistent_workers=True, **seeds)
         trainer = mock.MagicMock(train_dataset=features, fingerprint={"global_batch_size": 4}, args=args)
         FinetuneTrainer.get_train_dataloader(trainer)
+        assert trainer._loader.call_args.kwargs["persistent_workers"]
         return list(trainer.sampler)
 
     assert order(seed=1, data_seed=7) == order(seed=2, data_seed=7) == order(seed=7, data_seed=None)

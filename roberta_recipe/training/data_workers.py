@@ -74,6 +74,7 @@ def leave_signals_to_trainer(loader: DataLoader) -> DataLoader:
     trainer finishes and saves its step first. They end with the trainer, however it ends."""
     own = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper starts no workers itself
     own.worker_init_fn = functools.partial(_ignore_signals, os.getpid(), own.worker_init_fn)
+    atexit.unregister(kill_workers)  # of an earlier loader: each evaluation has one
     atexit.register(kill_workers)  # before multiprocessing's own handler, which sends SIGTERM and waits
     return loader
 

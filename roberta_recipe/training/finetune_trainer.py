@@ -167,10 +167,13 @@ class FinetuneTrainer(DurableTrainer):
         lengths = [length_of(feature) for feature in self.train_dataset]
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self.sampler = LengthGroupedSampler(lengths, self.fingerprint["global_batch_size"], seed)
-        size = self.args.per_device_train_batch_size
-        return leave_signals_to_trainer(
-            self.accelerator.prepare(self._loader(self.train_dataset, batch_size=size, sampler=self.sampler))
+        loader = self._loader(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            sampler=self.sampler,
+            persistent_workers=self.args.dataloader_persistent_workers,
         )
+        return leave_signals_to_trainer(self.accelerator.prepare(loader))
 
     def _loader(self, features: list[dict[str, Any]], **sampling: Any) -> DataLoader:
         workers = self.args.dataloader_num_workers
