@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError, Stopped
-from roberta_recipe.training import finetune_trainer
+from roberta_recipe.training import digests, finetune_trainer
 
 
 @pytest.mark.parametrize("name", ["rte", "stsb", "qnli", "wnli"])
@@ -53,6 +53,20 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tm
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
+
+
+def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypatch, capsys):
+    def killed(*args):
+        raise RunError("killed")
+
+    saving = ["--save_strategy", "epoch", "--max_steps", 6]
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "of_training", killed)
+        with pytest.raises(RunError):
+            finetune_glue.main(flags("rte", *saving))
+    assert list((tmp_path / "glue/rte/lr0.001-batch8-seed1").glob("checkpoint-*"))
+    finetune_glue.main(flags("rte", *saving))
+    assert "Passed over" in capsys.readouterr().err and record_of(tmp_path)["steps"] == 6
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):

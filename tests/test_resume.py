@@ -140,7 +140,7 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
     if (name, fault) == (durable.MANIFEST, "missing"):
         with pytest.raises(InputError, match=r"checkpoints of another program \(checkpoint-6\)"):
             checkpoint._find(str(tmp_path), None)
-        (tmp_path / "preset.yaml").touch()  # of a start that was killed as it wrote its first checkpoint
+        (tmp_path / "log.jsonl").touch()  # of a start that was killed as it wrote its first checkpoint
         assert checkpoint._find(str(tmp_path), None) is None and checkpoint.newest_first(tmp_path) == []
         return
     with pytest.raises(InputError, match=r"no checkpoint in output_dir=.* is whole \(passed over: checkpoint-6\)"):

@@ -14,7 +14,7 @@ from roberta_recipe import durable
 from roberta_recipe.args import layout_values
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, logger
-from roberta_recipe.record import PRESET_NAME
+from roberta_recipe.record import LOG_NAME
 from roberta_recipe.training import digests, optimizers
 from roberta_recipe.training.processes import from_first_process
 
@@ -122,7 +122,7 @@ def find(args: TrainingArguments) -> str | None:
 
 def _find(output_dir: str, explicit: str | None) -> str | None:
     checkpoints, folders = newest_first(output_dir), all_folders(output_dir)
-    if folders and not checkpoints and not Path(output_dir, PRESET_NAME).is_file():  # an unsealed one would be deleted
+    if folders and not checkpoints and not Path(output_dir, LOG_NAME).is_file():  # an unsealed one would be deleted
         raise InputError(
             f"output_dir={output_dir} has checkpoints of another program ({folders[0].name}): name another output_dir, "
             f"and for their weights --model_name_or_path {folders[0]}"
