@@ -23,7 +23,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import record as records
-from roberta_recipe.args import shown_names
+from roberta_recipe.args import config_of, shown_names
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, stream, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
@@ -158,8 +158,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
     """Where the command line names neither preset nor text: say that this is the demonstration and not the recipe, and
     train its tokenizer if it does not exist."""
-    named = any(flag == "--config" or flag.startswith("--config=") for flag in argv)
-    if named or not all(source.builtin for source in corpus.sources):
+    if config_of(argv) or not all(source.builtin for source in corpus.sources):
         return
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")

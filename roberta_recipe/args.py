@@ -218,6 +218,13 @@ class RecipeParser(HfArgumentParser):
         raise InputError(message)
 
 
+def config_of(argv: list[str]) -> str | None:
+    """The `--config` of a command line; None without one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(argv)[0].config
+
+
 def parse(
     dataclass_types: list[type],
     argv: list[str],

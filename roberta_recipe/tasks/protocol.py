@@ -1,7 +1,6 @@
 """The protocol of the three fine-tuning scripts (paper, section 5): shared arguments, a run for each seed, its best
 epoch, the summary. A script describes its task as a `Job`."""
 
-import argparse
 import math
 import shutil
 import time
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable, lock
-from roberta_recipe.args import fixed_values, parse, shown_names
+from roberta_recipe.args import config_of, fixed_values, parse, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
@@ -252,12 +251,10 @@ def run_all(
 
 def announce(argv: list[str], preset: str, runs: list[Run], training_args: FinetuneTrainingArguments) -> None:
     """Log the preset and the values of it that results depend on most."""
-    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config.add_argument("--config", default=preset)
     of_runs = [", ".join(map(str, dict.fromkeys(values))) for values in zip(*map(astuple, runs), strict=True)]
     steps, epochs, warmup = training_args.max_steps, training_args.num_train_epochs, training_args.warmup_steps
     logger.info(
-        f"Protocol    {config.parse_known_args(argv)[0].config}: learning rate {of_runs[0]}, batch {of_runs[1]}, "
+        f"Protocol    {config_of(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, "
         + (counted(steps, "step") if steps > 0 else f"{epochs:g} epochs")
         + f", warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
         f"seeds {of_runs[2]}"
