@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Forked, make_documents, write_jsonl, write_text
+from conftest import Forked, make_documents, run_python, write_jsonl, write_text
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
@@ -156,6 +156,31 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
                     importlib.import_module(name).main([*argv, "--no_such_flag"])
                 assert str(refused.value).startswith("unknown argument '--no_such_flag'"), f"{page.name}: {words}"
     assert len(programs) > 12, programs
+
+
+ADDED = """
+import train_mlm, finetune_glue
+from roberta_recipe.data import chunks, packing
+from roberta_recipe.training import objectives
+preset = "presets/mlm/roberta_small.yaml"
+(args, training_args), _ = train_mlm.read_arguments(["--config", preset, "--objective", "mlm", "toy", "--optim", "nadam"])
+assert args.objective == ["mlm", "toy"] and training_args.optim == "nadam" and args.global_batch_size == 2048
+assert finetune_glue.read_arguments(["--label_noise", "0.1"])[0][0].label_noise == 0.1 and "boolq" in finetune_glue.TASKS
+documents = [[[5, 6], [7]]]
+assert [block["input_ids"] for block in packing.single_sentences(documents, 8, 0, 2)] == [[0, 5, 6, 2], [0, 7, 2]]
+(block,) = chunks.PACKERS["full_sentences toy"](documents, 8, 0, 2, ())
+assert block["toy_label"] == 0 and objectives.TABLE["toy"].column in block
+"""
+
+
+def test_the_diffs_of_contributing_apply_and_work(root, tmp_path):
+    folder = clone(root, tmp_path / "clone")
+    diffs = [block for language, block in blocks(root / "CONTRIBUTING.md") if language == "diff"]
+    assert len(diffs) == 7
+    for diff in diffs:
+        apply(diff, folder)
+    done = run_python("-c", ADDED, cwd=folder)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_test_reaches_no_other_machine():
