@@ -162,10 +162,11 @@ ADDED = """
 import train_mlm, finetune_glue
 from roberta_recipe.data import chunks, packing
 from roberta_recipe.training import objectives
-preset = "presets/mlm/roberta_small.yaml"
-(args, training_args), _ = train_mlm.read_arguments(["--config", preset, "--objective", "mlm", "toy", "--optim", "nadam"])
+argv = ["--config", "presets/mlm/roberta_small.yaml", "--objective", "mlm", "toy", "--optim", "nadam"]
+(args, training_args), _ = train_mlm.read_arguments(argv)
 assert args.objective == ["mlm", "toy"] and training_args.optim == "nadam" and args.global_batch_size == 2048
-assert finetune_glue.read_arguments(["--label_noise", "0.1"])[0][0].label_noise == 0.1 and "boolq" in finetune_glue.TASKS
+assert finetune_glue.read_arguments(["--label_noise", "0.1"])[0][0].label_noise == 0.1
+assert "boolq" in finetune_glue.TASKS
 documents = [[[5, 6], [7]]]
 assert [block["input_ids"] for block in packing.single_sentences(documents, 8, 0, 2)] == [[0, 5, 6, 2], [0, 7, 2]]
 (block,) = chunks.PACKERS["full_sentences toy"](documents, 8, 0, 2, ())
