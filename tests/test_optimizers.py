@@ -108,7 +108,7 @@ def test_an_update_of_muon_is_nearly_orthogonal(tmp_path):
 def test_the_matrices_are_those_of_every_familys_layers():
     from test_families import CONFIGS, config_of
 
-    from roberta_recipe.training.modeling import masked_lm_class
+    from roberta_recipe.model.masked_lm import masked_lm_class
 
     for name in CONFIGS:
         config = config_of(name)

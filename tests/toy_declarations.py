@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from roberta_recipe.data import chunks, packing
-from roberta_recipe.training import objectives, optimizers
+from roberta_recipe.model import objectives
+from roberta_recipe.training import optimizers
 
 
 def halves(*documents_and_layout):

@@ -20,6 +20,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import counted, is_first_process, logger
+from roberta_recipe.model import attention, heads, weights
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
@@ -39,15 +40,12 @@ from roberta_recipe.tasks import answers, stored_scores
 from roberta_recipe.tasks.seeds import Run, comparable, name_on_split, of_setting, runs_of, summarise
 from roberta_recipe.training import (
     arguments,
-    attention,
     batch,
     checkpoint,
     environment,
     finetune_trainer,
-    heads,
     optimization,
     optimizers,
-    weights,
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
