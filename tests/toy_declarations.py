@@ -49,7 +49,7 @@ class SignDescent(torch.optim.Optimizer):
 
 OPTIMIZER = optimizers.Optimizer(
     1,
-    {"momentum": (float, 0, 1)},
+    {"momentum": float},
     lambda args, groups, matrices, momentum=0.9: SignDescent(groups, args.learning_rate, momentum),
     "a toy: signs of a running mean",
     lost_under_zero="nothing, but a toy has not been tried",

@@ -44,7 +44,6 @@ from roberta_recipe.training import (
     checkpoint,
     environment,
     finetune_trainer,
-    optimization,
     optimizers,
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
@@ -150,7 +149,7 @@ def check_arguments(
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    optimization.check(training_args)
+    optimizers.check(training_args)
     environment.check_machine(training_args)
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
@@ -274,7 +273,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         return record
     steps = [steps_of(training_args, len(job.features["train"]), each.batch) for each in (run, *ahead)]
     if not record:
-        optimization.check_length(training_args, steps[0])
+        optimizers.check_length(training_args, steps[0])
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()

@@ -27,7 +27,7 @@ from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
-from roberta_recipe.training import advice, data_loading, optimization
+from roberta_recipe.training import advice, data_loading, optimizers
 from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
@@ -173,14 +173,14 @@ class MlmTrainer(DurableTrainer):
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
-        self._of_command_line = optimization.hyperparameters(optimizer)
+        self._of_command_line = optimizers.hyperparameters(optimizer)
         return optimizer
 
     def put_back_hyperparameters(self) -> None:
         """When a checkpoint, if any, is loaded."""
         self._loaded = True
         if self._changed:
-            optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
+            optimizers.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)

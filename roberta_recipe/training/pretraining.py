@@ -26,7 +26,7 @@ from roberta_recipe.log import counted, logger
 from roberta_recipe.model import architectures, attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import arguments, data_loading, digests, environment, optimization, stopping
+from roberta_recipe.training import arguments, data_loading, digests, environment, optimizers, stopping
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -312,7 +312,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    optimization.check(training_args)
+    optimizers.check(training_args)
     environment.check_machine(training_args)
 
 
