@@ -28,13 +28,13 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
+from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.tasks import answers, glue, glue_scores, protocol, qnli_ranking, seeds, summary_text, wnli, wsc
 from roberta_recipe.tasks.stored_scores import scores_of_tests
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
-from roberta_recipe.training.heads import load_with_head
 
 TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's

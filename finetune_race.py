@@ -22,11 +22,11 @@ from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
+from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.tasks import answers, protocol, race, seeds, summary_text
 from roberta_recipe.training import environment
-from roberta_recipe.training.heads import load_with_head
 
 DEFAULT = "presets/race/paper.yaml"
 

@@ -23,13 +23,14 @@ from roberta_recipe import durable
 from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
+from roberta_recipe.model import masked_lm
+from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.tasks import answers, protocol, squad, squad_files, squad_scores, summary_text
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
-from roberta_recipe.training import environment, modeling
+from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
-from roberta_recipe.training.heads import load_with_head
 
 FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # of the official archive, below data_dir
 SHOWN = {"1.1": ("exact_match", "f1"), "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_f1", "best_f1")}
@@ -287,7 +288,7 @@ def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """(batch, seq_len, 2) start and end logits, without those of padding, whose length differs between batches."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
-    return logits.masked_fill(batch["attention_mask"][..., None] == 0, modeling.UNSEEN_LOGIT)
+    return logits.masked_fill(batch["attention_mask"][..., None] == 0, masked_lm.UNSEEN_LOGIT)
 
 
 def of_last_scores(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:

@@ -33,11 +33,12 @@ from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokeniz
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
+from roberta_recipe.model import weights
+from roberta_recipe.model.masked_lm import PredictedPositions, flops_per_token
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining, weights
+from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.modeling import PredictedPositions, flops_per_token
 from roberta_recipe.training.pretraining import (
     DEMONSTRATION,
     MlmArguments,

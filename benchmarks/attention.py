@@ -1,4 +1,4 @@
-"""Which attention is fastest: the table of roberta_recipe/training/attention.py, measured.
+"""Which attention is fastest: the table of roberta_recipe/model/attention.py, measured.
 
     python benchmarks/attention.py [--threads 1]
 
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.roberta.modeling_roberta import eager_attention_forward
 
 from roberta_recipe import hardware
-from roberta_recipe.training.cpu_kernels import BLOCKWISE, blockwise_attention
+from roberta_recipe.model.cpu_kernels import BLOCKWISE, blockwise_attention
 
 TOKENS, HEADS, SIZE = 4096, 4, 64
 LENGTHS = (64, 128, 256, 512)

@@ -68,8 +68,9 @@ def prepared(model, bf16: bool):
     """A model with the attention and the dropout, in a process with the allocator, that a run of this checkout has."""
     try:
         from roberta_recipe import hardware
-        from roberta_recipe.training import attention
         from roberta_recipe.training.arguments import RecipeTrainingArguments
+
+        attention = module_of("model.attention", "training.attention")
     except ImportError:  # a commit before
         return model
     hardware.keep_freed_memory()
@@ -87,7 +88,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import torch
     import transformers
 
-    modeling = module_of("training.modeling", "modeling")
+    masked_lm = module_of("model.masked_lm", "training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     config.update(changes)
     torch.manual_seed(0)
@@ -97,7 +98,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
         model = transformers.RobertaForMaskedLM(config)
         batch["attention_mask"] = torch.ones_like(ids)  # as the stock collator makes it
     else:
-        model = prepared(modeling.RobertaForMaskedLM(config), precision == "bf16")
+        model = prepared(masked_lm.RobertaForMaskedLM(config), precision == "bf16")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = model.train().to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -119,7 +120,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
         from roberta_recipe import hardware
 
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        flops = modeling.flops_per_token(config, length, MASKED)
+        flops = masked_lm.flops_per_token(config, length, MASKED)
         measured["utilisation"] = rate * flops / hardware.matrix_rate(device, dtype)
     return measured
 

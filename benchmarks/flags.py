@@ -38,9 +38,9 @@ import train_mlm
 from roberta_recipe.args import flags_of
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import InputError
+from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.checkpoint import SealedCheckpoints
-from roberta_recipe.training.modeling import build_model
 
 CLASSES = {  # of the arguments, by script
     "train_mlm": (train_mlm.MlmArguments, MlmTrainingArguments),

@@ -28,8 +28,8 @@ from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import NSP, SOP
+from roberta_recipe.model.objectives import labels_of_mask
 from roberta_recipe.publishing.tables import table
-from roberta_recipe.training.objectives import labels_of_mask
 
 MICRO_BATCH, STEP = 16, 32
 MASKINGS = {

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.training.modeling import RobertaForMaskedLM, build_model
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM, build_model
 
 WAYS = [("stock", "sdpa", "fp32"), ("ours", "eager", "fp32")]
 WAYS += [(name, attention, "bf16") for attention in ("sdpa", "eager") for name in ("stock", "ours")]

@@ -1,7 +1,8 @@
 """The mechanisms of the RoBERTa paper (arXiv 1907.11692), in packages that name the architecture.
 
 data:        sources -> documents -> sentences -> token ids -> blocks -> order -> masks
-training:    model and losses, batch arithmetic, checkpoints, the two trainers
+model:       masked LM, objectives, heads, attention, initialization, weights
+training:    batch arithmetic, optimizers, checkpoints, the two trainers
 tasks:       the fine-tuning protocol; GLUE, SQuAD, RACE and their metrics
 publishing:  the Hub, the model card, plots
 tools:       commands beside the four scripts, `python -m roberta_recipe.tools.X`

@@ -35,7 +35,7 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.training.modeling import build_model
+from roberta_recipe.model.masked_lm import build_model
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import train_mlm
 from roberta_recipe.data.masking import MlmCollator
-from roberta_recipe.training import modeling
+from roberta_recipe.model import masked_lm
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,11 @@ def batches(tokenizer, **shape):
 
 
 def test_every_batch_has_one_graph_without_a_break(config, tokenizer):
-    model, counter = modeling.RobertaForMaskedLM(config).train(), CompileCounter()
+    model, counter = masked_lm.RobertaForMaskedLM(config).train(), CompileCounter()
     expected = [model(**batch).loss_sums["mlm"].item() for batch in batches(tokenizer, pad_to_multiple_of=8)]
     padded = batches(tokenizer, pad_to_multiple_of=64, predicted_multiple=16)
     assert len({len(batch["predicted"]) for batch in padded}) > 1
-    modeling.compile_encoder(model, counter)
+    masked_lm.compile_encoder(model, counter)
     for batch, loss in zip(padded, expected, strict=True):
         output = model(**batch)
         output.loss_sums["mlm"].backward()
@@ -47,8 +47,8 @@ def test_every_batch_has_one_graph_without_a_break(config, tokenizer):
 
 
 def test_a_run_compiles_one_graph_and_evaluates_without(preset, tmp_path, monkeypatch):
-    counter, compile_encoder = CompileCounter(), modeling.compile_encoder
-    monkeypatch.setattr(modeling, "compile_encoder", lambda model, *names: compile_encoder(model, counter))
+    counter, compile_encoder = CompileCounter(), masked_lm.compile_encoder
+    monkeypatch.setattr(masked_lm, "compile_encoder", lambda model, *names: compile_encoder(model, counter))
     flags = ["--config", preset, "--eval_strategy", "steps", "--eval_steps", "2", "--per_device_train_batch_size", "4"]
     plain = train_mlm.main([*map(str, flags), "--output_dir", str(tmp_path / "plain")])
     compiled = train_mlm.main([*map(str, flags), "--torch_compile", "true", "--output_dir", str(tmp_path / "compiled")])
@@ -61,10 +61,10 @@ def test_a_run_compiles_one_graph_and_evaluates_without(preset, tmp_path, monkey
 @needs_compiler
 def test_losses_of_inductor_are_those_of_the_uncompiled_encoder(config, tokenizer):
     torch.manual_seed(0)
-    model, losses = modeling.RobertaForMaskedLM(config).train(), {}
+    model, losses = masked_lm.RobertaForMaskedLM(config).train(), {}
     for way in ("plain", "compiled"):
         if way == "compiled":
-            modeling.compile_encoder(model)
+            masked_lm.compile_encoder(model)
         for batch in batches(tokenizer, pad_to_multiple_of=64, predicted_multiple=16)[:2]:
             model.zero_grad()
             loss = model(**batch).loss

@@ -18,7 +18,7 @@ import train_mlm
 from benchmarks import comparisons, speed
 from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import attention, cpu_kernels
+from roberta_recipe.model import attention, cpu_kernels
 from roberta_recipe.training.arguments import RecipeTrainingArguments
 from roberta_recipe.training.finetune_trainer import LengthGroupedSampler
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForMaskedLM
 import train_mlm
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.training import environment
-from roberta_recipe.training.modeling import build_model
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))

@@ -11,9 +11,9 @@ from test_varlen import attention_by_definition
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.training import cpu_kernels, varlen
-from roberta_recipe.training.attention import register
-from roberta_recipe.training.modeling import RobertaForMaskedLM
+from roberta_recipe.model import cpu_kernels, varlen
+from roberta_recipe.model.attention import register
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 
 
 @pytest.fixture

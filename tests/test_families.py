@@ -12,8 +12,8 @@ import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import families, modeling
-from roberta_recipe.training.objectives import named
+from roberta_recipe.model import architectures, masked_lm
+from roberta_recipe.model.objectives import named
 
 SHAPE = {
     "vocab_size": 400,
@@ -62,9 +62,9 @@ def batch(tokenizer):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
     config = config_of(name)
-    assert families.TABLE.keys() < set(CONFIGS)
+    assert architectures.TABLE.keys() < set(CONFIGS)
     torch.manual_seed(0)
-    ours = modeling.masked_lm_class(config)(config)
+    ours = masked_lm.masked_lm_class(config)(config)
     stock = AutoModelForMaskedLM.from_config(config)
     stock.load_state_dict(ours.state_dict())
     assert type(ours).__name__ == type(stock).__name__
@@ -90,12 +90,12 @@ def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
     torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
 
 
-@pytest.mark.parametrize("name", [name for name, family in families.TABLE.items() if family.first_position])
+@pytest.mark.parametrize("name", [name for name, family in architectures.TABLE.items() if family.first_position])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_sequences_of_a_row_are_kept_apart(name, attention):
     config = config_of(name)
     torch.manual_seed(0)
-    model = modeling.masked_lm_class(config)(config).eval()
+    model = masked_lm.masked_lm_class(config)(config).eval()
     model.set_attn_implementation(attention)
     ids = torch.randint(261, 390, (1, 24))
     sequence = torch.tensor([[0] * 5 + [1] * 9 + [2] * 10])
@@ -107,7 +107,7 @@ def test_sequences_of_a_row_are_kept_apart(name, attention):
 def test_weights_in_bf16_keep_the_sequences_of_a_row_apart_too():
     """As DeepSpeed has them, without autocast."""
     torch.manual_seed(0)
-    model = modeling.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval().bfloat16()
+    model = masked_lm.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval().bfloat16()
     ids, sequence = torch.randint(261, 390, (1, 12)), torch.tensor([[0] * 5 + [1] * 7])
     found = {}
     for attention in ("sdpa", "eager"):
@@ -120,7 +120,7 @@ def test_weights_in_bf16_keep_the_sequences_of_a_row_apart_too():
 @pytest.mark.parametrize("name", TRAINED)
 def test_other_objectives_have_heads_that_fit(name, objectives, batch):
     config = config_of(name)
-    model = modeling.masked_lm_class(config, objectives=named(objectives))(config)
+    model = masked_lm.masked_lm_class(config, objectives=named(objectives))(config)
     other = torch.full_like(batch["labels"], IGNORED)
     other[:, 0 if "nsp" in objectives else 5] = 1
     losses = model(**batch, **{model.objectives[objectives[1]].column: other}).loss_sums

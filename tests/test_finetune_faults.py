@@ -23,9 +23,10 @@ import finetune_squad
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.model import heads
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.tasks import protocol, summary_text
-from roberta_recipe.training import finetune_trainer, heads
+from roberta_recipe.training import finetune_trainer
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
 RUN = "lr0.001-batch8-seed1"

@@ -10,10 +10,10 @@ from transformers import AutoModel, AutoTokenizer, pipeline
 import train_mlm
 from roberta_recipe.data import tokenization
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.model import weights
+from roberta_recipe.model.masked_lm import masked_lm_class
+from roberta_recipe.model.weights import read_config
 from roberta_recipe.presets import load_yaml
-from roberta_recipe.training import weights
-from roberta_recipe.training.modeling import masked_lm_class
-from roberta_recipe.training.weights import read_config
 
 PRESETS = sorted((ROOT / "presets" / "mlm").glob("*.yaml"))
 LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200

@@ -352,17 +352,14 @@ def equal(first, second):
 
 def test_arguments_that_an_optimizer_or_a_schedule_does_not_take_are_refused(preset):
     for words, said in (
-        (
-            ["--optim_args", "momentum=0.9"],
-            "optim=adamw_torch_fused cannot take them .it has no momentum, it takes no",
-        ),
+        (["--optim_args", "momentum=0.9"], "optim=adamw_torch_fused .*: it has no momentum, it takes none"),
         (
             ["--optim", "sgd", "--optim_args", "momentun=0.9"],
             "no momentun, it takes momentum, dampening, nesterov;",
         ),
         (["--optim", "sgd", "--optim_args", "weight_decay=0.5"], "it has no weight_decay"),
-        (["--optim", "sgd", "--optim_args", "momentum=much"], "optim_args=momentum=much: .* cannot take them"),
-        (["--optim", "sgd", "--optim_args", "momentum"], "write them as name=value"),
+        (["--optim", "sgd", "--optim_args", "momentum=much"], "optim_args=momentum=much .*: could not convert string"),
+        (["--optim", "sgd", "--optim_args", "momentum"], "optim_args=momentum .name=value,name=value"),
         (["--optim", "sgd", "--optim_args", "momentum=-1"], "Invalid momentum"),
         (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_type=linear .*num_cycles"),
         (["--lr_scheduler_kwargs", '{"num_cycles'], "Unterminated|delimiter"),
@@ -372,10 +369,6 @@ def test_arguments_that_an_optimizer_or_a_schedule_does_not_take_are_refused(pre
         (["--lr_scheduler_type", "cosine_with_min_lr"], "min_lr"),
         (["--lr_scheduler_type", "warmup_stable_decay"], "num_decay_steps"),
         (["--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": 1.0}'], "lr_end"),
-        (
-            ["--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": -1.0}'],
-            "the rate at step 1 would be -249",
-        ),
     ):
         with pytest.raises(InputError, match=said):
             (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *words])

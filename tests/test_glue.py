@@ -24,12 +24,13 @@ import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.model import heads
 from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import answers, glue, seeds, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table
-from roberta_recipe.training import finetune_trainer, heads
+from roberta_recipe.training import finetune_trainer
 
 
 def read_answers(path):

@@ -19,9 +19,10 @@ from transformers import (
 import finetune_glue
 from roberta_recipe import log
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import heads
 from roberta_recipe.tasks import glue, protocol, qnli_ranking, summary_text, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
-from roberta_recipe.training import batch, finetune_trainer, heads
+from roberta_recipe.training import batch, finetune_trainer
 
 
 def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monkeypatch):

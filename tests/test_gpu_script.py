@@ -22,10 +22,10 @@ from benchmarks.gpu.runs import Work
 from results import report
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM
+from roberta_recipe.model.weights import read_config
 from roberta_recipe.presets import load_yaml
-from roberta_recipe.training import optimization, pretraining
-from roberta_recipe.training.modeling import RobertaForMaskedLM
-from roberta_recipe.training.weights import read_config
+from roberta_recipe.training import optimizers, pretraining
 
 DOMAINS = [source["name"] for source in load_yaml(carry.CORPUS)["sources"]]
 
@@ -176,7 +176,7 @@ def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, 
         words = command[2:] if command[0].endswith("inside.py") else command[1:]
         (args, training_args), _ = module.read_arguments([*words, "--use_cpu", "true"])
         if module is train_mlm:
-            optimization.check_length(training_args, training_args.max_steps)
+            optimizers.check_length(training_args, training_args.max_steps)
         if command[0] == "train_mlm.py":
             pretraining.check_cooldown(args, training_args)
             assert training_args.torch_compile and 6 < args.max_train_minutes < 7

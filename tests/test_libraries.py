@@ -76,7 +76,7 @@ def test_seeds_and_warm_up_of_a_fine_tuning(monkeypatch):
     (_, training_args), _ = finetune_race.read_arguments(["--warmup_steps", "100", "--use_cpu"])
     assert protocol.steps_of(training_args, examples=100, batch_size=16) == 24  # 4 epochs of 6 whole batches
     with pytest.raises(InputError, match="warmup_steps=100 is more than the 28 steps"):
-        protocol.optimization.check_length(training_args, 28)
+        protocol.optimizers.check_length(training_args, 28)
 
 
 def test_all_that_a_shorter_length_asks_for_is_in_one_message():

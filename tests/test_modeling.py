@@ -15,11 +15,11 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.training import attention, cross_entropy
+from roberta_recipe.model import attention, cross_entropy
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM, build_model, flops_per_token
+from roberta_recipe.model.weights import read_config
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.modeling import RobertaForMaskedLM, build_model, flops_per_token
-from roberta_recipe.training.weights import read_config
 
 LAYOUTS = [(16, 1), (8, 2), (4, 4), (1, 16)]
 

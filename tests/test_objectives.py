@@ -20,11 +20,11 @@ from roberta_recipe.data.masking import MlmCollator, fixed_masks
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError
+from roberta_recipe.model.masked_lm import masked_lm_class
+from roberta_recipe.model.objectives import named
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.data_loading import record_of
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.modeling import masked_lm_class
-from roberta_recipe.training.objectives import named
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
 

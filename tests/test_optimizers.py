@@ -1,8 +1,5 @@
 """LAMB and Muon: their published updates as oracle, runs that resume, and where they cannot work."""
 
-import math
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +8,7 @@ import train_mlm
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import environment, optimizers, pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
-from roberta_recipe.training.optimizers import build, parsed
+from roberta_recipe.training.optimizers import build
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2"]
 
@@ -93,22 +90,10 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path):
         assert torch.equal(weight, named[name]), name
 
 
-def test_an_update_of_muon_is_nearly_orthogonal(tmp_path):
-    """All singular values of a step near the rate (times the shape's factor): what Newton and Schulz's steps give."""
-    model = Layers()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    args = arguments(tmp_path, "muon", weight_decay=0.0, optim_args="lr=0.05")
-    stepped(model, build(args, model, []), steps=1)
-    for name, factor in (("layers.0.weight", math.sqrt(6 / 4)), ("layers.1.weight", 1.0)):
-        step = dict(model.named_parameters())[name].detach() - before[name]
-        values = torch.linalg.svdvals(step) / (0.05 * factor)
-        assert (values > 0.6).all() and (values < 1.3).all(), values
-
-
 def test_the_matrices_are_those_of_every_familys_layers():
     from test_families import CONFIGS, config_of
 
-    from roberta_recipe.training.modeling import masked_lm_class
+    from roberta_recipe.model.masked_lm import masked_lm_class
 
     for name in CONFIGS:
         config = config_of(name)
@@ -144,21 +129,14 @@ def test_lamb_does_not_adapt_to_what_keeps_padding_out(preset, tmp_path):
     assert padded["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["polynomial", "cosine_with_min_lr"])
-def test_muon_goes_with_schedules_that_ask_for_a_rate(schedule, preset):
-    flags = ["--config", preset, "--optim", "muon", "--lr_scheduler_type", schedule, "--max_steps", "2"]
-    kwargs = {"polynomial": '{"lr_end": 1e-5}', "cosine_with_min_lr": '{"min_lr": 1e-5}'}[schedule]
-    assert train_mlm.main([*flags, "--lr_scheduler_kwargs", kwargs])["steps"] == 2
-
-
 @pytest.mark.parametrize("optim", optimizers.own())
-def test_they_are_refused_under_zero(optim, preset, monkeypatch):
+def test_zero_is_refused(optim, preset, monkeypatch):
     (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", optim])
     pretraining.check_training(args)
     args.deepspeed_plugin = object()
     monkeypatch.setattr(environment, "deepspeed_settings", lambda args: {})
     with pytest.raises(InputError, match=f"optim={optim}: ZeRO flattens .*; take adamw_torch, or start without"):
-        pretraining.optimization.check(args)
+        optimizers.check(args)
 
 
 WSD = ["--max_steps", "10", "--warmup_steps", "2", "--lr_scheduler_type", "warmup_stable_decay"]
@@ -172,40 +150,18 @@ def test_a_trapezoid_fills_the_run(preset, kwargs):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--optim", "lamb", "--optim_args", "lr=1"], "optim=lamb cannot take them .it has no lr"),
-        (["--optim", "muon", "--optim_args", "nesterov=0"], "optim=muon cannot take them .it has no nesterov"),
-        (["--optim", "muon", "--optim_args", "lr=-1"], "lr=-1.0 must be from 0 to below inf"),
-        (["--optim", "muon", "--optim_args", "lr=fast"], "could not convert string to float"),
+        (["--optim", "lamb", "--optim_args", "lr=1"], "optim=lamb .*: it has no lr"),
+        (["--optim", "muon", "--optim_args", "nesterov=0"], "optim=muon .*: it has no nesterov"),
         (["--optim", "muon", "--optim_args", "adjust_lr_fn=mine"], "mine is not supported"),
-        (["--optim", "muon", "--optim_args", "lr"], "write them as name=value"),
-        (["--optim", "muon", "--optim_args", "lr=0.1,lr=0.2"], "a name is given twice"),
-        (["--optim", "muon", "--optim_args", "lr=inf"], "lr=inf must be from 0 to below inf"),
-        (["--optim", "muon", "--optim_args", "momentum=1"], "momentum=1.0 must be from 0 to below 1"),
-        (["--optim", "muon", "--optim_args", "ns_steps=100"], "ns_steps=100 must be from 1 to below 100"),
         (["--optim", "lamb", "--adam_beta1", "1.0"], "optim=lamb with .*: .*[Bb]eta"),
-        (["--optim", "muons"], "muons"),
-        ([*WSD, '{"num_decay_steps": 1000}'], "warm-up of 2 steps and the phases given are 1,002 steps, .* at most 8;"),
-        ([*WSD, '{"num_decay_steps": 5, "num_stable_steps": 100}'], "given are 107 steps, and the run has 10: give"),
-        ([*WSD, '{"num_decay_steps": 5, "num_stable_steps": 1}'], "given are 8 steps, and the run has 10: give"),
-        ([*WSD, '{"num_decay_steps": 0.2}'], "num_decay_steps=0.2 must be a whole number of steps, from 1 on"),
-        ([*WSD, '{"num_decay_steps": 0}'], "num_decay_steps=0 must be a whole number of steps, from 1 on"),
-        ([*WSD, '{"num_decay_steps": 5, "min_lr_ratio": 2}'], "the rate at step 0 would be 2.0 x learning_rate, and"),
+        ([*WSD, '{"num_decay_steps": 9}'], "10 steps, 2 of them warm-up; .* from 1 to 8; the stable phase"),
+        ([*WSD, '{"num_decay_steps": 5, "num_stable_steps": 1}'], "num_decay_steps alone"),
+        ([*WSD, '{"num_decay_steps": 0.2}'], "a whole number from 1 to 8"),
     ],
 )
-def test_bad_input(preset, words, said):
-    with pytest.raises(InputError, match=said):
+def test_bad_input(preset, words, message):
+    with pytest.raises(InputError, match=message):
         (_, args), _ = train_mlm.read_arguments(["--config", preset, *words])
-        pretraining.check_training(args)
-
-
-def test_values_are_parsed():
-    assert parsed(None) == parsed("") == {} and parsed("a=1, b=c") == {"a": "1", "b": "c"}
-
-
-def test_lamb_without_its_library_is_told(preset, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(InputError, match=r"optim=lamb: .*pytorch_optimizer.*; pip install -r requirements\.txt"):
-        (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", "lamb"])
         pretraining.check_training(args)

@@ -26,13 +26,13 @@ from roberta_recipe.data import documents as reading
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.errors import InputError, says_no_room
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import compare
 from roberta_recipe.training import batch, checkpoint, pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 WORKER = ["--dataloader_num_workers", "1"]

@@ -73,7 +73,7 @@ def test_no_import_has_an_effect(root):
 
 IMPORT_ALL = """
 import importlib, pathlib, sys
-rooms = [pathlib.Path("roberta_recipe", room) for room in ("data", "training", "tasks")]
+rooms = [pathlib.Path("roberta_recipe", room) for room in ("data", "model", "training", "tasks")]
 names = [".".join(path.with_suffix("").parts) for room in rooms for path in sorted(room.glob("[!_]*.py"))]
 for name in names:
     importlib.import_module(name)

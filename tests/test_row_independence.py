@@ -27,8 +27,10 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, validation_collator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import heads
+from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, squad, wsc
-from roberta_recipe.training import finetune_trainer, heads, modeling
+from roberta_recipe.training import finetune_trainer
 
 FAMILIES = ("roberta", "bert", "mpnet", "distilbert", "electra", "albert", "deberta-v2", "modernbert")
 WORDS = (1, 9, 3, 5, 2, 7, 4)
@@ -121,7 +123,7 @@ def test_race(family):
 
 
 def masked_lm(config):
-    return drawn(lambda config: modeling.masked_lm_class(config)(config), config)
+    return drawn(lambda config: masked_lm_class(config)(config), config)
 
 
 def test_wnli(family):

@@ -11,8 +11,8 @@ from transformers import AlbertForMaskedLM
 import train_mlm
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import masked_lm, weights
 from roberta_recipe.tools import estimate
-from roberta_recipe.training import modeling, weights
 
 SMALL = {
     "model_type": "albert",
@@ -52,7 +52,7 @@ def test_parameters_are_those_of_the_paper(shared, width, millions):
     overrides = f"vocab_size=30000,embedding_size={width},shared_parameters={shared}"
     config = weights.fresh_config(str(ROOT / "presets/model/albert_base.json"), overrides)
     with torch.device("meta"):
-        body = modeling.masked_lm_class(config)(config).albert
+        body = masked_lm.masked_lm_class(config)(config).albert
     mapping = (width + 1) * 768 if width == 768 else 0  # which the paper has not where the embedding is no narrower
     assert (body.num_parameters() - mapping) / 1e6 == pytest.approx(millions, abs=1)
     head = 768 * width + width + 2 * width + 30_000
@@ -64,7 +64,7 @@ def test_logits_and_gradients_are_the_stock_classs(shared, albert_file, tmp_path
     """The stock class has a group a layer; the gradient of what is shared is the sum over them."""
     config = weights.fresh_config(albert_file, f"shared_parameters={shared}")
     torch.manual_seed(0)
-    ours = modeling.masked_lm_class(config)(config)
+    ours = masked_lm.masked_lm_class(config)(config)
     with torch.no_grad():
         for weight in ours.parameters():
             weight.mul_(5)  # logits that differ
@@ -121,7 +121,7 @@ def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_fi
 def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_path):
     """As fine-tuning, or further pretraining, in the stock class leaves it."""
     config = weights.fresh_config(albert_file, "shared_parameters=attention")
-    modeling.masked_lm_class(config)(config).save_pretrained(tmp_path / "saved")
+    masked_lm.masked_lm_class(config)(config).save_pretrained(tmp_path / "saved")
     stock = AlbertForMaskedLM.from_pretrained(tmp_path / "saved")
     with torch.no_grad():
         stock.albert.encoder.albert_layer_groups[1].albert_layers[0].attention.query.bias[0] += 1

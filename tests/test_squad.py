@@ -28,9 +28,9 @@ from transformers import (
 import finetune_squad
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.model import heads
 from roberta_recipe.tasks import answerability, squad, squad_files
 from roberta_recipe.tools import squad_score
-from roberta_recipe.training import heads
 from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
 
 RUN = "lr0.001-batch8-seed1"

@@ -21,7 +21,15 @@ from roberta_recipe.training.arguments import (
     MlmTrainingArguments,
 )
 
-ROOMS = ["", "data", "training", "tasks", "publishing", "tools"]  # a package may import from packages before it
+ROOMS = [
+    "",
+    "data",
+    "model",
+    "training",
+    "tasks",
+    "publishing",
+    "tools",
+]  # a package imports only from those before it
 MODULES = sorted((ROOT / "roberta_recipe").rglob("*.py"))
 SCRIPTS = ["train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py"]
 OWN = [

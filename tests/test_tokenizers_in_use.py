@@ -21,8 +21,8 @@ import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.packing import Block
+from roberta_recipe.model import weights
 from roberta_recipe.tasks import glue, protocol, race, squad, wsc
-from roberta_recipe.training import weights
 
 TOKENIZERS, TEXTS = 60, 12
 MARKS = ["[E1]", "[/E1]", "<user>", "@city", "héllo", "new york", "ﬁ", "the"]

@@ -9,9 +9,9 @@ import train_mlm
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.pairs import NSP
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import attention, families, modeling, varlen
+from roberta_recipe.model import architectures, attention, masked_lm, varlen
+from roberta_recipe.model.objectives import named
 from roberta_recipe.training.arguments import MlmTrainingArguments
-from roberta_recipe.training.objectives import named
 
 LENGTHS = (24, 9, 17)
 
@@ -45,14 +45,14 @@ def padded_batch(objectives):
 
 
 @pytest.mark.parametrize("objectives", [["mlm"], ["mlm", "sbo"], ["mlm", "nsp"]])
-@pytest.mark.parametrize("name", [name for name, family in families.TABLE.items() if family.first_position])
+@pytest.mark.parametrize("name", [name for name, family in architectures.TABLE.items() if family.first_position])
 def test_losses_and_gradients_are_those_of_padded_rows(name, objectives, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_definition)
     attention.register()
     config = config_of(name)
     config.initializer_range = 0.3
     torch.manual_seed(0)
-    model, found = modeling.masked_lm_class(config, objectives=named(objectives))(config), {}
+    model, found = masked_lm.masked_lm_class(config, objectives=named(objectives))(config), {}
     batch = padded_batch(objectives)
     assert {objective.column for objective in model.objectives.values()} <= set(batch)
     for way in ("sdpa", varlen.VARLEN):
@@ -74,7 +74,7 @@ def test_losses_and_gradients_are_those_of_padded_rows(name, objectives, monkeyp
 def test_logits_without_labels_are_those_of_padded_rows():
     """As `pipeline` and BLiMP call a model."""
     attention.register()
-    model = modeling.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval()
+    model = masked_lm.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval()
     given = {name: column for name, column in padded_batch(["mlm"]).items() if name in ("input_ids", "attention_mask")}
     logits = {}
     for way in ("sdpa", varlen.VARLEN):

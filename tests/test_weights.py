@@ -18,10 +18,10 @@ from transformers import (
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import heads, weights
+from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.tasks import wsc
 from roberta_recipe.tools import evaluate, fairseq
-from roberta_recipe.training import heads, weights
-from roberta_recipe.training.modeling import build_model
 
 LAYER = "roberta.encoder.layer.1.output.dense.weight"
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast, RobertaForSequenceClassificati
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 from roberta_recipe.tasks import wsc
-from roberta_recipe.training.modeling import RobertaForMaskedLM
 
 TEXT = "The cat follows a small dog near the sea , but it leaves at night."
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from roberta_recipe.data import chunks, packing
-from roberta_recipe.training import objectives, optimizers
+from roberta_recipe.model import objectives
+from roberta_recipe.training import optimizers
 
 
 def halves(*documents_and_layout):
@@ -48,7 +49,7 @@ class SignDescent(torch.optim.Optimizer):
 
 OPTIMIZER = optimizers.Optimizer(
     1,
-    {"momentum": (float, 0, 1)},
+    {"momentum": float},
     lambda args, groups, matrices, momentum=0.9: SignDescent(groups, args.learning_rate, momentum),
     "a toy: signs of a running mean",
     lost_under_zero="nothing, but a toy has not been tried",

@@ -23,9 +23,9 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import pack
-from roberta_recipe.training.modeling import build_model
 from tokenizer import train_tokenizer
 
 PRESET = """

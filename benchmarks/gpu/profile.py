@@ -26,8 +26,9 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
+from roberta_recipe.model import masked_lm
 from roberta_recipe.tools.estimate import GIB, memory_per_gpu
-from roberta_recipe.training import modeling, pretraining
+from roberta_recipe.training import pretraining
 
 MASKED = 0.15
 WARM_UP, STEPS, PROFILED = 3, 8, 2
@@ -86,7 +87,7 @@ class Bench:
         (args, training_args), _ = pretraining.read_arguments(flags, "")
         model = pretraining.build_model(args, training_args, self.tokenizer).to(self.device).train()
         if variant.compiled:
-            modeling.compile_encoder(model)
+            masked_lm.compile_encoder(model)
         return model, pretraining.build_collator(args, training_args, self.tokenizer)
 
     def batches(self, collator: MlmCollator, count: int, rows: int, mixed: bool) -> list[Batch]:
@@ -139,7 +140,7 @@ class Bench:
         seconds = time.perf_counter() - begun_s
         tokens = sum(batches[number % len(batches)].tokens for number in range(WARM_UP, WARM_UP + STEPS))
         peak = hardware.peak_memory_bytes()
-        flops = modeling.flops_per_token(model.config, self.length, MASKED)
+        flops = masked_lm.flops_per_token(model.config, self.length, MASKED)
         size = {"micro_batch": self.rows, "seq_len": self.length, "mlm_probability": MASKED, "precision": "bf16"}
         values = [loss.item() for loss in losses]
         yield {

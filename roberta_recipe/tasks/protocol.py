@@ -20,6 +20,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import counted, is_first_process, logger
+from roberta_recipe.model import attention, heads, weights
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
@@ -39,15 +40,11 @@ from roberta_recipe.tasks import answers, stored_scores
 from roberta_recipe.tasks.seeds import Run, comparable, name_on_split, of_setting, runs_of, summarise
 from roberta_recipe.training import (
     arguments,
-    attention,
     batch,
     checkpoint,
     environment,
     finetune_trainer,
-    heads,
-    optimization,
     optimizers,
-    weights,
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
@@ -152,7 +149,7 @@ def check_arguments(
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    optimization.check(training_args)
+    optimizers.check(training_args)
     environment.check_machine(training_args)
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
@@ -276,7 +273,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         return record
     steps = [steps_of(training_args, len(job.features["train"]), each.batch) for each in (run, *ahead)]
     if not record:
-        optimization.check_length(training_args, steps[0])
+        optimizers.check_length(training_args, steps[0])
     set_seed(run.seed)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()

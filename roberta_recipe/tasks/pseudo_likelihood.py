@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar
-from roberta_recipe.training import predictions, weights
+from roberta_recipe.model import weights
+from roberta_recipe.training import predictions
 
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")

@@ -22,8 +22,8 @@ from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, read_text, resolve_path, taken_apart
 from roberta_recipe.log import logger
-from roberta_recipe.training import weights
-from roberta_recipe.training.modeling import UNSEEN_LOGIT, RobertaForMaskedLM
+from roberta_recipe.model import weights
+from roberta_recipe.model.masked_lm import UNSEEN_LOGIT, RobertaForMaskedLM
 
 # Words that are written onto the word before them, and brackets that are written onto the word after them.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)

@@ -26,10 +26,11 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
+from roberta_recipe.model import weights
 from roberta_recipe.publishing import minimal_pairs, plots
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.training import environment, predictions, weights
+from roberta_recipe.training import environment, predictions
 
 CHART_NAME = "blimp.png"
 

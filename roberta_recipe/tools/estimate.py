@@ -26,18 +26,9 @@ from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import counted, duration, set_up_logging
+from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
 from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import (
-    batch,
-    cross_entropy,
-    environment,
-    families,
-    modeling,
-    objectives,
-    optimizers,
-    pretraining,
-    weights,
-)
+from roberta_recipe.training import batch, environment, optimizers, pretraining
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
 
@@ -88,7 +79,7 @@ def _count(of: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...
     """Parameters: all, and those of `optimizers.matrices_of_layers`."""
     config = of.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
-        cls = modeling.masked_lm_class(config, config.model_type, objectives.named(trained_for))
+        cls = masked_lm.masked_lm_class(config, config.model_type, objectives.named(trained_for))
         model = weights.fresh(cls, config.model_type, config)
         return model.num_parameters(), sum(weight.numel() for weight in optimizers.matrices_of_layers(model))
 
@@ -113,7 +104,7 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_byte
     channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
     inner = 2 * element * config.intermediate_size  # before and after GELU
     rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
-    embeddings = (stream + mask) * modeling.embedding_width(
+    embeddings = (stream + mask) * masked_lm.embedding_width(
         config
     ) + 33  # three int64 indices, one LayerNorm, where labels are
     return tokens * (channel * hidden + inner + rows), tokens * embeddings
@@ -189,7 +180,7 @@ def memory_per_gpu(
     again soon.
     """
     half, count = precision != "fp32", parameter_count(config, objective)
-    width = modeling.embedding_width(config)
+    width = masked_lm.embedding_width(config)
     states = 4 * _states(config, objective, optim)
     own = math.ceil(count / processes)  # parameters of a process's partition
     host = casts = 0
@@ -198,7 +189,7 @@ def memory_per_gpu(
             layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's share weights
             layers = 1 if activation_checkpointing else layers
             head = width * (config.hidden_size + config.vocab_size)
-            casts = 2 * (layers * modeling.layer_weights(config) + head)
+            casts = 2 * (layers * masked_lm.layer_weights(config) + head)
         parameters = 4 * count + casts
         gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are a copy (gradient_as_bucket_view: false)
         optimizer = states
@@ -304,7 +295,7 @@ class Estimate:
     @property
     def flops(self) -> float:
         named = objectives.named(self.objective)
-        return self.tokens * modeling.flops_per_token(self.config, self.seq_len, self.mlm_probability, named)
+        return self.tokens * masked_lm.flops_per_token(self.config, self.seq_len, self.mlm_probability, named)
 
     @property
     def days(self) -> float:
@@ -373,7 +364,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         raise InputError(
             f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"
         )
-    families.check_checkpointing(config, training_args)
+    architectures.check_checkpointing(config, training_args)
     config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     at_once = micro_batch * hardware.count
@@ -414,7 +405,7 @@ def table(estimate: Estimate) -> str:
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
     if not largest:
-        recompute = "activation_checkpointing, " * families.can_checkpoint(config)
+        recompute = "activation_checkpointing, " * architectures.can_checkpoint(config)
         advice = f"not even 1 sequence does; take a higher ZeRO stage, offload, {recompute}a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""

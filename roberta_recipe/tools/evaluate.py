@@ -20,9 +20,10 @@ from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.model import masked_lm
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import environment, modeling, pretraining
+from roberta_recipe.training import environment, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
@@ -96,7 +97,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         fingerprint={},
         resumed=None,
         also_measured=blimp.while_training(args.blimp_dir, model, tokenizer) if args.blimp_dir else None,
-        flops_per_token=modeling.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
+        flops_per_token=masked_lm.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
     metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():

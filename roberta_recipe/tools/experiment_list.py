@@ -29,7 +29,7 @@ from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.tools.experiment_scale import at_scale
-from roberta_recipe.training import optimization, pretraining
+from roberta_recipe.training import optimizers, pretraining
 from roberta_recipe.training.checkpoint import newest_first
 
 RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
@@ -465,7 +465,7 @@ def _resolve(setting: Setting, where: str) -> Resolved:
         pretraining.check_text(filled[0])
         pretraining.check_model(filled[0])
         pretraining.check_cooldown(*filled)
-    optimization.check(filled[-1])
+    optimizers.check(filled[-1])
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:
         raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")

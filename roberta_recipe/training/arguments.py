@@ -11,7 +11,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from roberta_recipe import hardware
 from roberta_recipe.args import Flag, setting
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import attention, batch, families, optimizers
+from roberta_recipe.model import architectures, attention
+from roberta_recipe.training import batch, optimizers
 
 # Every flag of transformers 5.23's `TrainingArguments`, by what it means for a run that is started again (`Flag`).
 # "fixed": they change what is computed
@@ -183,7 +184,7 @@ def resolve(
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
-    families.check_checkpointing(config, training_args)
+    architectures.check_checkpointing(config, training_args)
     training_args.attn_implementation = attention.choose(config, training_args, unpads)
 
 

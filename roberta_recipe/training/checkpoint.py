@@ -224,7 +224,7 @@ def load_state(
                 f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
                 f"output_dir{override}"
             )
-        # the arguments of an optimizer of ours are in its groups, into which `optimization.put_back` puts those of now
+        # the arguments of an optimizer of ours are in its groups, into which `optimizers.put_back` puts those of now
         of_groups = {"optim_args"} if fingerprint.get("optim") in optimizers.own() else set()
         if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
             raise InputError(

@@ -21,9 +21,10 @@ from roberta_recipe import durable
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import RunError, first_line, says_no_room
 from roberta_recipe.log import logger
+from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import digests, optimizers, stopping, weights
+from roberta_recipe.training import digests, optimizers, stopping
 from roberta_recipe.training.checkpoint import (
     STATE_VERSION,
     SealedCheckpoints,

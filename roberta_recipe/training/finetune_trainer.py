@@ -16,10 +16,10 @@ from roberta_recipe import durable
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
+from roberta_recipe.model.heads import layer_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.data_workers import leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
-from roberta_recipe.training.heads import layer_rates
 from roberta_recipe.training.throughput import encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch

@@ -25,8 +25,9 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
+from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
-from roberta_recipe.training import advice, data_loading, modeling, optimization
+from roberta_recipe.training import advice, data_loading, optimizers
 from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
@@ -49,7 +50,7 @@ class MlmTrainer(DurableTrainer):
     """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
 
     The model's `objectives` has the declaration of each objective, and its output's `loss_sums` has the sum of losses
-    of each (`modeling.RobertaForMaskedLM`); "mlm" is always among them. Stock evaluation averages the means of batches;
+    of each (`masked_lm.ObjectivesOutput`); "mlm" is always among them. Stock evaluation averages the means of batches;
     here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
     batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
     another objective. The first micro-batch of a step carries its record (`data_loading.RECORD`). `resumed` is the
@@ -85,7 +86,7 @@ class MlmTrainer(DurableTrainer):
         self._consumed = np.zeros(3, dtype=np.int64)  # records of this process's steps, since last counted
         if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
-            modeling.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
+            masked_lm.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
 
     # Data
 
@@ -172,14 +173,14 @@ class MlmTrainer(DurableTrainer):
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
-        self._of_command_line = optimization.hyperparameters(optimizer)
+        self._of_command_line = optimizers.hyperparameters(optimizer)
         return optimizer
 
     def put_back_hyperparameters(self) -> None:
         """When a checkpoint, if any, is loaded."""
         self._loaded = True
         if self._changed:
-            optimization.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
+            optimizers.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)

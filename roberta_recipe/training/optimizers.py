@@ -1,34 +1,33 @@
-"""The optimizers, a declaration each in `TABLE`: Trainer's own, LAMB (You et al. 2020, arXiv 1904.00962; ALBERT was
-trained with it) and Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), from the libraries that keep them.
+"""Optimizers, a declaration each in `TABLE`, and learning-rate schedules (paper, Table 9: Adam, linear decay).
 
-A new optimizer is an entry of `TABLE`; flag, checks, ZeRO, resuming and the estimate of memory follow from it.
+Beside Trainer's own: LAMB (You et al. 2020, arXiv 1904.00962; ALBERT was trained with it) and Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon). A new optimizer is an entry of `TABLE`; flag, checks, ZeRO, resuming and the memory
+estimate follow from it.
 """
 
-import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe.errors import InputError
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`build(args, groups, matrices, **optim_args)`: the optimizer over parameter groups, first the group that decays;
-    None for one of Trainer's. `arguments` are the `optim_args` that it takes: type and, for `build`, a number's range.
-    """
+    """`build(args, groups, matrices, **optim_args)` returns the optimizer over two parameter groups, the first with
+    weight decay; None for Trainer's own. `arguments` are the names and types of its `optim_args`."""
 
     states: int  # fp32 numbers for each weight
-    arguments: dict[str, tuple] = field(default_factory=dict)
+    arguments: dict[str, type] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None
     help: str = ""
-    matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where it treats them apart
-    lost_under_zero: str = ""  # what ZeRO, which flattens and splits the weights, takes away; empty: nothing
-    needs_bf16: bool = False  # its matrix products are in bf16, which some machines emulate
+    matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where they differ
+    lost_under_zero: str = ""  # why ZeRO, which flattens and splits the weights, would change the updates
 
 
 def own() -> list[str]:
@@ -42,63 +41,48 @@ def name_of(args: TrainingArguments) -> str:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """AdamW and Muon as one optimizer: its groups are AdamW's, then Muon's, and its state is that of both."""
+    """AdamW and Muon as one optimizer, with the groups of AdamW before those of Muon and one state."""
 
     def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon):
         self._both, self._first = (adamw, muon), len(adamw.param_groups)
-        super().__init__([*adamw.param_groups, *muon.param_groups], dict(adamw.defaults))  # schedules read a rate there
+        super().__init__([*adamw.param_groups, *muon.param_groups], dict(adamw.defaults))  # schedules read lr there
 
     def step(self, closure=None):
         parts = self.param_groups[: self._first], self.param_groups[self._first :]
         for optimizer, groups in zip(self._both, parts, strict=True):
-            optimizer.param_groups, optimizer.state = groups, self.state  # `load_state_dict` has made new ones
+            optimizer.param_groups, optimizer.state = groups, self.state  # `load_state_dict` replaces both
             optimizer.step()
 
 
 def matrices_of_layers(model: nn.Module) -> list[nn.Parameter]:
     """The weights of linear modules in the layers of the body: no embedding, no head, no projection of an embedding."""
-    found = {}  # each once, in the order of the model
+    matrices = {}  # shared ones once, in the order of the model
     for layers in getattr(model, "base_model", model).modules():
         if isinstance(layers, nn.ModuleList):
-            found |= {id(layer.weight): layer.weight for layer in layers.modules() if isinstance(layer, nn.Linear)}
-    return [weight for weight in found.values() if weight.requires_grad]
+            matrices |= {id(layer.weight): layer.weight for layer in layers.modules() if isinstance(layer, nn.Linear)}
+    return [weight for weight in matrices.values() if weight.requires_grad]
 
 
 def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) -> torch.optim.Optimizer:
-    """The optimizer of a model that `args` name; `decayed` names the weights that decay. Raises `TypeError` and
-    `ValueError` for `optim_args` that it cannot take, some of which Trainer passes over."""
-    name, optim_args = name_of(args), parsed(args.optim_args)
-    declared, matrices = TABLE[name], matrices_of_layers(model)
+    """The optimizer of `args` over a model's parameters, with weight decay for those named in `decayed`. Raises
+    `TypeError` or `ValueError` for `optim_args` that it does not take, some of which Trainer would ignore."""
+    optim_args = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+    declared = TABLE[name_of(args)]
     if unknown := optim_args.keys() - declared.arguments.keys():
         takes = ", ".join(declared.arguments) or "none"
         raise TypeError(
-            f"it has no {min(unknown)}, it takes {takes}; rate, decay, betas and epsilon have flags of their own"
+            f"it has no {min(unknown)}, it takes {takes}; learning rate, decay, betas and epsilon have their own flags"
         )
-    given = {name: declared.arguments[name][0](value) for name, value in optim_args.items()}
-    for key, value in given.items():
-        _, *limits = declared.arguments[key]
-        if limits and not limits[0] <= value < limits[1]:
-            raise ValueError(f"{key}={value} must be from {limits[0]} to below {limits[1]:g}")
-    if declared.matrix_states is not None and not matrices:
-        kind = model.config.model_type
-        raise InputError(f"optim={name}: no layer of this {kind!r} model has a linear module to train")
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for name, weight in named if name in decayed], "weight_decay": args.weight_decay},
         {"params": [weight for name, weight in named if name not in decayed], "weight_decay": 0.0},
     ]
     if declared.build:
-        return declared.build(args, groups, matrices, **given)
+        given = {name: declared.arguments[name](value) for name, value in optim_args.items()}
+        return declared.build(args, groups, matrices_of_layers(model), **given)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     return cls(groups, **kwargs)
-
-
-def parsed(optim_args: str | None) -> dict[str, str]:
-    """`optim_args` by name. Raises `ValueError` where they are not name=value,name=value."""
-    pairs = [pair.split("=") for pair in (optim_args or "").replace(" ", "").split(",") if pair]
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found
 
 
 def _of_adam(args: TrainingArguments) -> dict[str, Any]:
@@ -111,8 +95,8 @@ def _lamb(args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[
     class Unclamped(Lamb):
         clamp = float("inf")  # of a weight's norm: 10 in the paper's first version, no limit in the authors' code
 
-    # the decay is a part of the update whose norm is taken (Algorithm 2); `adam_debias` leaves the rate as it is;
-    # `adam`, the norms out: in the authors' code, of what is not decayed (a bias of padding would be its norm)
+    # the decay is part of the update that is normalized (Algorithm 2); `adam_debias`: no bias correction;
+    # `adam`: no trust ratio, as in the authors' code for weights without decay (a bias of padding would dominate it)
     groups = [{**group, "adam": number > 0} for number, group in enumerate(groups)]
     return Unclamped(groups, **_of_adam(args), weight_decouple=False, adam_debias=True)
 
@@ -120,31 +104,94 @@ def _lamb(args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[
 def _muon(
     args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[nn.Parameter], **optim_args: Any
 ) -> torch.optim.Optimizer:
-    taken = set(map(id, matrices))
-    rest = [{**group, "params": [weight for weight in group["params"] if id(weight) not in taken]} for group in groups]
-    # 0.02 is its author's, for the update whose scale is adjusted by a matrix's shape alone
+    ids = set(map(id, matrices))
+    rest = [{**group, "params": [weight for weight in group["params"] if id(weight) not in ids]} for group in groups]
+    # 0.02 is the author's, for updates scaled by a matrix's shape alone
     muon = {"lr": 0.02, "weight_decay": args.weight_decay, **optim_args}
     return MuonAndAdamW(torch.optim.AdamW(rest, **_of_adam(args)), torch.optim.Muon(matrices, **muon))
 
 
-_ANY, _POSITIVE = (float,), (float, 0, math.inf)
-# those whose runs are resumed bit for bit (tests/test_flags.py)
+# runs of each resume bit for bit (tests/test_flags.py)
 TABLE = {
     "adamw_torch": Optimizer(2),
     "adamw_torch_fused": Optimizer(2),
     "adafactor": Optimizer(0, lost_under_zero="the matrices that Adafactor takes rows and columns of"),  # few numbers
-    "sgd": Optimizer(0, {"momentum": _ANY, "dampening": _ANY, "nesterov": (bool,)}),
-    "adagrad": Optimizer(1, {"lr_decay": _ANY, "eps": _ANY}),
-    "rmsprop": Optimizer(1, {"momentum": _ANY, "alpha": _ANY, "eps": _ANY, "centered": (bool,)}),
+    "sgd": Optimizer(0, {"momentum": float, "dampening": float, "nesterov": bool}),
+    "adagrad": Optimizer(1, {"lr_decay": float, "eps": float}),
+    "rmsprop": Optimizer(1, {"momentum": float, "alpha": float, "eps": float, "centered": bool}),
     "lamb": Optimizer(2, {}, _lamb, "You et al. 2020, ALBERT's", lost_under_zero="the tensors whose norms LAMB takes"),
     "muon": Optimizer(
         2,
-        {"lr": _POSITIVE, "weight_decay": _POSITIVE, "momentum": (float, 0, 1)}
-        | {"ns_steps": (int, 1, 100), "adjust_lr_fn": (str,)},
+        {"lr": float, "weight_decay": float, "momentum": float, "ns_steps": int, "adjust_lr_fn": str},
         _muon,
-        "for the matrices of layers, with a rate of its own (--optim_args lr=0.02), and AdamW for the rest",
+        "for the matrices of layers, with its own learning rate (--optim_args lr=0.02), and AdamW for the rest",
         matrix_states=1,
         lost_under_zero="the matrices that Muon orthogonalizes",
-        needs_bf16=True,
     ),
 }
+
+
+def check(args: TrainingArguments) -> None:
+    """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments without an effect."""
+    name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    if args.deepspeed_plugin and (lost := TABLE[name].lost_under_zero):
+        raise InputError(f"optim={name}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
+    try:
+        build(args, nn.ModuleList([nn.Linear(2, 2)]), ["0.weight"])
+    except (ImportError, TypeError, ValueError) as error:
+        numbers = f"adam_beta1={args.adam_beta1}, adam_beta2={args.adam_beta2}, adam_epsilon={args.adam_epsilon}"
+        raise InputError(
+            f"optim={name} with {numbers} and optim_args={args.optim_args} (name=value,name=value): {error}"
+        ) from None
+
+    where = f"lr_scheduler_type={schedule.value}"
+    if kwargs and schedule in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
+        raise InputError(f"lr_scheduler_kwargs={kwargs}: {where} takes none")
+    if schedule is SchedulerType.CONSTANT and args.warmup_steps:
+        raise InputError(f"warmup_steps={args.warmup_steps:g}: {where} has no warm-up; constant_with_warmup has one")
+    steps = args.max_steps if args.max_steps > 0 else 1000  # a number of epochs: as long as the data
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    try:
+        get_scheduler(schedule, optimizer, args.get_warmup_steps(steps), steps, kwargs)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where} with lr_scheduler_kwargs={kwargs}: {error}") from None
+    if args.max_steps > 0:
+        check_length(args, steps)
+
+
+def check_length(args: TrainingArguments, steps: int) -> None:
+    """Raise `InputError` where a run of so many steps ends within its warm-up, or where the phases of
+    warmup_stable_decay have another length in all: the learning rate would end too early or stay high."""
+    warmup = args.get_warmup_steps(steps)
+    if warmup > steps:
+        raise InputError(
+            f"warmup_steps={args.warmup_steps:g} is more than the {steps:,} steps of the run: --warmup_steps {steps} "
+            "or less; a number below 1 is a share of the steps (--warmup_steps 0.06: Tables 9 and 10)"
+        )
+    if args.lr_scheduler_type is SchedulerType.WARMUP_STABLE_DECAY:
+        kwargs = args.lr_scheduler_kwargs
+        decay, stable = kwargs["num_decay_steps"], kwargs.get("num_stable_steps")
+        most = steps - warmup
+        if not isinstance(decay, int) or not 1 <= decay <= most or stable not in (None, most - decay):
+            raise InputError(
+                f"lr_scheduler_kwargs={kwargs}: the run has {steps:,} steps, {warmup:,} of them warm-up; set "
+                f"num_decay_steps alone, a whole number from 1 to {most:,}; the stable phase is the rest"
+            )
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def put_back(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, groups: list[dict[str, Any]]
+) -> None:
+    """Restore the `hyperparameters` from before a checkpoint was loaded; the step of the schedule and the optimizer's
+    moments stay the checkpoint's."""
+    scheduler.base_lrs = [group["lr"] for group in groups]
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    rates = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, before, lr in zip(optimizer.param_groups, groups, rates, strict=True):
+        group.update(before, initial_lr=before["lr"], lr=lr)
+    scheduler._last_lr = rates

@@ -1,6 +1,6 @@
 """What any masked LM says of chosen positions: the decoder, the large product with the vocabulary, runs on these alone.
 
-For `tools/words.py` and other figures that compare models of any family; training has `modeling.RobertaForMaskedLM`.
+For `tools/words.py` and other figures that compare models of any family; training has `masked_lm.RobertaForMaskedLM`.
 """
 
 import torch
@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import weights
+from roberta_recipe.model import weights
 
 
 def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

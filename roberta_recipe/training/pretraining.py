@@ -23,22 +23,10 @@ from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
+from roberta_recipe.model import architectures, attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import (
-    arguments,
-    attention,
-    data_loading,
-    digests,
-    environment,
-    families,
-    initialization,
-    modeling,
-    objectives,
-    optimization,
-    stopping,
-    weights,
-)
+from roberta_recipe.training import arguments, data_loading, digests, environment, optimizers, stopping
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -324,7 +312,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
-    optimization.check(training_args)
+    optimizers.check(training_args)
     environment.check_machine(training_args)
 
 
@@ -334,7 +322,7 @@ def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
     arguments.resolve(args, training_args, config, unpads=True)
     if args.input_format in SHARED_ROWS:
-        families.check_shared_rows(config, args.input_format)
+        architectures.check_shared_rows(config, args.input_format)
         attention.check_shared_rows(training_args.attn_implementation, args.input_format)
 
 
@@ -439,12 +427,12 @@ def build_model(
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     trained_for: Sequence[str] | None = None,
-) -> modeling.PredictedPositions:
+) -> masked_lm.PredictedPositions:
     """The model of `objective`, or of those it is `trained_for`, with fresh weights, or with those of a checkpoint;
     whole on every process, with the attention of `training_args` (`resolve`)."""
     environment.build_models_whole()
     set_seed(training_args.seed)
-    model = modeling.build_model(
+    model = masked_lm.build_model(
         tokenizer,
         config_name=args.config_name,
         config_overrides=args.config_overrides,
@@ -620,7 +608,7 @@ def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dic
 def run_fingerprint(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
-    model: modeling.PredictedPositions,
+    model: masked_lm.PredictedPositions,
     tokenizer: PreTrainedTokenizerBase,
     reader: Reader,
 ) -> tuple[dict[str, Any], set[str]]:

@@ -27,9 +27,10 @@ from roberta_recipe.data.order import Skipped, in_words, union
 from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import is_first_process, logger
+from roberta_recipe.model import attention
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import attention, environment
+from roberta_recipe.training import environment
 from roberta_recipe.training.checkpoint import newest_first
 from roberta_recipe.training.processes import from_first_process
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from roberta_recipe.hardware import forget_peak_memory, matrix_rate
 from roberta_recipe.log import counted, logger
-from roberta_recipe.training import attention
+from roberta_recipe.model import attention
 
 # families whose layers have the matrix products of BERT's, and whose configs have its names
 BERT_LIKE = ("albert", "bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta")

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import families, optimizers
+from roberta_recipe.model import architectures
 
 _DEFAULTS = {"positions": 2.0, "query_key": 0.7, "value_output": 0.5}
 FAMILIES = ("roberta", "xlm-roberta", "camembert", "bert")  # with BERT's modules under BERT's names
@@ -24,9 +24,10 @@ def factors(text: str | None) -> dict[str, float] | None:
     """The factors of "mimetic,name=number,..."; None for "normal" and None. Raises `InputError`."""
     if text in (None, "normal"):
         return None
-    name, _, options = text.partition(",")
+    name, _, options = text.replace(" ", "").partition(",")
     try:
-        given = {key: float(value) for key, value in optimizers.parsed(options).items()}
+        pairs = [pair.split("=") for pair in options.split(",") if pair]
+        given = {key: float(value) for key, value in pairs}
         if name != "mimetic" or given.keys() - _DEFAULTS.keys() or not all(0 <= v < math.inf for v in given.values()):
             raise ValueError
     except ValueError:
@@ -63,7 +64,7 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
             "normal"
         )
     size, heads = config.hidden_size, config.num_attention_heads
-    first = families.TABLE[config.model_type].first_position(config)
+    first = architectures.TABLE[config.model_type].first_position(config)
     table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); no token uses those before `first`
     table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
     for layer in model.base_model.encoder.layer:

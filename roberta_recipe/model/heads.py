@@ -7,7 +7,7 @@ from transformers import AutoModelForQuestionAnswering
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
-from roberta_recipe.training import weights
+from roberta_recipe.model import weights
 
 # Where Hugging Face's configs keep the dropout of a head.
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.errors import InputError
-from roberta_recipe.training.cross_entropy import cross_entropy
-from roberta_recipe.training.modeling import MLM, Objective
+from roberta_recipe.model.cross_entropy import cross_entropy
+from roberta_recipe.model.masked_lm import MLM, Objective
 
 _MAX_SPAN = 64  # positions in a span that have an embedding; those behind share the last one
 _POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, section 4.2)

@@ -14,10 +14,10 @@ from transformers.modeling_outputs import MaskedLMOutput
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import families, sharing, weights
-from roberta_recipe.training.attention import MASKED_BY_PAIRS
-from roberta_recipe.training.cross_entropy import cross_entropy
-from roberta_recipe.training.varlen import VARLEN, positions_within, unpad
+from roberta_recipe.model import albert, architectures, weights
+from roberta_recipe.model.attention import MASKED_BY_PAIRS
+from roberta_recipe.model.cross_entropy import cross_entropy
+from roberta_recipe.model.varlen import VARLEN, positions_within, unpad
 
 UNSEEN_LOGIT = -1e4  # a logit no softmax sees (and that fp16 can hold)
 
@@ -55,7 +55,7 @@ MLM = Objective("labels", layers=lambda hidden, width: [(hidden, width)])
 
 class PredictedPositions:
     """In front of a stock masked LM of any family: the head run only where a label is set (for the families of
-    `families.TABLE`), and the sum of the losses of each objective.
+    `architectures.TABLE`), and the sum of the losses of each objective.
 
     Such a class has the stock class's name, parameters and config (`masked_lm_class`), so that what it saves is the
     stock class's checkpoint. `objectives` has the masked LM under "mlm", and others with their heads.
@@ -104,7 +104,7 @@ class PredictedPositions:
             kwargs.pop("token_type_ids", None)
         others = self.other_objectives
         other_targets = {name: kwargs.pop(objective.column, None) for name, objective in others.items()}
-        family, attention = families.TABLE.get(self.config.model_type), self.config._attn_implementation
+        family, attention = architectures.TABLE.get(self.config.model_type), self.config._attn_implementation
         first_position = family.first_position(self.config) if family and family.first_position else None
         # the eager attention adds the mask to scores of the weights' precision
         added = self.dtype if attention == "eager" else None
@@ -151,8 +151,8 @@ def masked_lm_class(
 ) -> type[PredictedPositions]:
     """The stock class of a config's family (read from `source`, for an `InputError`) with `PredictedPositions` of
     `objectives` (None: the masked LM) in front; and what shares parts of layers, where a config asks for that."""
-    stock = families.stock_class(config, source)
-    between = (sharing.SharedParts,) if sharing.shares_parts(config) else ()
+    stock = architectures.stock_class(config, source)
+    between = (albert.SharedParts,) if albert.shares_parts(config) else ()
     attributes = {"objectives": objectives or PredictedPositions.objectives}
     return type(stock.__name__, (PredictedPositions, *between, stock), attributes)
 
@@ -202,9 +202,11 @@ def build_model(
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
     if model_name_or_path:
         where = f"model_name_or_path={source!r}"
-        sharing.resolve(config, where)
-        if sharing.shares_parts(config):
-            sharing.check_copies(weights.load(families.stock_class(config, source), source, config=config)[0], where)
+        albert.resolve(config, where)
+        if albert.shares_parts(config):
+            albert.check_copies(
+                weights.load(architectures.stock_class(config, source), source, config=config)[0], where
+            )
     cls = masked_lm_class(config, source, objectives)
     padded = round_up(len(tokenizer), pad_vocab_to_multiple_of or 1)
     if config.vocab_size not in (len(tokenizer), padded):

@@ -18,7 +18,7 @@ from roberta_recipe.data.tokenization import FILES
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
 from roberta_recipe.log import counted
-from roberta_recipe.training import sharing
+from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
 _SIZES = (
@@ -59,7 +59,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
                 f"config_overrides={overrides!r} does not go into {name!r}: {_reason(error)}; write them as "
                 "key=value,key=value, with keys of the config"
             ) from error
-    sharing.resolve(config, where)
+    albert.resolve(config, where)
     for field in _SIZES:
         if getattr(config, field, 1) < 1:
             raise InputError(f"{where}: {field}={getattr(config, field)} must be at least 1")
@@ -81,8 +81,8 @@ def _override(config: PreTrainedConfig, overrides: str) -> None:
         raise ValueError("a key is given twice")
     if "model_type" in names:
         raise ValueError("model_type is the family: name the config of another one")
-    if "num_hidden_groups" in names and hasattr(config, sharing.SHARED):
-        raise ValueError(f"num_hidden_groups follows from {sharing.SHARED}={getattr(config, sharing.SHARED)}")
+    if "num_hidden_groups" in names and hasattr(config, albert.SHARED):
+        raise ValueError(f"num_hidden_groups follows from {albert.SHARED}={getattr(config, albert.SHARED)}")
     config.update_from_string(overrides)
     for name in names:
         if isinstance(value := getattr(config, name), float) and not math.isfinite(value):

@@ -15,9 +15,9 @@ from transformers.masking_utils import sdpa_mask
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
-from roberta_recipe.training import cpu_kernels, families
-from roberta_recipe.training.cpu_kernels import BLOCKWISE, blockwise_attention
-from roberta_recipe.training.varlen import VARLEN, varlen_attention
+from roberta_recipe.model import architectures, cpu_kernels
+from roberta_recipe.model.cpu_kernels import BLOCKWISE, blockwise_attention
+from roberta_recipe.model.varlen import VARLEN, varlen_attention
 
 
 class Choice(NamedTuple):
@@ -74,7 +74,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = Fal
 
 def _unfit_for_varlen(config: PreTrainedConfig, args: TrainingArguments) -> str:
     """Why unpadded rows are not for this device, precision or model; empty where they are."""
-    family = families.TABLE.get(config.model_type)
+    family = architectures.TABLE.get(config.model_type)
     if args.device.type != "cuda" or not (args.bf16 or args.fp16):
         return f"FlashAttention needs CUDA and bf16 or fp16; this run is {precision(args)} on {args.device.type}"
     if torch.cuda.get_device_capability(args.device) < (8, 0):
