@@ -14,9 +14,9 @@ import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import evaluate
 from roberta_recipe.training.modeling import masked_lm_class
 from roberta_recipe.training.objectives import labels_of_mask, named
+from tools import evaluate
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 

@@ -11,8 +11,8 @@ from transformers import AlbertForMaskedLM
 import train_mlm
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import estimate
 from roberta_recipe.training import modeling, weights
+from tools import estimate
 
 SMALL = {
     "model_type": "albert",

@@ -19,9 +19,9 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import wsc
-from roberta_recipe.tools import evaluate, fairseq
 from roberta_recipe.training import heads, weights
 from roberta_recipe.training.modeling import build_model
+from tools import evaluate, fairseq
 
 LAYER = "roberta.encoder.layer.1.output.dense.weight"
 
