@@ -22,14 +22,15 @@ $(foreach target,$(MAKECMDGOALS),$(foreach example,$(NEEDS_$(target)),$(call nee
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
 
-setup: $(VENV)/.installed  ## virtual environment with requirements.txt: minutes, and on machines with a GPU several GB
+setup: $(VENV)/.installed  ## virtual environment with requirements.txt and this library: minutes, and on machines with a GPU several GB
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@echo "Installing requirements.txt: minutes, and several GB where PyPI's torch is the CUDA build"
 	$(BIN)/pip install -r requirements.txt
+	$(BIN)/pip install --no-build-isolation --no-deps -e .  # setuptools comes with torch
 	touch $@
 
 demo: setup       ## a small RoBERTa from raw text in minutes, or what is left of it; `make clean` begins it anew

@@ -151,7 +151,7 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     again = contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed)])
     assert again["near_duplicates"] == result["near_duplicates"] == json.loads(listed.read_text())["documents"]
     listed.write_text("[]")
-    with pytest.raises(InputError, match="contamination.py --held_out"):
+    with pytest.raises(InputError, match=r"contamination\.py --held_out"):
         resolve(read_corpus(preset))
     with pytest.raises(InputError, match="leave_out goes with held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])
