@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-TOOL = $(BIN)/python -m roberta_recipe.tools
-LAUNCH = $(TOOL).launch
+PY = $(BIN)/python
+LAUNCH = $(PY) tools/launch.py
 SWEEPING = $(if $(filter-out 0 false no,$(SWEEP)),--sweep)
 
 # What a target needs, with an example: make stops without it, before anything is installed.
@@ -22,46 +22,47 @@ $(foreach target,$(MAKECMDGOALS),$(foreach example,$(NEEDS_$(target)),$(call nee
 help:             ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
 
-setup: $(VENV)/.installed  ## virtual environment with requirements.txt: minutes, and on machines with a GPU several GB
+setup: $(VENV)/.installed  ## virtual environment with requirements.txt and this library: minutes, and on machines with a GPU several GB
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@echo "Installing requirements.txt: minutes, and several GB where PyPI's torch is the CUDA build"
 	$(BIN)/pip install -r requirements.txt
+	$(BIN)/pip install --no-build-isolation --no-deps -e .  # setuptools comes with torch
 	touch $@
 
 demo: setup       ## a small RoBERTa from raw text in minutes, or what is left of it; `make clean` begins it anew
 	$(LAUNCH) train_mlm.py
 
 test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
 test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m slow
 
 lint: setup       ## ruff: checks and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 tokenizer: setup  ## 50,265-entry tokenizer: make tokenizer CORPUS=presets/corpus/roberta_160gb.yaml
-	$(BIN)/python tokenizer/train_tokenizer.py --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" --output_dir "$(or $(OUT),tokenizer/roberta)"
+	$(PY) tokenizer/train_tokenizer.py --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" --output_dir "$(or $(OUT),tokenizer/roberta)"
 
 # CONFIG (preset of a pretraining run), ARGS (any flags)
 PRESET = --config "$(or $(CONFIG),presets/mlm/roberta_base.yaml)"
 
 pack: setup       ## the corpus tokenized and packed once: make pack ARGS="--token_cache DIR --num_proc 16"
-	$(TOOL).pack $(PRESET) $(ARGS)
+	$(PY) tools/pack.py $(PRESET) $(ARGS)
 
 estimate: setup   ## what pretraining costs: make estimate ARGS="--hardware 8xH200"
-	$(TOOL).estimate $(PRESET) $(ARGS)
+	$(PY) tools/estimate.py $(PRESET) $(ARGS)
 
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
 	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
 evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
-	$(TOOL).evaluate $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
+	$(PY) tools/evaluate.py $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
 CHOSEN = $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--data_dir "$(DATA)") $(ARGS)
@@ -76,10 +77,10 @@ glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli),
 	$(MAKE) glue-table
 
 glue-table: setup  ## the finished tasks of GLUE beside the paper's Table 5
-	$(TOOL).glue_table --folder runs/glue $(SWEEPING)
+	$(PY) tools/glue_table.py --folder runs/glue $(SWEEPING)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
-	$(TOOL).glue_table --folder runs/glue --submission $(SWEEPING)
+	$(PY) tools/glue_table.py --folder runs/glue --submission $(SWEEPING)
 
 squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/roberta_base
 	$(LAUNCH) finetune_squad.py --config "presets/squad/v$(or $(VERSION),1.1).yaml" $(CHOSEN)
@@ -88,22 +89,22 @@ race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECI
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
 
 blimp: setup      ## what a masked LM scores on BLiMP: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
-	$(TOOL).blimp $(CHOSEN)
+	$(PY) tools/blimp.py $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
-	$(TOOL).push --model "$(MODEL)" --repo "$(REPO)" $(ARGS)
+	$(PY) tools/push.py --model "$(MODEL)" --repo "$(REPO)" $(ARGS)
 
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
-	$(BIN)/python results/report.py $(ARGS)
+	$(PY) results/report.py $(ARGS)
 
 # REPEATS, and in ARGS what else benchmarks/speed.py takes: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
 bench: setup      ## each stage of the data, then every speed comparison with the stock path: make bench OUT=runs/bench.json
-	$(BIN)/python benchmarks/data_pipeline.py
-	$(BIN)/python benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
+	$(PY) benchmarks/data_pipeline.py
+	$(PY) benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
 faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
-	$(BIN)/python -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
+	$(PY) -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
 # no setup, which needs a network; ARGS=--finetune MINUTES=2.5 after it, ARGS=--dry_run for what is to be carried
 gpu:              ## on one GPU without a network: base's profile, a small RoBERTa, fp16: make gpu MINUTES=8 OUT=runs/gpu
@@ -112,18 +113,18 @@ gpu:              ## on one GPU without a network: base's profile, a small RoBER
 # masking, formats, batch, data (RoBERTa); spans, sbo (SpanBERT); embedding, sharing, sop (ALBERT). SCALE: demo, mini, paper
 table: setup      ## a comparison of the papers, run and set: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"
 	test "$(or $(SCALE),demo)" != demo || test -d tokenizer/docstrings || \
-	    $(BIN)/python tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
-	$(TOOL).experiments "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
+	    $(PY) tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
+	$(PY) experiments/run.py "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
 
 experiments: setup  ## a list of runs, stopped and continued at will, and its table: make experiments LIST=my.yaml ARGS="--jobs 2"
-	$(TOOL).experiments "$(LIST)" $(ARGS)
+	$(PY) experiments/run.py "$(LIST)" $(ARGS)
 
 compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
-	$(TOOL).compare "$(A)" "$(B)"
+	$(PY) tools/compare.py "$(A)" "$(B)"
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE
 contamination: setup  ## n-grams of the evaluation sets in the pretraining corpus
-	$(TOOL).contamination --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" $(ARGS)
+	$(PY) tools/contamination.py --corpus "$(or $(CORPUS),presets/corpus/roberta_160gb.yaml)" $(ARGS)
 
 clean:            ## caches and the demonstration's output
 	rm -rf runs/demo tokenizer/docstrings .pytest_cache .hypothesis .ruff_cache

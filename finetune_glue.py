@@ -5,7 +5,7 @@
 
 Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
 the official TSV files. The same command resumes an interrupted run and skips finished runs. Each value is in the
-preset, with its source; any flag overrides it. The row of Table 5: `python -m roberta_recipe.tools.glue_table`.
+preset, with its source; any flag overrides it. The row of Table 5: `python tools/glue_table.py`.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
     accelerate launch finetune_squad.py --config presets/squad/v2.0.yaml          # or: make squad VERSION=2.0
     accelerate launch finetune_squad.py --config presets/squad/v1.1.yaml --model_name_or_path runs/mine --data_dir squad
-    python -m roberta_recipe.tools.squad_score --predictions predictions.json --validation_file dev-v1.1.json
+    python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
 
 Any checkpoint that AutoModelForQuestionAnswering loads, with a fast tokenizer. Data come from the Hub (rajpurkar/squad,
 rajpurkar/squad_v2), or in the official JSON format. The same command resumes an interrupted run and skips

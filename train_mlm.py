@@ -6,9 +6,9 @@
         --train_file 'my_text/*.txt' --tokenizer_name FacebookAI/roberta-base                # your own text
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
-in the preset, with its source; any flag overrides it. The same presets are read by the tools: `python -m
-roberta_recipe.tools.estimate` (cost), `.pack` (token cache), `.evaluate` (the loss of a checkpoint); `.explain` prints
-what the model saw at a step.
+in the preset, with its source; any flag overrides it. The same presets are read by `tools/estimate.py`
+(cost), `pack.py` (token cache) and `evaluate.py` (the loss of a checkpoint); `explain.py` prints what the model saw at
+a step.
 """
 
 import dataclasses

@@ -53,7 +53,7 @@ if not INSIDE:
     from roberta_recipe import durable
     from roberta_recipe.data import packing, tokenization, tokenizer_training
     from roberta_recipe.errors import InputError
-    from roberta_recipe.tools import fairseq as converter
+    from tools import fairseq as converter
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:

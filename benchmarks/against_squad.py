@@ -7,7 +7,7 @@ The scripts are the user's copies (https://rajpurkar.github.io/SQuAD-explorer). 
 and, in 2.0, often a file of odds: generated (ids that are missing or not asked for, ties, odds above 1, empty texts,
 Unicode punctuation, articles alone, repeated answers), a real data file with generated predictions (`--data`, ten
 each), or real files (`--pair`). Each runs through the official script's own command line and through
-`roberta_recipe.tools.squad_score`; they agree where the two print the same JSON, or where neither gives a score. Exit
+`tools/squad_score.py`; they agree where the two print the same JSON, or where neither gives a score. Exit
 code 1 where a case differs; 400 generated cases take about 20 s of a core.
 """
 
@@ -29,7 +29,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import squad_score
+from tools import squad_score
 
 WORDS = (
     *("the", "a", "An", "THE", "Denver", "denver", "Broncos", "in", "of", "1,000", "1000", "1.5", "U.S.", "apple-tree"),

@@ -4,7 +4,7 @@
     python -m benchmarks.endings --of packing tokenizer
 
 Small runs of pretraining, fine-tuning, packing and tokenizer training, started as a user starts them (what trains: by
-`roberta_recipe.tools.launch`, and once by `accelerate launch`), are ended in each way, and the same command is started
+`tools/launch.py`, and once by `accelerate launch`), are ended in each way, and the same command is started
 again. Its output is compared, bit for bit, with that of a run that was left alone.
 """
 
@@ -31,8 +31,8 @@ from conftest import make_documents, write_parquet
 from benchmarks.faults.scenarios import SCENARIOS, Scenario, differences, make_inputs
 from roberta_recipe.training import checkpoint
 
-LAUNCHERS = {"ours": "roberta_recipe.tools.launch", "accelerate": "accelerate.commands.launch"}
-PACK = "roberta_recipe.tools.pack"
+LAUNCHERS = {"ours": [str(ROOT / "tools" / "launch.py")], "accelerate": ["-m", "accelerate.commands.launch"]}
+PACK = "tools/pack.py"
 OUTPUTS = {
     **{"train_mlm.py": "out/run", "finetune_glue.py": "out/glue", PACK: "out/cache"},
     **{"tokenizer/train_tokenizer.py": "out/tokenizer"},
@@ -56,9 +56,9 @@ class Start:
     """One start of a scenario in `folder`, as the leader of a session of its own."""
 
     def __init__(self, scenario: Scenario, folder: Path, ending: Ending):
-        program = ["-m", scenario.program] if scenario.program.startswith("roberta") else [str(ROOT / scenario.program)]
+        program = [str(ROOT / scenario.program)]
         if scenario.program in ("train_mlm.py", "finetune_glue.py"):
-            program = ["-m", LAUNCHERS[ending.launcher], *program]
+            program = [*LAUNCHERS[ending.launcher], *program]
         self.log = folder / "log.txt"
         with open(self.log, "wb") as stream:
             self.process = subprocess.Popen(

@@ -64,9 +64,7 @@ def loaded(folder: str, name: str) -> Any:
 
 def commands() -> dict[str, Command]:
     """Every script and tool, by name. Paths are relative: a start has a copy of the inputs as its folder."""
-    tools = {
-        path.stem for path in (ROOT / "roberta_recipe" / "tools").glob("[a-z]*.py") if "def main(" in path.read_text()
-    }
+    tools = {path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "def main(" in path.read_text()}
     tools.remove("launch")  # accelerate's own parser
     mlm = f"--config preset.yaml --use_cpu --disable_tqdm true --output_dir out --max_steps {flags.STEPS // 3}"
     text = " --train_file text/train.parquet --validation_file text/valid.parquet"
@@ -111,8 +109,10 @@ def commands() -> dict[str, Command]:
 
 def main_of(name: str) -> Callable[[list[str]], Any]:
     """The entry of a script or a tool."""
-    if (ROOT / "roberta_recipe" / "tools" / f"{name}.py").is_file():
-        module = importlib.import_module(f"roberta_recipe.tools.{name}")
+    if (ROOT / "tools" / f"{name}.py").is_file():
+        module = importlib.import_module(f"tools.{name}")
+    elif name == "experiments":
+        module = importlib.import_module("experiments.run")
     elif (ROOT / f"{name}.py").is_file():
         module = importlib.import_module(name)
     else:

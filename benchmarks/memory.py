@@ -54,7 +54,7 @@ def main() -> None:
     for micro_batch in args.micro_batch:
         batch = 2 * micro_batch * args.num_processes
         sizes = ["--per_device_train_batch_size", str(micro_batch), "--global_batch_size", str(batch)]
-        estimate = ["-m", "roberta_recipe.tools.estimate", "--hardware", f"{args.num_processes}x{args.hardware}"]
+        estimate = ["tools/estimate.py", "--hardware", f"{args.num_processes}x{args.hardware}"]
         table = launch(args.launch_file, args.num_processes, [*estimate, *flags, *sizes])
         formula = float(re.search(r"^ +total +([\d.]+) GiB", table, re.MULTILINE)[1])
         with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,6 @@ model:       masked LM, objectives, heads, attention, initialization, weights
 training:    batch arithmetic, optimizers, checkpoints, the two trainers
 tasks:       the fine-tuning protocol; GLUE, SQuAD, RACE and their metrics
 publishing:  the Hub, the model card, plots
-tools:       commands beside the four scripts, `python -m roberta_recipe.tools.X`
 
 Imports go one way, in this order; the modules beside the packages are used by all of them.
 """

@@ -9,11 +9,13 @@ from typing import Any
 
 from roberta_recipe.errors import InputError, RunError, first_line
 
-ROOT = Path(__file__).resolve().parent.parent  # of the repository, or of the folder that a script was copied to
+_PACKAGE = Path(__file__).resolve().parent
+_INSTALLED = _PACKAGE / "installed"  # of a wheel: the presets (pyproject.toml)
+ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # where paths such as presets/mlm/base.yaml begin
 
 
 def resolve_path(path: str | Path) -> Path:
-    """A path as the user gave it, or the same path below the repository where only that exists. Raises `InputError`
+    """A path as the user gave it, or the same path below `ROOT` where only that exists. Raises `InputError`
     where the system refuses to look: a folder that is another user's, a name that is too long, a `~user` of nobody."""
     try:
         path = Path(path).expanduser()

@@ -5,9 +5,9 @@ import re
 import pytest
 
 import train_mlm
-from roberta_recipe.tools import pack
 from roberta_recipe.training import advice
 from roberta_recipe.training.batch import accumulation_steps
+from tools import pack
 
 H100, BASE = 798e12, 0.602e9  # FLOP/s, FLOPs a token
 
@@ -17,14 +17,14 @@ def test_tokenization_is_compared_with_training():
     line = advice.on_tokenization(2.5, 8, H100, BASE, "runs/a/preset.yaml")
     assert "each process and data worker tokenizes the whole text, some 1.20 M tokens/s" in line
     assert "on 2.5 cores each, and 8 processes can train some 3.71 M tokens/s" in line
-    assert line.endswith("python -m roberta_recipe.tools.pack --config runs/a/preset.yaml --token_cache DIR")
+    assert line.endswith("python tools/pack.py --config runs/a/preset.yaml --token_cache DIR")
     assert advice.on_tokenization(2, 1, H100, BASE, "p") is None
 
 
 def test_a_run_from_text_is_advised_and_its_command_packs(preset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(advice, "_TOKENIZED_PER_CORE", 1e-3)
     train_mlm.main(["--config", preset])
-    (command,) = re.findall(r"roberta_recipe\.tools\.pack (.*)", capsys.readouterr().err)
+    (command,) = re.findall(r"tools/pack\.py (.*)", capsys.readouterr().err)
     cache = str(tmp_path / "cache")
     assert pack.main(command.replace("DIR", cache).split())
     for others in (["--token_cache", cache], ["--max_train_samples", "9"]):

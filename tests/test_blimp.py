@@ -22,9 +22,9 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import hub, minimal_pairs
 from roberta_recipe.record import read_record
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.tools import blimp as tool
-from roberta_recipe.tools import compare, evaluate
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import blimp as tool
+from tools import compare, evaluate
 
 SENTENCES = [
     "The cat sees a small dog in the garden.",

@@ -11,8 +11,8 @@ from conftest import make_documents, write_parquet
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import compare, push
 from roberta_recipe.training import checkpoint, digests
+from tools import compare, push
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "--data_seed", "42"]
 

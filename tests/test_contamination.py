@@ -14,8 +14,8 @@ from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus, resolve
 from roberta_recipe.data.documents import documents, file_rows, text_digest
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import contamination
-from roberta_recipe.tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
+from tools import contamination
+from tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
 
 
 def slow(texts, documents, length):
@@ -95,7 +95,7 @@ def test_as_a_user_starts_it(root, tmp_path):
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "glue" / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta b\tc\tentailment\n")
     few = ["--corpus", str(tmp_path / "corpus.yaml")]
-    command = ["-m", "roberta_recipe.tools.contamination", *few, "--output", tmp_path / "o.json"]
+    command = ["tools/contamination.py", *few, "--output", tmp_path / "o.json"]
     command += ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
     done = run_python(*command, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -151,7 +151,7 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     again = contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed)])
     assert again["near_duplicates"] == result["near_duplicates"] == json.loads(listed.read_text())["documents"]
     listed.write_text("[]")
-    with pytest.raises(InputError, match="contamination --held_out"):
+    with pytest.raises(InputError, match=r"contamination\.py --held_out"):
         resolve(read_corpus(preset))
     with pytest.raises(InputError, match="leave_out goes with held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])

@@ -38,7 +38,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def clone(root: Path, folder: Path) -> Path:
     """Copy the files that the page's commands need; returns `folder`."""
-    for name in ("roberta_recipe", "presets", "ds_configs", "tokenizer"):
+    for name in ("roberta_recipe", "tools", "experiments", "presets", "ds_configs", "tokenizer"):
         others = shutil.ignore_patterns("__pycache__", *(p.name for p in (root / "tokenizer").iterdir() if p.is_dir()))
         shutil.copytree(root / name, folder / name, ignore=others)
     for script in root.glob("*.py"):
@@ -140,10 +140,8 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
             for words in typed(block):
                 if "pytest" in words:
                     continue
-                named = [
-                    word for word in words if word.endswith(".py") or word.startswith(("roberta_recipe.", "bench"))
-                ]
-                script = next((word for word in named if not word.endswith(".launch")), None)
+                named = [word for word in words if word.endswith(".py") or word.startswith("bench")]
+                script = next((word for word in named if word != "tools/launch.py"), None)
                 assert script, f"{page.name}: {words}"
                 argv = words[words.index(script) + 1 :]
                 path = root / (script if script.endswith(".py") else script.replace(".", "/"))
@@ -245,7 +243,7 @@ def answer(connection, log):
 
 def python(words, program, folder):
     """What `python WORDS` does in `folder`, with the recipe's modules from there."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("roberta_recipe", "train_mlm")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("roberta_recipe", "tools", "train_mlm")]:
         del sys.modules[name]
     os.chdir(folder)
     sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
@@ -283,11 +281,9 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
             block,
         )
         if launched:  # once is enough, as a launcher takes seconds to start
-            block = block.replace("python -m roberta_recipe.tools.launch ", "python ")
-        elif launched := "tools.launch " in block:
-            block = block.replace(
-                "python -m roberta_recipe.tools.launch ", f"{sys.executable} -m roberta_recipe.tools.launch "
-            )
+            block = block.replace("python tools/launch.py ", "python ")
+        elif launched := "tools/launch.py " in block:
+            block = block.replace("python tools/launch.py ", f"{sys.executable} tools/launch.py ")
         shown.append(shell(block, folder))
     assert "8,192 entries in tokenizer/mine" in shown[1] and re.search(r"tokens, [\d.]+ epochs of", shown[2])
     record = json.loads((folder / "runs/mine/run_record.json").read_text())

@@ -21,10 +21,10 @@ from roberta_recipe import durable, errors, started
 from roberta_recipe.errors import InputError, Stopped, exit_on_error
 from roberta_recipe.hardware import lost_process
 from roberta_recipe.publishing import plots
-from roberta_recipe.tools import compare
 from roberta_recipe.training import checkpoint, durable_trainer, environment, stopping
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import compare
 
 RUN = "lr0.001-batch8-seed1"
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]

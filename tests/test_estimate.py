@@ -20,11 +20,11 @@ from roberta_recipe.model import objectives
 from roberta_recipe.model.masked_lm import RobertaForMaskedLM, flops_per_token, masked_lm_class
 from roberta_recipe.model.objectives import named
 from roberta_recipe.model.weights import read_config
-from roberta_recipe.tools import estimate
-from roberta_recipe.tools.estimate import GIB, Estimate, Hardware, Zero, memory_per_gpu, parse_hardware
 from roberta_recipe.training import optimizers
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import estimate
+from tools.estimate import GIB, Estimate, Hardware, Zero, memory_per_gpu, parse_hardware
 
 # layers, hidden, heads, intermediate, vocabulary, batch, seq_len; batch x seq_len is no dimension of a weight
 SHAPES = [(1, 64, 4, 256, 1000, 4, 32), (3, 128, 2, 512, 3000, 4, 64), (2, 128, 4, 256, 8000, 3, 128)]

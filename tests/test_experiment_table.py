@@ -2,7 +2,7 @@
 
 import pytest
 
-from roberta_recipe.tools import experiment_list, experiment_table
+from experiments import lists, table
 
 
 @pytest.fixture
@@ -12,12 +12,10 @@ def listed(tmp_path, monkeypatch):
     def of(figures, claims=(), search=False):
         measures, names = list(figures), list(next(iter(figures.values())))
         seeds = list(range(1, 1 + max(len(of) for of in figures[measures[0]].values())))
-        settings = [experiment_list.Setting(name, claim=dict(claims).get(name)) for name in names]
-        rows = [experiment_list.Row(name, seed, tmp_path, [], {}, {}) for seed in seeds for name in names]
-        monkeypatch.setattr(
-            experiment_list.Row, "figure", lambda row, measure: figures[measure][row.name][row.seed - 1]
-        )
-        return experiment_list.Experiments(tmp_path / "l.yaml", tmp_path, settings, seeds, measures, search, rows)
+        settings = [lists.Setting(name, claim=dict(claims).get(name)) for name in names]
+        rows = [lists.Row(name, seed, tmp_path, [], {}, {}) for seed in seeds for name in names]
+        monkeypatch.setattr(lists.Row, "figure", lambda row, measure: figures[measure][row.name][row.seed - 1])
+        return lists.Experiments(tmp_path / "l.yaml", tmp_path, settings, seeds, measures, search, rows)
 
     return of
 
@@ -35,7 +33,7 @@ def test_the_table_by_hand(listed):
     """Five and five seeds that do not overlap: 2 of 252 splits, and Holm's correction of three comparisons."""
     near = [3.05, 3.15, 3.1, 3.3, 3.45]
     names = {"first": LOW, "high": HIGH, "near": near, "higher": [4.1, 4.2, 4.3, 4.4, 4.5]}
-    text = experiment_table.write(listed({"loss": names}, claims={"high": "worse", "higher": "better"}))
+    text = table.write(listed({"loss": names}, claims={"high": "worse", "higher": "better"}))
     rows = lines_of(text)
     # the standard error of 3.0 ... 3.4 is sqrt(0.025) / sqrt(5) = 0.0707, of the difference of two such 0.1
     assert rows["first"][1:] == ["5", "3.200 ± 0.071", "-", "-", "-"]
@@ -50,24 +48,24 @@ def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypa
     read_apart = {"first": 18, "same": 18, "other": 19}
     names = {"first": LOW, "same": HIGH, "other": HIGH}
     monkeypatch.setattr(
-        experiment_list.Row,
+        lists.Row,
         "measured",
         lambda row, _: {
             "reading": "as written" if read_apart[row.name] == 19 else "sentences apart",
             "short_words": read_apart[row.name],
         },
     )
-    text = experiment_table.write(listed({"words": names, "short_words": names}))
+    text = table.write(listed({"words": names, "short_words": names}))
     assert lines_of(text)["same"][-3:] == ["+1.00 ± 0.10", "0.016", "worse"]
     assert lines_of(text)["other"][3:] == ["+1.00 ± 0.10", "0.016", "worse", "4.200 ± 0.071", "-", "-", "other words"]
     assert "Words were read: sentences apart in first, same; as written in other; the words of one piece are" in text
     read_apart["other"] = 18
-    assert "Words were read" not in experiment_table.write(listed({"words": names, "short_words": names}))
+    assert "Words were read" not in table.write(listed({"words": names, "short_words": names}))
 
 
 def test_rows_that_are_missing_leave_cells_unfinished(listed):
     names = {"first": LOW, "begun": [3.0, None, None, None, None], "none": [None] * 5, "lost": [float("nan")] + LOW[1:]}
-    rows = lines_of(experiment_table.write(listed({"loss": names, "blimp": dict.fromkeys(names, [60.0] * 5)})))
+    rows = lines_of(table.write(listed({"loss": names, "blimp": dict.fromkeys(names, [60.0] * 5)})))
     assert rows["begun"][1:6] == ["1 of 5", "3.000", "-", "-", "unfinished"]
     assert rows["none"][1:6] == ["0 of 5", "not run", "-", "-", "not run"]
     assert rows["lost"][1:6] == ["5", "nan", "-", "-", "no number"]
@@ -76,11 +74,11 @@ def test_rows_that_are_missing_leave_cells_unfinished(listed):
 
 def test_from_eight_seeds_on_a_seed_is_a_pair(listed):
     first = [3.0, 5.0, 7.0, 9.0, 2.0, 4.0, 6.0, 8.0]
-    text = experiment_table.write(listed({"score": {"first": first, "more": [one + 0.1 for one in first]}}))
+    text = table.write(listed({"score": {"first": first, "more": [one + 0.1 for one in first]}}))
     assert lines_of(text)["more"][4:] == ["0.0078", "better"] and "of the 8 pairs of a seed" in text  # 2 / 2^8
 
 
 def test_a_search_picks_and_says_nothing_else(listed):
-    text = experiment_table.write(listed({"loss": {"first": HIGH, "low": LOW}}, search=True))
+    text = table.write(listed({"loss": {"first": HIGH, "low": LOW}}, search=True))
     assert "A search, so no verdicts: low has the best mean loss" in text
     assert lines_of(text)["low"] == ["low", "5", "3.200 ± 0.071"]

@@ -21,10 +21,12 @@ from official_files import write_glue
 
 import finetune_glue
 import train_mlm
+from experiments import checks, lists
+from experiments import run as experiments
+from experiments.lists import MEASURES
 from roberta_recipe import durable, hardware, lock, significance
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tools import compare, experiment_checks, experiment_list, experiments, words
-from roberta_recipe.tools.experiment_list import MEASURES
+from tools import compare, words
 
 SLOW = {"max_steps": 100000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
@@ -97,7 +99,7 @@ def test_command_line(write, tmp_path, root):
     """As it is typed: a process of its own, on a core of its own."""
     path = write(seeds=[3], rows=[{"name": "high", "flags": {"learning_rate": 0.005}}])
     jobs = min(2, len(os.sched_getaffinity(0)))
-    done = run_python("-m", "roberta_recipe.tools.experiments", path, "--jobs", jobs, cwd=root)
+    done = run_python("experiments/run.py", path, "--jobs", jobs, cwd=root)
     assert done.returncode == 0, done.stderr
     assert "begins  high, seed 3: not begun; core" in done.stderr, done.stderr
     assert "done    high, seed 3: validation loss, nats" in done.stderr and "it was the last" in done.stderr
@@ -236,7 +238,7 @@ def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(wri
     runner.kill()
     runner.end()
     wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
-    listed = experiment_list.read(path)
+    listed = lists.read(path)
     states = [row.state() for row in listed.rows[:jobs]]
     assert all(state.startswith("to be resumed at step ") for state in states), states
     logs = [row.log.read_text() for row in listed.rows[:jobs]]
@@ -295,10 +297,8 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
     with pytest.raises(InputError, match=r"low, seed 1: max_steps was 4, is 9 \(.* \(and 3 more\): it was run"):
         experiments.main([path, "--table", "--set", "max_steps=9"])
     with monkeypatch.context() as elsewhere, pytest.raises(InputError, match=r"--set bf16=(true|false)\)"):
-        of_list = experiment_list.Row.settings_of_seed
-        elsewhere.setattr(
-            experiment_list.Row, "settings_of_seed", lambda row: of_list(row) | {"bf16": not of_list(row)["bf16"]}
-        )
+        of_list = lists.Row.settings_of_seed
+        elsewhere.setattr(lists.Row, "settings_of_seed", lambda row: of_list(row) | {"bf16": not of_list(row)["bf16"]})
         experiments.main([path, "--table"])
     record = out / "high/seed-2/run/run_record.json"
     values = durable.read_sealed(record)
@@ -315,27 +315,27 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
 
 
 def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch):
-    listed = experiment_list.read(write(measures={"words": {"corpus": "presets/corpus/docstrings.yaml"}}))
-    monkeypatch.setattr(experiment_list.Row, "record", lambda row: {"resolved_args": {}})
+    listed = lists.read(write(measures={"words": {"corpus": "presets/corpus/docstrings.yaml"}}))
+    monkeypatch.setattr(lists.Row, "record", lambda row: {"resolved_args": {}})
     for row in listed.rows:
         row.folder.mkdir(parents=True)
         experiments.remember(row)
         durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15})
-    experiment_checks.check_rows(listed)
+    checks.check_rows(listed)
     other = listed.rows[-1].output_of("words")
     durable.write_sealed(other, {"bits_per_word": 8.0, "words": 217, "documents": 15})
     with pytest.raises(InputError, match=r"high, seed 2 was measured \(words\) on .* low, seed 1: words was 545, is"):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
     digests = ({}, {"windows_digest": "a"}, {}, {"windows_digest": "b"})  # files of older versions have none
     for row, digest in zip(listed.rows, digests, strict=True):
         durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15, **digest})
     with pytest.raises(
         InputError, match=r"high, seed 2 .* than high, seed 1: windows_digest was 'a', is 'b'. Move the"
     ):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
     other.write_text('{"bits_per_word": 1.0, "words": 545, "documents": 15}')
     with pytest.raises(InputError, match=r"words.json cannot be read \(.*\); move it away to have it measured again"):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
 
 
 @pytest.fixture
@@ -344,10 +344,10 @@ def trained(monkeypatch):
 
     def of(path, **others):
         records = {}
-        for row in experiment_list.read(path).rows:
+        for row in lists.read(path).rows:
             resolved = {**train_mlm.read_arguments(row.train[2:])[1], "attn_implementation": "sdpa"}
             records[row.title] = {"resolved_args": resolved, **others}
-        monkeypatch.setattr(experiment_list.Row, "record", lambda row: records.get(row.title, {}))
+        monkeypatch.setattr(lists.Row, "record", lambda row: records.get(row.title, {}))
         return records
 
     return of
@@ -357,26 +357,26 @@ def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained
     """No row.json says what it was run with: flags that were set count, and those that were not."""
     held_out = {"words": {"corpus": "presets/corpus/docstrings.yaml"}}
     trained(write(measures=held_out))
-    listed = experiment_list.read(write(measures=held_out))
-    experiment_checks.check_rows(listed)
+    listed = lists.read(write(measures=held_out))
+    checks.check_rows(listed)
     with pytest.raises(InputError, match="low, seed 1: max_train_samples was None, is 16"):
-        experiment_checks.check_rows(experiment_list.read(write(flags={"max_train_samples": 16})))
+        checks.check_rows(lists.read(write(flags={"max_train_samples": 16})))
     row = listed.rows[0]
     row.folder.mkdir(parents=True)
     durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0})
     with pytest.raises(InputError, match=r"low, seed 1: row.json does not say how words.json was measured .*its file"):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
     experiments.remember(row)
-    experiment_checks.check_rows(listed)
+    checks.check_rows(listed)
     trained(write(flags={"max_train_samples": 16}))
     with pytest.raises(InputError, match="low, seed 1: max_train_samples was 16, is None"):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
 
 
 def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
-    listed = experiment_list.read(write(seeds=[1]))
+    listed = lists.read(write(seeds=[1]))
     records = trained(str(listed.path), metrics={"eval_blocks": 8}, unigram_entropy=5.5)
-    experiment_checks.check_rows(listed)
+    checks.check_rows(listed)
     for changed in ({"metrics": {"eval_blocks": 9}}, {"unigram_entropy": 5.25}):
         before = dict(records["high, seed 1"])
         records["high, seed 1"].update(changed)
@@ -384,16 +384,16 @@ def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
             InputError,
             match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* take the measure words in place",
         ):
-            experiment_checks.check_rows(listed)
+            checks.check_rows(listed)
         records["high, seed 1"].update(before)
 
 
 def test_a_folder_of_another_seed_is_refused(write, trained, tmp_path):
-    listed = experiment_list.read(write(seeds=[1, 3]))
+    listed = lists.read(write(seeds=[1, 3]))
     records = trained(str(listed.path))
     records["low, seed 3"] = records["low, seed 1"]
     with pytest.raises(InputError, match=r"low, seed 3: seed was 1, is 3 \(.*low/seed-3\): it was run with other"):
-        experiment_checks.check_rows(listed)
+        checks.check_rows(listed)
     records["low, seed 3"] = {"resolved_args": {"seed": 42, "seeds": [1]}}  # the summary of a fine-tuning
     assert "seed was 1, is 3" in listed.rows[2].changes()
 
@@ -402,17 +402,17 @@ def test_a_row_is_the_same_from_another_folder(write, root, tmp_path, monkeypatc
     """What a flag names is remembered by the flag's text: one below the repository is found from anywhere."""
     path = write(flags={"config_name": "presets/model/tiny.json"})
     monkeypatch.chdir(root)
-    before = experiment_list.read(path).rows[0].settings
+    before = lists.read(path).rows[0].settings
     assert "content of presets/model/tiny.json" in before
     monkeypatch.chdir(tmp_path)
-    assert experiment_list.read(path).rows[0].settings == before
+    assert lists.read(path).rows[0].settings == before
 
 
 def test_what_was_measured_is_not_measured_again(write, trained):
     measures = {"words": {"corpus": "presets/corpus/docstrings.yaml"}, "blimp": {"data_dir": "blimp"}}
     path = write(measures=measures)
     trained(path)
-    row = experiment_list.read(path).rows[0]
+    row = lists.read(path).rows[0]
     assert list(row.to_do()) == ["words", "blimp"]
     row.folder.mkdir(parents=True)
     row.output_of("blimp").touch()
@@ -529,7 +529,7 @@ def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
     """Each seed may have its own model: the row of a pretraining list with that seed."""
     flags = {"model_name_or_path": "pretrained/seed-{seed}/run"}
     rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "flags": flags}]
-    listed = experiment_list.read(write(rows=rows, seeds=[7, 8], measures={"score": None}))
+    listed = lists.read(write(rows=rows, seeds=[7, 8], measures={"score": None}))
     row, other = listed.rows
     assert row.train[-4:] == ["--seeds", "7", "--output_dir", str(tmp_path / "out/rte/seed-7/run")]
     assert row.settings["task_name"] == "rte" and "seeds" not in row.settings and row.figure("score") is None
@@ -554,7 +554,7 @@ def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, r
         (finetune_glue, [rte], "score"),
     ):
         path = write(rows=rows, measures={measure: None})
-        for row in experiment_list.read(path).rows:
+        for row in lists.read(path).rows:
             row.folder.mkdir(parents=True)
             experiments.remember(row)
             script.main(row.train[2:])
@@ -573,20 +573,20 @@ def test_jobs_are_at_most_the_cores(monkeypatch):
 def test_measures_are_of_tools_that_take_their_flags():
     for name, measure in MEASURES.items():
         if measure.tool:
-            words = ["--model_name_or_path", "run", *experiment_list._written_to(name, Path("run", f"{name}.json"))]
+            words = ["--model_name_or_path", "run", *lists._written_to(name, Path("run", f"{name}.json"))]
             words += ["--text_file", "held_out.txt"] * (name == "words")
-            importlib.import_module(f"roberta_recipe.tools.{measure.tool}").parse(words)
+            importlib.import_module(f"tools.{measure.tool}").parse(words)
 
 
 def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     monkeypatch.chdir(root)
     assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == {"rates", "mini_search", "mini_hour"}
-    assert len(experiment_list.read("presets/experiments/mini_hour.yaml").rows) == 15
-    searched = experiment_list.read("presets/experiments/mini_search.yaml")
+    assert len(lists.read("presets/experiments/mini_hour.yaml").rows) == 15
+    searched = lists.read("presets/experiments/mini_search.yaml")
     assert len(searched.rows) == 12 and searched.search
     arms = {
         tuple(row.settings.get(name) for name in ("optim", "optim_args", "mlm_probability")) for row in searched.rows
     }
     assert len(arms) == 9 and {row.settings["learning_rate"] for row in searched.rows} == {1e-3, 2e-3, 3e-3}
-    listed = experiment_list.read("presets/experiments/rates.yaml")
+    listed = lists.read("presets/experiments/rates.yaml")
     assert len(listed.rows) == 10 and listed.measures == ["loss", "words"] and listed.rows[1].seed == 1

@@ -15,8 +15,8 @@ from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tools import explain
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import explain
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "10"]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import fairseq
+from tools import fairseq
 
 HIDDEN, LAYERS, HEADS, INNER, POSITIONS = 16, 3, 4, 24, 34
 NORMS = ("self_attn_layer_norm", "final_layer_norm", "layernorm_embedding", "layer_norm")

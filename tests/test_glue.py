@@ -29,8 +29,8 @@ from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import answers, glue, seeds, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
-from roberta_recipe.tools import glue_table
 from roberta_recipe.training import finetune_trainer
+from tools import glue_table
 
 
 def read_answers(path):

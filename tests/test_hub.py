@@ -20,7 +20,7 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
-from roberta_recipe.tools import push as push_tool
+from tools import push as push_tool
 
 TOKEN = "hf_aVerySecretTokenOfNobody"
 

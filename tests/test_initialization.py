@@ -11,7 +11,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures, initialization
-from roberta_recipe.tools import evaluate
+from tools import evaluate
 
 SHAPE = {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"intermediate_size": 64, "max_position_embeddings": 66, "pad_token_id": 1}

@@ -1,4 +1,4 @@
-"""`tools.launch`: the script's exit code, its lines and no others, and Ctrl-C that reaches it and is waited for."""
+"""`tools/launch.py`: the script's exit code, its lines and no others, and Ctrl-C that reaches it and is waited for."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def script(tmp_path, root):
 
 
 def launch(script, root, *argv):
-    return run_python("-m", "roberta_recipe.tools.launch", *argv, cwd=script.parent, env={"PYTHONPATH": str(root)})
+    return run_python(root / "tools" / "launch.py", *argv, cwd=script.parent, env={"PYTHONPATH": str(root)})
 
 
 @pytest.mark.parametrize("processes", [[], TWO])
@@ -68,7 +68,7 @@ def test_what_accelerate_refuses_is_one_line(script, root):
     ids=["Ctrl-C", "SIGTERM to the launcher", "Ctrl-C, two processes"],
 )
 def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, number, to_all, processes, code):
-    command = [sys.executable, "-m", "roberta_recipe.tools.launch", *(TWO if processes == 2 else []), script, "wait"]
+    command = [sys.executable, str(root / "tools" / "launch.py"), *(TWO if processes == 2 else []), script, "wait"]
     child = subprocess.Popen(
         [str(word) for word in command],
         cwd=script.parent,

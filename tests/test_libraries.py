@@ -16,8 +16,8 @@ from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tasks import protocol
-from roberta_recipe.tools import fairseq
 from roberta_recipe.training import pretraining
+from tools import fairseq
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 spec = importlib.util.spec_from_file_location("benchmark_flag_fuzz", ROOT / "benchmarks" / "flag_fuzz.py")

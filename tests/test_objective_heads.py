@@ -16,7 +16,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.model.objectives import labels_of_mask, named
-from roberta_recipe.tools import evaluate
+from tools import evaluate
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
 

@@ -227,7 +227,7 @@ from toy_declarations import declare
 declare(dict.__setitem__)
 import train_mlm  # flags are made of the tables
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import estimate, evaluate
+from tools import estimate, evaluate
 
 flags, (whole, again) = ["--config", *sys.argv[1:-2]], sys.argv[-2:]
 records = [train_mlm.main([*flags, "--output_dir", whole])]

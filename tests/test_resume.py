@@ -28,11 +28,11 @@ from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.errors import InputError, says_no_room
 from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.tools import compare
 from roberta_recipe.training import batch, checkpoint, pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import compare
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 WORKER = ["--dataloader_num_workers", "1"]
@@ -475,7 +475,7 @@ def test_a_shard_that_breaks_off_is_named_or_skipped_and_counted(preset, tmp_pat
 
 def test_the_estimate_prints_and_trains_nothing(root, tmp_path):
     done = run_python(
-        *["-m", "roberta_recipe.tools.estimate", "--config", "presets/mlm/roberta_base.yaml"],
+        *["tools/estimate.py", "--config", "presets/mlm/roberta_base.yaml"],
         *["--hardware", "8xA100-40GB"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(root)},

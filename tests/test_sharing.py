@@ -12,7 +12,7 @@ import train_mlm
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import masked_lm, weights
-from roberta_recipe.tools import estimate
+from tools import estimate
 
 SMALL = {
     "model_type": "albert",

@@ -30,8 +30,8 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.model import heads
 from roberta_recipe.tasks import answerability, squad, squad_files
-from roberta_recipe.tools import squad_score
 from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
+from tools import squad_score
 
 RUN = "lr0.001-batch8-seed1"
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import run_python
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import squad_score
+from tools import squad_score
 
 # question -> gold answers; "2" and "4" have none in version 2.0
 GOLD = {"1": ["red boat", "boat"], "2": [], "3": ["the"], "4": [], "5": ["sea"]}
@@ -120,8 +120,6 @@ def test_bad_command_lines(score, tmp_path):
 
 
 def test_it_starts_without_the_libraries_of_training(root):
-    loaded = (
-        "import roberta_recipe.tools.squad_score, sys; print(*{'torch', 'datasets', 'evaluate'} & sys.modules.keys())"
-    )
+    loaded = "import tools.squad_score, sys; print(*{'torch', 'datasets', 'evaluate'} & sys.modules.keys())"
     done = run_python("-c", loaded, cwd=root)
     assert done.returncode == 0 and done.stdout.strip() == "", done.stderr

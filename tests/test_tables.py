@@ -7,9 +7,10 @@ import torch
 import yaml
 from test_experiments import forked  # noqa: F401
 
+from experiments import lists
+from experiments import run as experiments
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import experiment_list, experiments
 
 ROOT = Path(__file__).parents[1]
 TABLES = ("masking", "formats", "batch", "data", "spans", "sbo", "embedding", "sharing", "sop")
@@ -22,7 +23,7 @@ def in_root(monkeypatch):
 
 
 def read(table, scale, *changes):
-    return experiment_list.read(f"presets/tables/{table}.yaml", scale, list(changes))
+    return lists.read(f"presets/tables/{table}.yaml", scale, list(changes))
 
 
 def test_there_is_a_list_for_each_table():
@@ -108,14 +109,14 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
 
 
 def test_flags_come_from_row_list_and_scale_in_this_order(small):
-    one, two = experiment_list.read(small(), "one"), experiment_list.read(small(), "two")
+    one, two = lists.read(small(), "one"), lists.read(small(), "two")
     settings = {(row.name, row.seed): row.settings for row in one.rows}
     assert [of["learning_rate"] for of in settings.values()] == [1e-3, 5e-3]
     assert {of["max_steps"] for of in settings.values()} == {3}
     assert len(two.rows) == 6 and {row.settings["max_steps"] for row in two.rows} == {2}
     assert {row.settings["mlm_probability"] for row in two.rows} == {0.15}
     args = experiments.parse([small(), "--set", "mlm_probability=0.3", "--set", "objective=[mlm]", "max_steps=7"])
-    changed = experiment_list.read(args.list, "one", args.set)
+    changed = lists.read(args.list, "one", args.set)
     assert {(row.settings["mlm_probability"], row.settings["max_steps"]) for row in changed.rows} == {(0.3, 7)}
 
 
@@ -196,4 +197,4 @@ def test_on_several_gpus_a_row_is_launched_on_all(monkeypatch):
     alone = read("sop", "paper").rows[0].train
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     launched = read("sop", "paper").rows[0].train
-    assert launched == [alone[0], "-m", "roberta_recipe.tools.launch", *alone[1:]]
+    assert launched == [alone[0], str(ROOT / "tools" / "launch.py"), *alone[1:]]

@@ -18,9 +18,9 @@ from roberta_recipe import record as records
 from roberta_recipe.data import chunks, masking, tokenizer_training
 from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.tools import evaluate, pack
 from roberta_recipe.training import batch, checkpoint, pretraining, progress
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tools import evaluate, pack
 
 
 def train(preset, *argv):
@@ -193,7 +193,7 @@ def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer)
 
 
 def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tokenizer, capsys):
-    """A run's record has the loss of each source; `tools.evaluate` finds the same losses for the
+    """A run's record has the loss of each source; `tools/evaluate.py` finds the same losses for the
     checkpoint, and writes nothing."""
     sources = []
     for name, documents, seed in (("animals", 160, 1), ("others", 80, 2)):

@@ -21,7 +21,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model import heads, weights
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.tasks import wsc
-from roberta_recipe.tools import evaluate, fairseq
+from tools import evaluate, fairseq
 
 LAYER = "roberta.encoder.layer.1.output.dense.weight"
 

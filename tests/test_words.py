@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.packing import full_sentences
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools import words
 from roberta_recipe.training import predictions
+from tools import words
 
 TEXTS = [
     "The cat's toy isn't under the old table; nobody has seen it since Tuesday. " * 12,

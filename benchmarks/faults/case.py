@@ -307,7 +307,7 @@ class Case:
         damage = self.plan.get("damage", {})
         if any(done.endswith("inputs/preset.yaml") for done in self.log):  # a free setting of it may be another one
             compare = "weights"
-        if damage and self.scenario.program.endswith(("pack", "finetune_glue.py")):
+        if damage and self.scenario.program.endswith(("pack.py", "finetune_glue.py")):
             # what its own checksum contradicts is missing in the result
             names = [name for name in names if name in self.scenario.result(self.folder)]
         if compare == "digest":

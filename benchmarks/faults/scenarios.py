@@ -25,8 +25,8 @@ from roberta_recipe.data import tokenizer_training
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.tools import pack
 from tokenizer import train_tokenizer
+from tools import pack
 
 PRESET = """
 validation_file: [inputs/text/validation.parquet]
@@ -111,7 +111,7 @@ class Scenario:
     def main(self) -> Callable[[list[str]], Any]:
         mains = {
             **{"train_mlm.py": train_mlm.main, "finetune_glue.py": finetune_glue.main},
-            **{"roberta_recipe.tools.pack": pack.main, "tokenizer/train_tokenizer.py": train_tokenizer.main},
+            **{"tools/pack.py": pack.main, "tokenizer/train_tokenizer.py": train_tokenizer.main},
         }
         return mains[self.program]
 
@@ -123,14 +123,14 @@ class Scenario:
         """Whether its output says that the work is done."""
         marks = {
             **{"train_mlm.py": ["out/run/run_record.json"], "finetune_glue.py": ["out/glue/summary.json"]},
-            **{"roberta_recipe.tools.pack": [f"out/cache/*/{shard}.json" for shard in SHARDS]},
+            **{"tools/pack.py": [f"out/cache/*/{shard}.json" for shard in SHARDS]},
             **{"tokenizer/train_tokenizer.py": ["out/tokenizer/tokenizer.json"]},
         }
         return all(any(folder.glob(mark)) for mark in marks[self.program])
 
     def remembered(self, folder: Path) -> bool:
         """Whether its output says what it was made from: from then on, other flags and inputs are another run's."""
-        if self.program.endswith("pack"):
+        if self.program.endswith("pack.py"):
             return (folder / "out/cache/fingerprint.json").exists()
         marks = ("out/run/checkpoint-*/manifest.json", "out/glue/*/checkpoint-*/manifest.json")
         return any(path for mark in (*marks, "out/glue/*/run_record.json") for path in folder.glob(mark))
@@ -139,7 +139,7 @@ class Scenario:
         """What its output holds. Raises where the output cannot be read."""
         results = {
             **{"train_mlm.py": pretraining_result, "finetune_glue.py": glue_result},
-            **{"roberta_recipe.tools.pack": cache_result, "tokenizer/train_tokenizer.py": tokenizer_result},
+            **{"tools/pack.py": cache_result, "tokenizer/train_tokenizer.py": tokenizer_result},
         }
         return results[self.program](folder / "out")
 
@@ -244,7 +244,7 @@ def _pack(name: str, processes: int) -> Scenario:
     read = (TEXTS["parquet"], "inputs/text/validation.parquet", "inputs/tokenizer/*", "inputs/preset.yaml")
     writes, lasting = ("out/cache/*.tmp", "out/cache/*/*.tmp"), ("out/cache/*", "out/cache/*/*")
     mark = "glob:out/cache/fingerprint.json"
-    return Scenario(name, "roberta_recipe.tools.pack", argv, read, writes, lasting, mark, helpers=processes > 1)
+    return Scenario(name, "tools/pack.py", argv, read, writes, lasting, mark, helpers=processes > 1)
 
 
 _TOKENIZER_FLAGS = ("--train_file", *(f"inputs/text/train{number}.parquet" for number in range(4)))

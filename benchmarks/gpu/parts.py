@@ -89,7 +89,7 @@ def profiled(work: Work) -> Outcome:
     """Base at 512 tokens, by variant (`benchmarks.gpu.profile`); the text is packed meanwhile."""
     start_s, output = time.monotonic(), work.folder / "profile.json"
     cores = max(1, hardware.cpu_cores() - 4)  # some are left to what is measured
-    tool = ["-m", "roberta_recipe.tools.pack", "--config", PRESET]
+    tool = ["tools/pack.py", "--config", PRESET]
     packing = work.start("pack", [*tool, *work.text, "--num_proc", str(cores)])
     flags = ["--tokenizer", str(work.tokenizer), "--output", str(output), *["--tiny"] * work.tiny]
     flags += ["--matrix_rate", str(work.results["parts"]["machine"]["figures"]["matrix_rate"])]
@@ -160,9 +160,7 @@ def half_precision(work: Work, end_s: float) -> dict[str, Any]:
 def evaluate(work: Work) -> Outcome:
     """BLiMP beside random weights; the weights in bf16, in pieces, in the output folder."""
     flags = ["--model_name_or_path", str(work.model), "--data_dir", str(work.folder / "tasks" / "blimp")]
-    process = work.start(
-        "blimp", ["-m", "roberta_recipe.tools.blimp", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"]
-    )
+    process = work.start("blimp", ["tools/blimp.py", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"])
     export(work.model, work.output)
     work.wait("blimp", process, work.end_s)
     record = durable.read_json(work.model / "blimp.json")

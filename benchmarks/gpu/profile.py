@@ -27,8 +27,8 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.model import masked_lm
-from roberta_recipe.tools.estimate import GIB, memory_per_gpu
 from roberta_recipe.training import pretraining
+from tools.estimate import GIB, memory_per_gpu
 
 MASKED = 0.15
 WARM_UP, STEPS, PROFILED = 3, 8, 2

@@ -174,7 +174,7 @@ def resolve(corpus: Corpus) -> Corpus:
             found[source.name, split] = format, paths
     left_out: list[str] = []
     if corpus.leave_out is not None:
-        made_by = "python -m roberta_recipe.tools.contamination --held_out --leave_out FILE"
+        made_by = "python tools/contamination.py --held_out --leave_out FILE"
         with taken_apart(corpus.leave_out, f"a file of {made_by}"):
             left_out = read_input_json(resolve_path(corpus.leave_out))["documents"]
     return replace(corpus, found=found, left_out=frozenset(left_out))

@@ -26,6 +26,7 @@ from roberta_recipe.log import Bar
 
 MAX_BYTES = 15_000_000  # some 4 M tokens: more than the demonstration reads in one pass
 _FILES_PER_TASK = 64
+_WHEEL = "roberta-recipe"  # its name in pyproject.toml
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -67,7 +68,8 @@ def docstring_file() -> Path:
 
 def _required_distributions() -> list[importlib.metadata.Distribution]:
     """The installed distributions of requirements.txt, then what they require, breadth first."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    path = ROOT / "requirements.txt"  # of a clone; a wheel has its lines as metadata
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else importlib.metadata.requires(_WHEEL)
     names = deque(re.match(r"[\w.-]+", line).group() for line in lines if re.match(r"\w", line))
     found: dict[str, importlib.metadata.Distribution] = {}
     while names:

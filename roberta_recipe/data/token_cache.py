@@ -40,7 +40,7 @@ from roberta_recipe.record import HASHES_NAME
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
 _LENGTHS = "lengths"  # the column of each block's tokens
-_REPACK = "pack it again: start the same command once more, or python -m roberta_recipe.tools.pack with its preset"
+_REPACK = "pack it again: start the same command once more, or python tools/pack.py with its preset"
 _pack_in_worker: Callable[[list[File]], int]  # of a packing process
 
 
@@ -253,7 +253,7 @@ def _pack(folder: Path, reader: TextReader, made_from: str, to_pack: list[list[F
     except BrokenProcessPool:
         raise RunError(
             f"a packing process died, perhaps for want of memory: pack with fewer than {num_proc} processes first "
-            "(python -m roberta_recipe.tools.pack --num_proc N); the finished shards are kept"
+            "(python tools/pack.py --num_proc N); the finished shards are kept"
         ) from None
     except OSError as error:
         raise RunError(

@@ -22,7 +22,7 @@ def on_tokenization(
         f"Tokenization is the bottleneck: each process and data worker tokenizes the whole text, some "
         f"{tokenized / 1e6:.2f} M tokens/s on {cores:g} cores each, and {counted(processes, 'process')} "
         f"can train some {trained / 1e6:.2f} M tokens/s. Pack the text once, then start with --token_cache DIR: "
-        f"python -m roberta_recipe.tools.pack --config {preset} --token_cache DIR"
+        f"python tools/pack.py --config {preset} --token_cache DIR"
     )
 
 

@@ -213,7 +213,7 @@ def check_deepspeed(args: TrainingArguments) -> None:
     if args.auto_find_batch_size:
         raise InputError(
             "auto_find_batch_size=true tries a whole model on each device, which ZeRO divides: leave it out, and set "
-            "per_device_train_batch_size (python -m roberta_recipe.tools.estimate says what fits)"
+            "per_device_train_batch_size (python tools/estimate.py says what fits)"
         )
     config = HfTrainerDeepSpeedConfig(deepspeed_settings(args))  # a copy: "auto" stays for Trainer to fill in
     config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare

@@ -1,12 +1,16 @@
 """Push a finished run's files and model card to the Hugging Face Hub; the repository is made where there is none.
 
-    python -m roberta_recipe.tools.push --model runs/mine --repo me/mine        # or: make push MODEL=... REPO=...
-    python -m roberta_recipe.tools.push --model runs/mine --repo me/mine --dry_run                # only show it
+    python tools/push.py --model runs/mine --repo me/mine        # or: make push MODEL=... REPO=...
+    python tools/push.py --model runs/mine --repo me/mine --dry_run                # only show it
 
 The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
 """
 
+import sys
 from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import exit_on_error

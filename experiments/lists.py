@@ -1,5 +1,5 @@
 """A list of experiments: what the YAML says, what becomes of it (rows, commands), and the check of all of it before
-anything runs. `roberta_recipe.tools.experiments` runs it, `experiment_table` makes its table (docs/statistics.md)."""
+anything runs. `experiments/run.py` runs it, `table` makes its table (docs/statistics.md)."""
 
 import argparse
 import importlib
@@ -20,15 +20,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from experiments.scales import at_scale
 from roberta_recipe import durable
 from roberta_recipe.args import NUMBERS_END, flags_of
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.input_files import resolve_path, taken_apart
+from roberta_recipe.input_files import ROOT, resolve_path, taken_apart
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
-from roberta_recipe.tools.experiment_scale import at_scale
 from roberta_recipe.training import optimizers, pretraining
 from roberta_recipe.training.checkpoint import newest_first
 
@@ -60,7 +60,7 @@ class Measure(NamedTuple):
     title: str  # with its unit
     better: Literal["lower", "higher"]
     of: Literal["pretraining", "fine-tuning"]
-    tool: str | None  # of roberta_recipe.tools, which writes --output FILE; None: the run's own record has it
+    tool: str | None  # of tools/, which writes --output FILE; None: the run's own record has it
     keys: tuple[str, ...]  # of the figure in that file
     times: float = 1.0
     beside: str | None = None  # the measure in whose file it stands, for one without a tool
@@ -175,7 +175,7 @@ class Row:
         left = {} if self.is_trained() else {"run": self.train}
         for name, words in self.measures.items():
             if "run" in left or not self.output_of(name).is_file():
-                tool = [sys.executable, "-m", f"roberta_recipe.tools.{MEASURES[name].tool}"]
+                tool = [sys.executable, str(ROOT / "tools" / f"{MEASURES[name].tool}.py")]
                 model = ["--model_name_or_path", str(self.run)]
                 left[name] = [*tool, *model, *words, *_written_to(name, self.output_of(name))]
         return left
@@ -388,7 +388,7 @@ def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: d
     folder = folder / setting.name / f"seed-{seed}"
     of_seed = [word.replace(SEED, str(seed)) for word in words_of(setting.flags, setting.name)]
     flags = [*(["--config", setting.config] if setting.config else []), *of_seed]
-    launcher = ["-m", "roberta_recipe.tools.launch"] if torch.cuda.device_count() > 1 else []  # on all GPUs
+    launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
     command = [sys.executable, *launcher, str(resolve_path(setting.script)), *flags]
     command += [f"--{resolved.seed_flag}", str(seed)]
     command += ["--output_dir", str(folder / RUN_FOLDER)]
@@ -414,7 +414,7 @@ def _written_to(measure: str, path: Path) -> list[str]:
 
 def tool_of(measure: str, words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
     """A measure's tool, and what its parser makes of the measure's flags. Raises `InputError`."""
-    tool = importlib.import_module(f"roberta_recipe.tools.{MEASURES[measure].tool}")
+    tool = importlib.import_module(f"tools.{MEASURES[measure].tool}")
     written_to = _written_to(measure, Path("run", f"{measure}.json"))
     return tool, tool.parse(["--model_name_or_path", "run", *words, *written_to])
 

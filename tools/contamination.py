@@ -1,6 +1,6 @@
 r"""How much of the evaluation sets is in the pretraining corpus, by source, with examples.
 
-    python -m roberta_recipe.tools.contamination --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
+    python tools/contamination.py --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
         --squad_file dev-v1.1.json --race_dir RACE --output contamination.json              # or: make contamination
 
 With `--held_out`, the corpus's own held-out documents are sets too: those that have most of their n-grams in the
@@ -14,10 +14,14 @@ of the evaluation sets' n-grams. A core reads about 7 MB of text a second.
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import regex

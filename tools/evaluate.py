@@ -1,17 +1,21 @@
 """Measure a checkpoint on the held-out text of a pretraining preset, and on each source of it. Nothing is written but a
 token cache, where one is named that is not complete.
 
-    python -m roberta_recipe.tools.evaluate --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
+    python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
         --model_name_or_path FacebookAI/roberta-base
 
 The text is read with the checkpoint's own tokenizer, whatever the preset names; `--tokenizer_name` names another.
-With several GPUs, `accelerate launch -m roberta_recipe.tools.evaluate ...`. The blocks and masks equal those of
+With several GPUs, `accelerate launch tools/evaluate.py ...`. The blocks and masks equal those of
 every run on this text, so the figures equal what `train_mlm.py` prints at its end.
 """
 
 import dataclasses
 import sys
 import tempfile
+from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from transformers import PreTrainedTokenizerBase
 

@@ -1,7 +1,7 @@
 """Tokenize and pack a pretraining preset's corpus once, into its token cache, or repack its damaged shards.
 
-    python -m roberta_recipe.tools.pack --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
-    python -m roberta_recipe.tools.pack ... --machine 2/4       # the second of four machines, on one file system
+    python tools/pack.py --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
+    python tools/pack.py ... --machine 2/4       # the second of four machines, on one file system
 
 No GPU is needed. Formats of pairs are packed in ten versions, one a pass in turn, as BERT's data were: ten times the
 disk and the time. A file that is packed already is packed again only where its shard is not what was written.
@@ -9,6 +9,10 @@ disk and the time. A file that is packed already is packed again only where its 
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.args import setting
 from roberta_recipe.data import token_cache, tokenization

@@ -1,6 +1,6 @@
 """Whether two runs are the same run; if not, from which step on they differ, and in what.
 
-    python -m roberta_recipe.tools.compare runs/a runs/b        # or: make compare A=runs/a B=runs/b
+    python tools/compare.py runs/a runs/b        # or: make compare A=runs/a B=runs/b
 
 A run is its `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. What is compared is what the
 folders hold of both: settings, log lines, digests of checkpoints and of the finished model. The exit code is 0 where
@@ -8,9 +8,13 @@ nothing differs up to the last step of the shorter run, 1 where something does, 
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe import durable, presets
 from roberta_recipe.args import RecipeParser, flags_of

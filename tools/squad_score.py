@@ -1,6 +1,6 @@
 """The official scores of a predictions.json, as JSON.
 
-    python -m roberta_recipe.tools.squad_score --predictions predictions.json --validation_file dev-v1.1.json
+    python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
     ... --predictions span_predictions.json --version_2_with_negative --null_odds null_odds.json   # and a dev-v2.0.json
 
 Every figure equals the official script's (evaluate-v1.1.py, evaluate-v2.0.py) to the last digit. A question without a
@@ -12,7 +12,11 @@ probabilities or any other numbers, but a question above 1 counts as unanswered 
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error

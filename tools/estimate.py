@@ -1,6 +1,6 @@
 """What a recipe costs, by arithmetic, before anything runs: parameters, data, FLOPs, memory per GPU, days, dollars.
 
-    python -m roberta_recipe.tools.estimate --config presets/mlm/roberta_base.yaml --hardware 8xH200
+    python tools/estimate.py --config presets/mlm/roberta_base.yaml --hardware 8xH200
 
 Nothing is trained and no text is read; of local files without a size in the corpus preset, their size says how much it
 is. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day". By the FLOPs
@@ -14,6 +14,10 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from transformers import PreTrainedConfig

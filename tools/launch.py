@@ -1,7 +1,7 @@
 """`accelerate launch` with the script's exit code, and with no lines but the script's.
 
-    python -m roberta_recipe.tools.launch train_mlm.py --config presets/mlm/roberta_base.yaml
-    python -m roberta_recipe.tools.launch --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
+    python tools/launch.py train_mlm.py --config presets/mlm/roberta_base.yaml
+    python tools/launch.py --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
 
 The flags are accelerate's, and accelerate starts the processes. By itself it would print which defaults it took, print
 its own traceback behind a script's error, make an exit code of 1 of any other, and leave the script alone at Ctrl-C.
@@ -12,7 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import psutil
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -31,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     process was killed, and else `SystemExit` with the script's exit code."""
     logging.disable(logging.ERROR)  # what accelerate and torchrun say of every run; what ends one is an exception
     parser = launch_command_parser()
-    parser.usage = "python -m roberta_recipe.tools.launch [accelerate's flags] SCRIPT [its flags]"
+    parser.usage = "python tools/launch.py [accelerate's flags] SCRIPT [its flags]"
     parser.description = __doc__.splitlines()[0]
     args = parser.parse_args(argv)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

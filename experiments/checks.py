@@ -3,12 +3,12 @@ says, of the same text, and measured on the same."""
 
 from typing import Any
 
+from experiments.lists import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus
 from roberta_recipe.data.phrases import UNITS, Phrases, encoder_with_marks
 from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
-from roberta_recipe.tools.experiment_list import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
 
 # what a measure's file, or the run's record, says of what was measured; older ones may lack some
 _MEASURED_ON = {

@@ -1,7 +1,7 @@
 """Show the training blocks of a step: source, text, masks and targets as the model sees them.
 
-    python -m roberta_recipe.tools.explain --output_dir runs/mine --step 400 --show_blocks 2
-    python -m roberta_recipe.tools.explain --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
+    python tools/explain.py --output_dir runs/mine --step 400 --show_blocks 2
+    python tools/explain.py --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
 
 The second is of a run to come, by the flags that it will have, in place of a run's folder.
 The settings are those of the run (`preset.yaml` in its folder); a flag on top says where its text, its tokenizer or its
@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -34,11 +37,11 @@ from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
-from roberta_recipe.tools.compare import read_log
 from roberta_recipe.training import checkpoint, pretraining
 from roberta_recipe.training.data_loading import record_of
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
+from tools.compare import read_log
 
 LEGEND = (
     "[target → shown] is a position that is predicted, and the token that the model sees there. `</s>` ends a "

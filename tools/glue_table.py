@@ -1,7 +1,7 @@
 """The finished GLUE tasks of a folder as a row of Table 5 (paper, section 5.1), and their files for the GLUE server.
 
-    python -m roberta_recipe.tools.glue_table --folder runs/glue                     # or: make glue-all
-    python -m roberta_recipe.tools.glue_table --folder runs/glue --submission        # or: make glue-submission
+    python tools/glue_table.py --folder runs/glue                     # or: make glue-all
+    python tools/glue_table.py --folder runs/glue --submission        # or: make glue-submission
 
 A task is finished where `<folder>/<task>/summary.json` is. A star marks a task that differs from its preset
 (presets/glue) or from section 5.1; a line below the table names the differences. The submission,
@@ -9,8 +9,12 @@ A task is finished where `<folder>/<task>/summary.json` is. A star marks a task 
 """
 
 import argparse
+import sys
 import zipfile
 from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error

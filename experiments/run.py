@@ -1,8 +1,8 @@
 """Run a list of experiments, and make one table of it.
 
-    python -m roberta_recipe.tools.experiments presets/experiments/rates.yaml --dry_run   # what would run, and states
-    python -m roberta_recipe.tools.experiments presets/experiments/rates.yaml --jobs 2    # two rows side by side
-    python -m roberta_recipe.tools.experiments presets/experiments/rates.yaml --table     # of what has finished
+    python experiments/run.py presets/experiments/rates.yaml --dry_run   # what would run, and states
+    python experiments/run.py presets/experiments/rates.yaml --jobs 2    # two rows side by side
+    python experiments/run.py presets/experiments/rates.yaml --table     # of what has finished
 
 A list names settings (a preset and what differs from it), seeds, and what is measured; each setting with each seed is a
 row with a folder of its own. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same
@@ -16,20 +16,25 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from experiments import checks, lists, table
+from experiments.lists import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
 from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.started import continue_with
-from roberta_recipe.tools import estimate, experiment_checks, experiment_list, experiment_table
-from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
+from tools import estimate
 
 _POLL_S = 0.2
 _IN_USE_S = 2.0  # after which a row that another process works on is looked at again
@@ -260,7 +265,7 @@ def costs(listed: Experiments, hardware: str) -> list[str]:
     said, days, dollars = [], 0.0, 0.0
     for setting in listed.settings:
         flags = words_of(setting.flags, setting.name)
-        cost = experiment_list.named(
+        cost = lists.named(
             f"{listed.path}, row {setting.name!r}",
             estimate.read_estimate,
             ["--config", setting.config, *flags, "--hardware", hardware],
@@ -294,21 +299,21 @@ def main(argv: list[str] | None = None) -> Any:
     failed, `Stopped` where a signal ended the rest."""
     set_up_logging()
     args = parse(argv)
-    listed = experiment_list.read(args.list, args.scale, args.set)
+    listed = lists.read(args.list, args.scale, args.set)
     if listed.estimate and not (args.hardware or args.dry_run or args.table):
         raise InputError(
             f"{listed.path} at this scale takes days on GPUs: name them, and their number, with --hardware 8xH100, and "
             "what it costs is said first"
         )
     if args.hardware:
-        print("\n".join(experiment_list.in_child(costs, listed, args.hardware)), flush=True)
+        print("\n".join(lists.in_child(costs, listed, args.hardware)), flush=True)
     if args.dry_run:
         return print_states(listed)
     if not args.table:
-        experiment_checks.check_rows(listed)
-        experiment_checks.check_inputs(listed)
+        checks.check_rows(listed)
+        checks.check_inputs(listed)
         run(listed, args.jobs)
-    print(experiment_table.write(listed), end="")
+    print(table.write(listed), end="")
 
 
 def run(listed: Experiments, jobs: int) -> None:
@@ -324,7 +329,7 @@ def run(listed: Experiments, jobs: int) -> None:
         by = _BY[runner.signals[0]]
         raise Stopped(f"stopped by {by}: {finished} of {len(listed.rows)} rows are finished. {continue_with()}", by)
     if runner.failed:
-        print(experiment_table.write(listed), end="")
+        print(table.write(listed), end="")
         raise RunError(
             f"{len(runner.failed)} of {len(listed.rows)} rows failed: {'; '.join(runner.failed)}. Their logs say why; "
             f"finished rows are kept. {continue_with()}"

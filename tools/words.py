@@ -1,7 +1,7 @@
 """A figure across vocabularies, input formats and families: masked whole words, in bits a word and a character.
 
-    python -m roberta_recipe.tools.words --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
-    python -m roberta_recipe.tools.words --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
+    python tools/words.py --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
+    python tools/words.py --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
 
 A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
 is summed over the pieces. Which words are masked depends on the text alone, so every masked LM with a fast tokenizer
@@ -22,6 +22,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import regex

@@ -1,8 +1,8 @@
 """What a masked language model scores on BLiMP's minimal pairs (Warstadt et al. 2020), by pseudo-log-likelihood.
 
-    python -m roberta_recipe.tools.blimp --model_name_or_path runs/mine --data_dir blimp      # or: make blimp MODEL=...
-    python -m roberta_recipe.tools.blimp --model_name_or_path FacebookAI/roberta-base         # all from the Hub
-    python -m roberta_recipe.tools.blimp --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
+    python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp      # or: make blimp MODEL=...
+    python tools/blimp.py --model_name_or_path FacebookAI/roberta-base         # all from the Hub
+    python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
 
 Any masked LM with a fast tokenizer. Both scores are given: each token masked alone, and with the later tokens of its
 word. Beside them stands the same architecture with random weights on the same pairs, as pairs differ in length and
@@ -12,8 +12,12 @@ checkpoint's folder, or into --output_dir.
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed

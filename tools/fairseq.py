@@ -1,8 +1,8 @@
 r"""RoBERTa checkpoints of fairseq as Hugging Face's, and back (names and shapes: fairseq/models/roberta/model.py).
 
-    python -m roberta_recipe.tools.fairseq to_hf --checkpoint roberta.base/model.pt --dict roberta.base/dict.txt \
+    python tools/fairseq.py to_hf --checkpoint roberta.base/model.pt --dict roberta.base/dict.txt \
         --encoder encoder.json --bpe vocab.bpe --output_dir from_fairseq
-    python -m roberta_recipe.tools.fairseq to_fairseq --model_name_or_path from_fairseq --output_dir fairseq_model
+    python tools/fairseq.py to_fairseq --model_name_or_path from_fairseq --output_dir fairseq_model
 
 The logits are the same both ways (`benchmarks/against_fairseq.py`), or the conversion is refused: every setting that
 changes what fairseq computes is checked. fairseq has no token types, so their single vector is added to the positions,
@@ -17,8 +17,12 @@ import functools
 import json
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a script: modules come from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from transformers import (
