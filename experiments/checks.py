@@ -1,5 +1,4 @@
-"""What is asked of the rows of a list before they are run and before their table is made: that they are what the list
-says, of the same text, and measured on the same."""
+"""Checks of the rows of a list: inputs before they are run; equal settings, text and measures before its table."""
 
 from typing import Any
 
@@ -22,9 +21,8 @@ _OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measur
 
 
 def check_inputs(listed: Experiments) -> None:
-    """Raise `InputError` for what rows that are still to be run would each fail of: a corpus preset that cannot be read
-    (one whose variable is not set), a tokenizer that is not there, spaCy or its model, the files that a measure's flags
-    name. Rows open the text."""
+    """Open the inputs of the rows that are still to be run: corpus presets, tokenizers, spaCy's models, measures'
+    files (not the text). Raises `InputError`."""
     inputs: dict[tuple[Any, ...], str] = {}  # a function and its arguments: where in the list they are named first
     for row in listed.rows:
         to_do = row.to_do()
@@ -65,7 +63,7 @@ def check_rows(listed: Experiments) -> None:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(
             f"{listed.path}, row {changed[0]}{more}: it was run with other settings. Undo the change, move the folder "
-            "away to have it run again (of a measure: its file), or give the changed row another name"
+            "away to run it again (of a measure: its file), or rename the changed row"
         )
     for setting in listed.settings:
         run_with = [(row, _run_with(row)) for row in listed.rows if row.name == setting.name]

@@ -6,10 +6,9 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.checks import check_rows
-from experiments.lists import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
+from experiments.lists import AGAIN, MEASURES, Experiments, Row
 from roberta_recipe import durable, significance
-from roberta_recipe.errors import InputError
-from roberta_recipe.log import counted, duration, logger
+from roberta_recipe.log import counted, duration
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
@@ -20,7 +19,7 @@ Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their
 
 
 class Cell(NamedTuple):
-    """A figure of a name. What is missing, as rows are, is None."""
+    """A figure of a name; None where rows are missing."""
 
     by_seed: dict[int, float]
     mean: float | None
@@ -49,7 +48,7 @@ def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
 def _compared(
     scores: dict[str, dict[int, float]], apart: set[str], listed: Experiments, measure: str
 ) -> dict[str, Cell]:
-    """The figures of each name; those of the names `apart` are of other words than the first's."""
+    """A measure's figures of each name; `apart`: names measured on other words than the first."""
     first, *others = scores
     whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
     in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
@@ -112,8 +111,7 @@ def lines(
 
 
 def _beside(records: Records) -> dict[str, dict[str, str]]:
-    """What else the run records say of each name, by the column's title: the mean of the tokens seen, and the
-    parameters where names differ in them."""
+    """Columns from the run records, by title: the mean of the tokens seen, and the parameters where names differ."""
     seen, parameters = {}, {}
     for row, of_row in records:
         for record in of_row:
@@ -134,7 +132,7 @@ def _against(cell: Cell) -> list[str]:
 
 
 def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
-    """What a reader of the table needs beside it."""
+    """The sentences below the table."""
     said = [listed.note] if listed.note else []
     said.append("± is the standard error over seeds.")
     if listed.search:
@@ -158,20 +156,15 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
         )
     said += _readings(listed)
     said += _runs(records)
-    if changes := [change for change in listed.changes if _is_of_rows(change.partition("=")[0], listed)]:
-        said.append(f"Changed in all rows: {', '.join(changes)}.")
+    if listed.changes:
+        said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said
 
 
-def _is_of_rows(changed: str, listed: Experiments) -> bool:
-    """Whether finished rows have this change: they need not where its flag changes no bit (how often is logged)."""
-    return "." in changed or any(changed in row.settings for row in listed.rows)
-
-
 def _readings(listed: Experiments) -> list[str]:
-    """How windows were put to the models of each name, where that differs (`words.measure`)."""
+    """How each name's models read the windows, where that differs (`tools/words.py`)."""
     names: dict[str, dict[str, None]] = {}
     for row in listed.rows if "words" in listed.measures else ():
         if row.figure("words") is not None and (reading := row.measured("words").get("reading")):
@@ -184,13 +177,13 @@ def _readings(listed: Experiments) -> list[str]:
 
 
 def _records(listed: Experiments) -> Records:
-    trained = [row for row in listed.rows if row.is_trained()]
+    trained = [row for row in listed.rows if row.record()]
     needed = ("commit", "hardware", "tokens_seen", "parameters")
     return [(row, [read_record(path, needed, AGAIN) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
 
 
 def _runs(records: Records) -> list[str]:
-    """Which code made the finished rows, on what, in what time; nothing where there are none."""
+    """Commits, devices and median time of the finished rows."""
     runs = [record for _, of_row in records for record in of_row]
     if not runs:
         return []
@@ -202,8 +195,8 @@ def _runs(records: Records) -> list[str]:
 
 
 def write(listed: Experiments) -> str:
-    """Write `table.md` and `table.json` into the list's folder, where that can be; returns the former's text.
-    Raises `InputError` for rows that do not belong together: another runner, with another list, may have run some."""
+    """Write `table.md` and `table.json` into the list's folder; returns the text of the first. Raises `InputError` for
+    rows that do not belong together: another runner, with another list, may have run some."""
     check_rows(listed)
     found, records = cells(listed), _records(listed)
     text = f"{table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
@@ -214,11 +207,7 @@ def write(listed: Experiments) -> str:
         }
         for measure, of_measure in found.items()
     }
-    as_text, as_values = (listed.folder / name for name in TABLE_FILES)
-    try:
-        durable.make_folder(listed.folder, f"{listed.path}: output_dir")
-        durable.write_text(as_text, text)
-        durable.write_json(as_values, finite(values))  # a figure that is no number is null
-    except (InputError, OSError) as error:  # what it took days to run is still printed
-        logger.warning(f"{as_text} and {as_values.name} cannot be written: {getattr(error, 'strerror', error)}")
+    durable.make_folder(listed.folder, f"{listed.path}: output_dir")
+    durable.write_text(listed.folder / "table.md", text)
+    durable.write_json(listed.folder / "table.json", finite(values))  # nan becomes null
     return text
