@@ -242,10 +242,10 @@ def costs(listed: Experiments, hardware: str) -> list[str]:
             ["--config", setting.config, *flags, "--hardware", hardware],
         )
         fits = "" if cost.fits else ", and does not fit into memory"
-        said.append(f"{setting.name}: {cost.days:,.2f} days, {estimate.dollars(cost.cost)} a seed{fits}")
+        said.append(f"{setting.name}: {cost.days:,.2f} days, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
     seeds = len(listed.seeds)
-    all_of_it = f"{seeds * days:,.1f} days on {hardware}, {estimate.dollars(seeds * dollars)}"
+    all_of_it = f"{seeds * days:,.1f} days on {hardware}, ${seeds * dollars:,.2f}"
     return [*said, f"All rows with {counted(seeds, 'seed')}: {all_of_it} (assumptions: the estimate's)\n"]
 
 
