@@ -244,7 +244,7 @@ def test_kill_9_of_the_runner_leaves_no_process_and_what_was_saved_continues(wri
 
 @pytest.mark.slow
 def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, capsys):
-    rows = [{"name": "bad", "flags": {"tokenizer_name": str(tmp_path / "none")}}, {"name": "good"}]
+    rows = [{"name": "bad", "flags": {"train_file": [str(tmp_path / "none.jsonl")]}}, {"name": "good"}]
     path = write(rows=rows, seeds=[1])
     with pytest.raises(RunError, match=r"1 of 2 rows failed: bad, seed 1\. .*Continue with: "):
         experiments.main([path])

@@ -70,7 +70,8 @@ def parse_hardware(text: str) -> Hardware:
     count, name = re.fullmatch(r"(?:([1-9]\d*)\s*[xX]\s*)?(.*)", text.strip()).groups()
     known = {key.upper(): key for key in DEVICES}
     if name.upper() not in known:
-        hint = did_you_mean(name.upper(), known)
+        longer = [key for key in known if key.startswith(name.upper())]  # A100: of 40 or 80 GB
+        hint = did_you_mean(name.upper(), longer or known)
         raise InputError(
             f"hardware={text!r}: unknown GPU {name!r}{hint}; write 8xH200, with one of {', '.join(DEVICES)}"
         )
