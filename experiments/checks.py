@@ -1,12 +1,9 @@
-"""Checks of the rows of a list: inputs before they are run; equal settings, text and measures before its table."""
+"""Checks of the rows of a list before they are run and before its table: equal settings, equal text, equal measures."""
 
 from typing import Any
 
-from experiments.lists import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
+from experiments.lists import MEASURES, SEED, Experiments, Row
 from roberta_recipe import durable
-from roberta_recipe.data.corpus import read_corpus
-from roberta_recipe.data.phrases import UNITS, Phrases, encoder_with_marks
-from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
 
 # what a measure's file, or the run's record, says of what was measured; older ones may lack some
@@ -18,41 +15,6 @@ _MEASURED_ON = {
 
 _MOVE = "Move the {} of one of them away, to have it made again"
 _OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measure words in place of loss"
-
-
-def check_inputs(listed: Experiments) -> None:
-    """Open the inputs of the rows that are still to be run: corpus presets, tokenizers, spaCy's models, measures'
-    files (not the text). Raises `InputError`."""
-    inputs: dict[tuple[Any, ...], str] = {}  # a function and its arguments: where in the list they are named first
-    for row in listed.rows:
-        to_do = row.to_do()
-        for measure in [name for name in to_do if name != "run"]:
-            inputs.setdefault((_check_text, measure, *row.measures[measure]), f"{listed.path}, measure {measure!r}")
-        if "run" not in to_do:
-            continue
-        of, where = row.settings_of_seed(), f"{listed.path}, row {row.name!r}"
-        if (corpus := of.get("corpus")) and not of.get("train_file"):
-            inputs.setdefault((read_corpus, corpus), where)
-        if name := of.get("tokenizer_name"):
-            phrases = Phrases(of["masking_unit"], of["spacy_model"]) if of["masking_unit"] in UNITS else None
-            inputs.setdefault((_open_tokenizer, name, phrases), where)
-    in_child(_open_all, inputs)
-
-
-def _open_all(inputs: dict[tuple[Any, ...], str]) -> None:
-    for (call, *given), where in inputs.items():
-        named(where, call, *given)
-
-
-def _check_text(measure: str, *words: str) -> None:
-    tool, args = tool_of(measure, list(words))
-    tool.check_text(args)
-
-
-def _open_tokenizer(name: str, phrases: Phrases | None) -> None:
-    tokenizer = load_tokenizer(name)
-    if phrases:
-        encoder_with_marks(tokenizer, phrases)
 
 
 def check_rows(listed: Experiments) -> None:

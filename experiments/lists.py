@@ -5,7 +5,6 @@ sizes: `scales:` names a file of `Scale` entries, `at: {<scale>: {<flags>}}` has
 (`config` and `seeds` too) or for one of its rows; `only: [<scale>]` limits a row to some (docs/statistics.md).
 """
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -18,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -402,11 +400,10 @@ def output_flag(measure: str, path: Path) -> list[str]:
     return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
 
 
-def tool_of(measure: str, words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """A measure's tool, and its parsed flags. Raises `InputError`."""
+def _parse_measure(measure: str, words: list[str]) -> None:
+    """Let a measure's tool parse its flags. Raises `InputError`."""
     tool = importlib.import_module(f"tools.{MEASURES[measure].tool}")
-    output = output_flag(measure, Path("run", f"{measure}.json"))
-    return tool, tool.parse(["--model_name_or_path", "run", *words, *output])
+    tool.parse(["--model_name_or_path", "run", *words, *output_flag(measure, Path("run", f"{measure}.json"))])
 
 
 def _resolve_all(
@@ -414,7 +411,7 @@ def _resolve_all(
 ) -> list[tuple[dict[str, Any], str]]:
     """`_resolve` of all settings; the flags of measures are parsed by their tools."""
     for name, words in tools.items():
-        named(f"{path}, measure {name!r}", tool_of, name, words)
+        named(f"{path}, measure {name!r}", _parse_measure, name, words)
     found = []
     for setting in settings:
         where = f"{path}, row {setting.name!r}"

@@ -38,7 +38,6 @@ from roberta_recipe.started import continue_with
 from tools import estimate
 
 _POLL_S = 0.2
-_IN_USE_S = 2.0  # between two looks at a row that another process works on
 _BY = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
@@ -56,7 +55,7 @@ class Job:
 
 
 class Runner:
-    """Runs the rows of a list side by side, each on its own cores; each row is started once at most."""
+    """Runs the rows of a list side by side, each on its own cores; each row is started once."""
 
     def __init__(self, listed: Experiments, jobs: int):
         self.rows, self.waiting = listed.rows, [row for row in listed.rows if row.to_do()]
@@ -65,17 +64,16 @@ class Runner:
         self.jobs: list[Job] = []
         self.failed: list[str] = []
         self.signals: list[int] = []
-        self.retry_s: dict[Path, float] = {}  # when to look again at a row that is in use, by folder
 
     def run(self) -> None:
-        """Return when all rows have been run, by this process or another, or a signal has ended the running ones."""
+        """Return when all rows have been run, or a signal has ended the running ones."""
         with self._signals():
             while self.jobs or (self.waiting and not self.signals):
                 for job in list(self.jobs):
                     self._pass_signals(job)
                     self._look_at(job)
-                while self.free and not self.signals and self._begin_next():
-                    pass
+                while self.free and self.waiting and not self.signals:
+                    self._begin(self.waiting.pop(0))
                 time.sleep(_POLL_S)
 
     @contextlib.contextmanager
@@ -96,28 +94,11 @@ class Runner:
             job.process.send_signal(number)
             job.signals += 1
 
-    def _begin_next(self) -> bool:
-        """Start the first waiting row that no other runner works on; returns whether the queue has become shorter."""
-        for row in self.waiting:
-            if self.retry_s.get(row.folder, 0.0) > time.monotonic():
-                continue
-            try:
-                take(row)
-            except lock.InUse as error:
-                if row.folder not in self.retry_s:
-                    logger.info(f"waits   {row.title}: {str(error).split('; ')[0]}")
-                self.retry_s[row.folder] = time.monotonic() + _IN_USE_S
-                continue
-            if to_do := row.to_do():
-                self._begin(row, to_do)
-            else:  # another runner has finished it
-                lock.release(row.folder)
-            self.waiting.remove(row)
-            return True
-        return False
-
-    def _begin(self, row: Row, to_do: dict[str, list[str]]) -> None:
-        state, cores = row.state(), self.free.pop(0)
+    def _begin(self, row: Row) -> None:
+        """Start the first command of a row."""
+        state, to_do, cores = row.state(), row.to_do(), self.free.pop(0)
+        row.folder.mkdir(parents=True, exist_ok=True)
+        durable.remove_left(row.folder)
         remember(row)
         if "run" in to_do:  # measures of other weights
             for measure in row.measures:
@@ -141,7 +122,6 @@ class Runner:
         self.jobs.remove(job)
         self.free.append(job.cores)
         remember(job.row, time.monotonic() - job.begun_s)
-        lock.release(job.row.folder)
         if done and not job.to_do:
             figures = (f"{MEASURES[name].title} {job.row.figure(name):.4g}" for name in self.measures)
             logger.info(f"done    {job.row.title}: {', '.join(figures)}; {self._left()}")
@@ -170,21 +150,6 @@ def split_cores(jobs: int) -> list[list[int]]:
         raise InputError(f"jobs={jobs} must be from 1 to {len(cores)}, the cores that this process may use")
     each = len(cores) // jobs
     return [cores[number * each : (number + 1) * each] for number in range(jobs)]
-
-
-def take(row: Row) -> None:
-    """Lock the folder of a row. Raises `lock.InUse` where another runner has it, or where what a killed runner had
-    started still saves its step."""
-    row.folder.mkdir(parents=True, exist_ok=True)
-    lock.take(row.folder)
-    if row.run.is_dir():
-        try:
-            lock.take(row.run)
-        except lock.InUse:
-            lock.release(row.folder)
-            raise
-        lock.release(row.run)
-    durable.remove_left(row.folder)
 
 
 def remember(row: Row, seconds: float = 0.0) -> None:
@@ -281,14 +246,15 @@ def main(argv: list[str] | None = None) -> Any:
         return print_states(listed)
     if not args.table:
         checks.check_rows(listed)
-        checks.check_inputs(listed)
         run(listed, args.jobs)
     print(table.write(listed), end="")
 
 
 def run(listed: Experiments, jobs: int) -> None:
-    """Run what is not finished. Raises `RunError`, with the table written, where rows failed, and `Stopped`."""
+    """Run what is not finished. Raises `RunError`, with the table written, where rows failed, `Stopped`, and
+    `lock.InUse` where another runner has the list."""
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")
+    lock.take(listed.folder)
     runner = Runner(listed, jobs)
     finished = len(listed.rows) - len(runner.waiting)
     rows = counted(len(listed.rows), "row")

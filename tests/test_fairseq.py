@@ -257,7 +257,7 @@ def test_random_settings_give_fairseqs_logits_or_are_refused(tmp_path):
         assert gap < 1e-5, (gap, settings, form, head)
         seen.update([form, head, wanted["heads"], wanted["activation"], len(found)])
     assert set(seen) >= {*FORMS, *ACTIVATIONS, *ODD, None, "mnli", 1, 2, 4, 8, "activation_fn", "pooler_activation_fn"}
-    assert sum(seen[form] for form in FORMS) > 40
+    assert sum(seen[form] for form in FORMS) > 35
 
 
 def test_untied_both_ways(tokenizer, tokenizer_dir, ids, tmp_path):
@@ -280,12 +280,6 @@ def test_untied_both_ways(tokenizer, tokenizer_dir, ids, tmp_path):
     assert said["untie_weights_roberta"] is True
     with pytest.raises(InputError, match=r"untie_weights_roberta=False, and encoder.lm_head.weight is not"):
         fairseq.to_hugging_face(weights, {**settings, "untie_weights_roberta": False}, None)
-
-
-def test_settings_of_args_come_before_those_of_cfg(tmp_path):
-    both = settings_in("cfg", {"encoder_attention_heads": 2}) | settings_in("args", {"encoder_attention_heads": 8})
-    torch.save({"model": {}, **both}, tmp_path / "model.pt")
-    assert fairseq.read_checkpoint(tmp_path / "model.pt")[1] == {"encoder_attention_heads": 8}
 
 
 def test_a_classifier_gets_an_empty_masked_lm_head_that_is_not_taken_for_a_trained_head(config):
@@ -327,13 +321,6 @@ def test_what_fairseq_does_not_compute_is_refused(config, changed, head, message
     cls = fairseq.RobertaForSequenceClassification if head else fairseq.RobertaForMaskedLM
     with pytest.raises(InputError, match=message):
         fairseq.to_fairseq(cls(config), config.vocab_size, head)
-
-
-def test_activations_and_dropouts_of_a_classifier(config):
-    config.hidden_act, config.classifier_dropout = "gelu_new", 0.25
-    model = fairseq.RobertaForSequenceClassification(config)
-    settings = fairseq.checkpoint_of(model, config.vocab_size, "topic")["args"]
-    assert (settings.activation_fn, settings.pooler_dropout) == ("gelu_accurate", 0.25)
 
 
 def test_a_head_that_a_checkpoint_lacks_is_never_drawn_at_random(config, tokenizer, tmp_path):
@@ -423,13 +410,7 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
             fairseq.to_hugging_face(damaged, settings, None)
     with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, decoder.other"):
         fairseq.to_hugging_face({**weights, "decoder.other": torch.zeros(1)}, settings, None)
-    with pytest.raises(InputError, match="holds other files; name a new or an empty folder"):
-        fairseq.main(["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path)])
     argv = ["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(InputError, match="name dict, encoder and bpe"):
-        fairseq.main([*argv, "--dict", "x"])
-    with pytest.raises(InputError, match="name dict, encoder and bpe"):
-        fairseq.main(argv)
     (tmp_path / "dict.txt").write_text("0 1\n99 1\n")
     (tmp_path / "encoder.json").write_text(json.dumps({"a": 0}))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")

@@ -7,7 +7,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from conftest import run_python
 from matplotlib.figure import Figure
 
 from roberta_recipe import durable
@@ -211,13 +210,9 @@ def test_the_page_says_what_the_two_readmes_say(ledger, tmp_path):
     [
         ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each, "
          "two-sided permutation p 0.10"),
-        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.64], 0.5, "Suggestive, no more: GLUE rte 66.0 against 62.0, 3 seeds each, "
-         "two-sided permutation p 0.20"),
         ([0.61, 0.64, 0.68], [0.61, 0.66, 0.60], 0.5, "Level with random weights: GLUE rte 64.0 against 61.0"),
         ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.66, "Not above the majority answer: GLUE rte 66.0 against 61.0 "
          "(66.0)"),
-        ([0.51, 0.52, 0.53], [0.61, 0.62, 0.60], None, "Suggestive, no more: GLUE rte 52.0 against 61.0, 3 seeds each, "
-         "two-sided permutation p 0.10"),
         ([0.51, 0.52, 0.53, 0.54, 0.5], [0.61, 0.62, 0.60, 0.63, 0.64], None, "Below random weights: GLUE rte 52.0 "
          "against 62.0, 5 seeds each, two-sided permutation p 0.01"),
         ([None, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each"),
@@ -251,18 +246,6 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
     assert "So few seeds could not show it: p, corrected for the tasks, would be 0.06 at best." in verdict  # 7 x 2/252
 
 
-def test_eight_seeds_are_compared_in_pairs(ledger, tmp_path):
-    """Seeds differ by more than the weights do, and all pairs have one sign."""
-    write_pretraining(tmp_path / "results" / "mini")
-    random = [0.50, 0.58, 0.66, 0.74, 0.54, 0.62, 0.70, 0.78]
-    write_pair(ledger, tmp_path, "rte", [score + 0.02 for score in random], random)
-    (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
-    assert (
-        "is better than random weights on GLUE rte 66.0 against 64.0, 8 seeds each, two-sided permutation p 0.01"
-        in verdict
-    )
-
-
 def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypatch):
     write_pretraining(tmp_path / "mini")
     drawn = []
@@ -274,14 +257,6 @@ def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypat
     assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]
     assert list(entropy.get_ydata()) == [6.5, 6.5]
     assert perplexity.lines[0].get_ydata() == pytest.approx([math.exp(4.8), math.exp(3.9)])
-
-
-def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
-    write_pretraining(tmp_path / "results" / "mini")
-    write_tuning(tmp_path / "cola", [None, None, 0.2], task="cola", metric="matthews_correlation")
-    readme, _ = report(ledger, tmp_path, "--add", tmp_path / "cola", "--name", "mini")
-    row = ["validation, 277 examples", "nan (nan to 20.0, 3 seeds)", "not run", "50.0 (always yes)"]
-    assert cells(readme, "GLUE cola, matthews_correlation")[2:-1] == row
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
@@ -300,24 +275,13 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
 
-def test_bad_input(ledger, tmp_path, root):
+def test_bad_input(ledger, tmp_path):
     with pytest.raises(InputError, match="holds no"):
         report(ledger, tmp_path)
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "rte", [0.5])
-    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
-    run = tmp_path / "rte" / "lr0.0001-batch16-seed1"
-    record = json.loads((run / "run_record.json").read_text())
-    durable.write_sealed(run / "run_record.json", {**record, "task": "rte"})
-    with pytest.raises(InputError, match="is a single run of a fine-tuning"):
-        report(ledger, tmp_path, "--add", run)
-    (run / "run_record.json").write_text(json.dumps({name: record[name] for name in record if name != "shown_args"}))
-    with pytest.raises(InputError, match="has no 'shown_args': it was written by another version of this recipe"):
-        report(ledger, tmp_path, "--add", tmp_path / "rte", "--name", "mini")
-    with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
-        report(ledger, tmp_path, "--add", tmp_path / "empty")
     write_pretraining(tmp_path / "killed")
     (tmp_path / "killed" / "loss_curve.png").unlink()
     durable.write_sealed(tmp_path / "killed" / "blimp.json", {"scores": {}, "random_weights": []})
@@ -336,8 +300,6 @@ def test_bad_input(ledger, tmp_path, root):
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(InputError, match="has no section between"):
         report(ledger, tmp_path)
-    done = run_python(root / "results" / "report.py", "--ad", "x", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: unknown argument '--ad'; did you mean '--add'?")
 
 
 def test_what_is_committed_is_what_the_records_give(ledger, root):
