@@ -78,7 +78,6 @@ _BODY_SETTINGS = {
     "ffn_blocks_to_remove": -1,
 }
 _HEAD_SETTINGS = {"pooler_activation_fn": "tanh", "spectral_norm_classification_head": False}
-_TRAINING_ONLY = ("activation_dropout", "relu_dropout", "encoder_layerdrop")  # and Hugging Face has none of them
 # equal functions; of two names for one, the last is today's
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -223,9 +222,6 @@ def activation_of(settings: dict[str, Any], head: str | None) -> str:
         value = settings.get(name, wanted)
         if value != wanted and (value or wanted):
             raise InputError(f"the checkpoint has {name}={value!r}, and Hugging Face's RoBERTa computes {wanted!r}")
-    for name in _TRAINING_ONLY:
-        if settings.get(name):
-            logger.warning(f"{name}={settings[name]} acts in training only, and Hugging Face's RoBERTa has none")
     activation = settings.get("activation_fn", "gelu")
     known = tuple(_ACTIVATIONS) if head else ("gelu",)
     if activation not in known:
