@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from experiments.lists import MEASURES, SEED, Experiments, Row
+from experiments.lists import MEASURES, SEED, Experiment, ExperimentList
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 
-# what a measure's file, or the run's record, says of what was measured; older ones may lack some
+# keys of a measure's file, or of the run's record, that identify the measured text; older files may lack some
 _MEASURED_ON = {
     "loss": ("eval_blocks", "unigram_entropy"),
     "words": ("words", "documents", "windows_digest"),
@@ -17,9 +17,9 @@ _MOVE = "Move the {} of one of them away, to have it made again"
 _OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measure words in place of loss"
 
 
-def check_rows(listed: Experiments) -> None:
-    """Raise `InputError` that names a row whose settings are others than those that it was run with, rows of a name
-    that were run with other text, tokenizer or model, or rows that were measured on other text."""
+def check_rows(listed: ExperimentList) -> None:
+    """Raise `InputError` for a row that was run with other settings, for rows of a name that were run with different
+    text, tokenizer or model, and for rows that were measured on different text."""
     changed = [f"{row.title}: {'; '.join(changes)} ({row.folder})" for row in listed.rows if (changes := row.changes())]
     if changed:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -27,8 +27,8 @@ def check_rows(listed: Experiments) -> None:
             f"{listed.path}, row {changed[0]}{more}: it was run with other settings. Undo the change, move the folder "
             "away to run it again (of a measure: its file), or rename the changed row"
         )
-    for setting in listed.settings:
-        run_with = [(row, _run_with(row)) for row in listed.rows if row.name == setting.name]
+    for variant in listed.variants:
+        run_with = [(row, _run_with(row)) for row in listed.rows if row.name == variant.name]
         _check_alike(run_with, "run with", _MOVE.format("folder"))
     for measure in [name for name in _MEASURED_ON if name in listed.measures]:
         fix = _OTHER_BLOCKS if measure == "loss" else _MOVE.format(f"{measure}.json")
@@ -38,8 +38,8 @@ def check_rows(listed: Experiments) -> None:
             _check_alike(known, f"measured ({measure}) on", fix)
 
 
-def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, fix: str) -> None:
-    """Raise `InputError` for the first row whose facts are not those of the first row that has some."""
+def _check_alike(facts_of_rows: list[tuple[Experiment, dict[str, Any]]], how: str, fix: str) -> None:
+    """Raise `InputError` for the first row with other facts than the first row that has any."""
     known = [(row, facts) for row, facts in facts_of_rows if facts]
     for row, facts in known[1:]:
         first, of_first = known[0]
@@ -50,15 +50,15 @@ def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, fix:
             )
 
 
-def _run_with(row: Row) -> dict[str, Any]:
-    """The fingerprint of a finished pretraining run without its seed, and how many held-out blocks gave its loss;
-    empty where the list has each seed begin elsewhere."""
+def _run_with(row: Experiment) -> dict[str, Any]:
+    """The fingerprint of a finished pretraining run without its seed, and its number of held-out blocks; empty where
+    each seed starts from its own checkpoint."""
     record = {} if SEED in str(row.settings) else row.record()
     fingerprint = {name: of for name, of in record.get("fingerprint", {}).items() if name not in ("seed", "data_seed")}
     return fingerprint | {"eval_blocks": record["metrics"].get("eval_blocks")} if fingerprint else {}
 
 
-def _measured_on(row: Row, measure: str) -> dict[str, Any]:
+def _measured_on(row: Experiment, measure: str) -> dict[str, Any]:
     record = row.record()
     if not MEASURES[measure].tool:
         found = {**record, **record.get("metrics", {})}

@@ -1,4 +1,4 @@
-"""Lists of experiments: the YAML format, and the rows of a list (a setting with a seed) with their commands and states.
+"""Lists of experiments: the YAML format, and the rows of a list (a variant with a seed) with their commands and states.
 
 The parsers of the scripts and tools that a list names check all of it before a row starts. A list may be for several
 sizes: `scales:` names a file of `Scale` entries, `at: {<scale>: {<flags>}}` has the flags of one scale, for the list
@@ -68,7 +68,7 @@ MEASURES = {
 
 
 @dataclass
-class Setting:
+class Variant:
     """An entry of `rows`: a preset and the flags that differ from it."""
 
     name: str
@@ -111,8 +111,8 @@ class _ListFile:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A setting with a seed: a folder, and commands."""
+class Experiment:
+    """A variant with a seed: a folder, and commands."""
 
     name: str
     seed: int
@@ -227,55 +227,55 @@ class Row:
         return float("nan") if found is None else of.times * found
 
 
-class Experiments(NamedTuple):
+class ExperimentList(NamedTuple):
     """A checked list."""
 
     path: Path
     folder: Path
-    settings: list[Setting]
+    variants: list[Variant]
     seeds: list[int]
     measures: list[str]
     search: bool
-    rows: list[Row]  # seed by seed, so that an unfinished list has as many rows of each name as possible
+    rows: list[Experiment]  # seed by seed, so that an unfinished list has as many rows of each name as possible
     source: str = ""
     note: str = ""
     estimate: bool = False
     changes: tuple[str, ...] = ()  # of --set
 
 
-def read(path: str, scale_name: str | None = None, changes: Sequence[str] = ()) -> Experiments:
+def read(path: str, scale_name: str | None = None, changes: Sequence[str] = ()) -> ExperimentList:
     """The list in a YAML file, at one of its scales and with flags changed by `--set`, completely checked. Raises
     `InputError` that names the row, the value and the fix."""
     listed = _ListFile(**_checked(load_yaml(path), _ListFile, ("output_dir", "rows"), path))
-    settings = [
-        Setting(**_checked(row, Setting, ("name",), f"{path}, row {number}"))
+    variants = [
+        Variant(**_checked(row, Variant, ("name",), f"{path}, row {number}"))
         for number, row in enumerate(listed.rows, 1)
     ]
-    scale = _read_scale(listed, settings, path, scale_name)
+    scale = _read_scale(listed, variants, path, scale_name)
     at = dict(listed.at.get(scale_name, {}))
     own = {key: at.pop(key, getattr(listed, key) or getattr(scale, key)) for key in ("config", "seeds")}
     own["measures"] = listed.measures or scale.measures
     own = _checked(own, _ListFile, ("seeds", "measures"), path)
-    settings = [setting for setting in settings if scale_name in (setting.only or [scale_name])]
-    for setting in settings:
-        setting.flags |= setting.at.get(scale_name, {})
+    variants = [variant for variant in variants if scale_name in (variant.only or [scale_name])]
+    for variant in variants:
+        variant.flags |= variant.at.get(scale_name, {})
     flags = {**scale.flags, **listed.flags, **at}
     for change in changes:
-        _change(change, settings, flags, own["measures"])
-    for setting in settings:
-        setting.config, setting.script = setting.config or own["config"], setting.script or listed.script
-        setting.flags = {**flags, **setting.flags}
-    _check_settings(settings, own["seeds"], path)
+        _change(change, variants, flags, own["measures"])
+    for variant in variants:
+        variant.config, variant.script = variant.config or own["config"], variant.script or listed.script
+        variant.flags = {**flags, **variant.flags}
+    _check_variants(variants, own["seeds"], path)
     tools = _measure_words(own["measures"], path)
-    resolved = in_child(_resolve_all, settings, own["measures"], tools, path)
+    resolved = in_child(_resolve_all, variants, own["measures"], tools, path)
     folder = Path(listed.output_dir, scale_name or "").expanduser()
     rows = [
-        _row(setting, seed, folder, *of_setting, tools)
+        _row(variant, seed, folder, *of_variant, tools)
         for seed in own["seeds"]
-        for setting, of_setting in zip(settings, resolved, strict=True)
+        for variant, of_variant in zip(variants, resolved, strict=True)
     ]
-    return Experiments(
-        *(Path(path), folder, settings, own["seeds"], list(own["measures"]), listed.search, rows),
+    return ExperimentList(
+        *(Path(path), folder, variants, own["seeds"], list(own["measures"]), listed.search, rows),
         *(listed.source, scale.note, scale.estimate, tuple(changes)),
     )
 
@@ -290,19 +290,19 @@ def _checked(values: Any, cls: type, needed: tuple[str, ...], where: str) -> dic
     return checked
 
 
-def _read_scale(listed: _ListFile, settings: list[Setting], path: str, name: str | None) -> Scale:
+def _read_scale(listed: _ListFile, variants: list[Variant], path: str, name: str | None) -> Scale:
     """The scale of that name in the list's file of scales; an empty one for a list without."""
     scales = load_yaml(listed.scales) if listed.scales else {}
     if name not in scales and (name or scales):
         names = f"name one with --scale {' or '.join(map(str, scales))}" if scales else "the list has no scales"
         raise InputError(f"{path}: --scale {name}: {names}{did_you_mean(name or '', scales)}")
-    used = {scale for setting in settings for scale in (*setting.at, *setting.only)} | set(listed.at)
+    used = {scale for variant in variants for scale in (*variant.at, *variant.only)} | set(listed.at)
     if unknown := used - scales.keys():
         raise InputError(f"{path}: {min(unknown)!r} is not a scale of {listed.scales}: {', '.join(scales)}")
     return Scale(**_checked(scales[name], Scale, (), f"{listed.scales}, {name}")) if scales else Scale()
 
 
-def _change(change: str, settings: list[Setting], flags: dict[str, Any], measures: dict[str, Any]) -> None:
+def _change(change: str, variants: list[Variant], flags: dict[str, Any], measures: dict[str, Any]) -> None:
     """Apply `--set`: `flag=value` for all rows and the measures with this flag, `measure.flag=value` for one measure.
     Raises `InputError` where a row sets the flag."""
     name, equals, text = change.partition("=")
@@ -315,7 +315,7 @@ def _change(change: str, settings: list[Setting], flags: dict[str, Any], measure
             raise InputError(f"--set {change}: the list measures {', '.join(measures)}, not {measure}")
         measures[measure] = {**(measures[measure] or {}), flag: value}
         return
-    if differing := [setting.name for setting in settings if name in setting.flags]:
+    if differing := [variant.name for variant in variants if name in variant.flags]:
         raise InputError(f"--set {change}: rows differ in {name} (row {differing[0]!r}); change it in the list")
     flags[name] = value
     for of_measure in measures.values():
@@ -323,25 +323,25 @@ def _change(change: str, settings: list[Setting], flags: dict[str, Any], measure
             of_measure[name] = value
 
 
-def _check_settings(settings: list[Setting], seeds: list[int], path: str) -> None:
+def _check_variants(variants: list[Variant], seeds: list[int], path: str) -> None:
     if len(set(seeds)) != len(seeds) or not all(0 <= seed < NUMBERS_END for seed in seeds) or len(seeds) > MOST_SEEDS:
         raise InputError(
             f"{path}: seeds={seeds} must be different numbers from 0 on, below 2^32, at most {MOST_SEEDS} of them"
         )
-    names = [setting.name for setting in settings]
+    names = [variant.name for variant in variants]
     if not names:
         raise InputError(f"{path}: rows is missing or empty")
-    for number, setting in enumerate(settings):
-        where = f"{path}, row {setting.name!r}"
-        for name in setting.flags:
+    for number, variant in enumerate(variants):
+        where = f"{path}, row {variant.name!r}"
+        for name in variant.flags:
             if name in _SET_BY_RUNNER:
                 raise InputError(f"{where}: flag {name} is set by the runner; remove it (seeds: seeds of the list)")
-        if not re.fullmatch(r"\w[\w.+-]*", setting.name):
+        if not re.fullmatch(r"\w[\w.+-]*", variant.name):
             raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter first")
-        if names.count(setting.name) > 1:
+        if names.count(variant.name) > 1:
             raise InputError(f"{where}: two rows have this name, and each needs a folder; rename one")
-        if setting.claim and not number:
-            raise InputError(f"{where}: claim={setting.claim}: the first row is what the others are compared with")
+        if variant.claim and not number:
+            raise InputError(f"{where}: claim={variant.claim}: the first row is what the others are compared with")
 
 
 def words_of(flags: dict[str, Any], where: str) -> list[str]:
@@ -376,15 +376,15 @@ def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dic
 
 
 def _row(
-    setting: Setting, seed: int, folder: Path, values: dict[str, Any], seed_flag: str, tools: dict[str, list[str]]
-) -> Row:
-    folder = folder / setting.name / f"seed-{seed}"
-    of_seed = [word.replace(SEED, str(seed)) for word in words_of(setting.flags, setting.name)]
+    variant: Variant, seed: int, folder: Path, values: dict[str, Any], seed_flag: str, tools: dict[str, list[str]]
+) -> Experiment:
+    folder = folder / variant.name / f"seed-{seed}"
+    of_seed = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
     launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
-    command = [sys.executable, *launcher, str(resolve_path(setting.script))]
-    command += [*(["--config", setting.config] if setting.config else []), *of_seed]
+    command = [sys.executable, *launcher, str(resolve_path(variant.script))]
+    command += [*(["--config", variant.config] if variant.config else []), *of_seed]
     command += [f"--{seed_flag}", str(seed), "--output_dir", str(folder / "run")]
-    return Row(setting.name, seed, folder, command, tools, values)
+    return Experiment(variant.name, seed, folder, command, tools, values)
 
 
 def in_child(call: Callable, *args: Any) -> Any:
@@ -407,18 +407,18 @@ def _parse_measure(measure: str, words: list[str]) -> None:
 
 
 def _resolve_all(
-    settings: list[Setting], measures: dict[str, Any], tools: dict[str, list[str]], path: str
+    variants: list[Variant], measures: dict[str, Any], tools: dict[str, list[str]], path: str
 ) -> list[tuple[dict[str, Any], str]]:
-    """`_resolve` of all settings; the flags of measures are parsed by their tools."""
+    """`_resolve` of all variants; the flags of measures are parsed by their tools."""
     for name, words in tools.items():
         named(f"{path}, measure {name!r}", _parse_measure, name, words)
     found = []
-    for setting in settings:
-        where = f"{path}, row {setting.name!r}"
-        found.append(named(where, _resolve, setting, where))
+    for variant in variants:
+        where = f"{path}, row {variant.name!r}"
+        found.append(named(where, _resolve, variant, where))
         kind = "fine-tuning" if found[-1][1] == "seeds" else "pretraining"
         if wrong := [name for name in measures if MEASURES[name].of != kind]:
-            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {setting.script} is not")
+            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {variant.script} is not")
     return found
 
 
@@ -431,18 +431,18 @@ def named(where: str, call: Callable, *args: Any) -> Any:
         raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-def _resolve(setting: Setting, where: str) -> tuple[dict[str, Any], str]:
-    """The values that define the runs of a setting (no seed, no folder, no flag that changes no bit), as its script
+def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
+    """The values that define the runs of a variant (no seed, no folder, no flag that changes no bit), as its script
     parses them, and the name of the seed's flag ("seeds" for fine-tuning). Raises `InputError`."""
-    path = resolve_path(setting.script)
+    path = resolve_path(variant.script)
     if path.suffix != ".py" or not path.is_file():
-        raise InputError(f"script={setting.script}: there is no such script")
+        raise InputError(f"script={variant.script}: there is no such script")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
-    argv = ["--config", setting.config] if setting.config else []
-    filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
+    argv = ["--config", variant.config] if variant.config else []
+    filled, resolved = script.read_arguments([*argv, *words_of(variant.flags, where), "--output_dir", "run"])
     if isinstance(filled[0], pretraining.MlmArguments):
         pretraining.check_text(filled[0])
         pretraining.check_model(filled[0])

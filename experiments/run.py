@@ -4,10 +4,9 @@
     python experiments/run.py presets/experiments/rates.yaml --jobs 2    # two rows side by side
     python experiments/run.py presets/experiments/rates.yaml --table     # of what has finished
 
-A list names settings (a preset and what differs from it), seeds, and what is measured; each setting with each seed is a
-row with a folder of its own. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same
-command: finished rows are kept, the others continue from their checkpoints. docs/statistics.md says what a
-list may have, and what the table's verdicts mean.
+A list names variants (a preset and the flags that differ), seeds and measures; a variant with a seed is a row, in a
+folder. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same command: finished rows
+are kept, the others continue from their checkpoints. docs/statistics.md describes the list and the verdicts.
 """
 
 import argparse
@@ -28,7 +27,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from experiments import checks, lists, table
-from experiments.lists import MEASURES, ROW_NAME, Experiments, Row, words_of
+from experiments.lists import MEASURES, ROW_NAME, Experiment, ExperimentList, words_of
 from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
@@ -42,10 +41,10 @@ _BY = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 @dataclass
-class Job:
+class RunningRow:
     """A running row."""
 
-    row: Row
+    row: Experiment
     cores: list[int]
     to_do: dict[str, list[str]]  # commands still to start
     process: subprocess.Popen
@@ -57,11 +56,11 @@ class Job:
 class Runner:
     """Runs the rows of a list side by side, each on its own cores; each row is started once."""
 
-    def __init__(self, listed: Experiments, jobs: int):
+    def __init__(self, listed: ExperimentList, jobs: int):
         self.rows, self.waiting = listed.rows, [row for row in listed.rows if row.to_do()]
         self.measures = listed.measures
         self.free = split_cores(jobs)
-        self.jobs: list[Job] = []
+        self.jobs: list[RunningRow] = []
         self.failed: list[str] = []
         self.signals: list[int] = []
 
@@ -89,12 +88,12 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_signals(self, job: Job) -> None:
+    def _pass_signals(self, job: RunningRow) -> None:
         for number in self.signals[job.signals :]:
             job.process.send_signal(number)
             job.signals += 1
 
-    def _begin(self, row: Row) -> None:
+    def _begin(self, row: Experiment) -> None:
         """Start the first command of a row."""
         state, to_do, cores = row.state(), row.to_do(), self.free.pop(0)
         row.folder.mkdir(parents=True, exist_ok=True)
@@ -105,11 +104,11 @@ class Runner:
                 row.output_of(measure).unlink(missing_ok=True)
         name = next(iter(to_do))
         process = start(to_do.pop(name), row.log, cores)
-        self.jobs.append(Job(row, cores, to_do, process, name, time.monotonic()))
+        self.jobs.append(RunningRow(row, cores, to_do, process, name, time.monotonic()))
         where = f"cores {','.join(map(str, cores))}" if len(cores) > 1 else f"core {cores[0]}"
         logger.info(f"begins  {row.title}: {state}; {where}, log {row.log}")
 
-    def _look_at(self, job: Job) -> None:
+    def _look_at(self, job: RunningRow) -> None:
         """Start the next command of a job when one has ended; end the job after its last, or when one has failed."""
         if (code := job.process.poll()) is None:
             return
@@ -144,7 +143,7 @@ class Runner:
 
 
 def split_cores(jobs: int) -> list[list[int]]:
-    """Disjoint cores for each job, of those that this process may use; without pinning where the system has none."""
+    """Disjoint sets of this process's cores, one for each job."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if not 1 <= jobs <= len(cores):
         raise InputError(f"jobs={jobs} must be from 1 to {len(cores)}, the cores that this process may use")
@@ -152,8 +151,8 @@ def split_cores(jobs: int) -> list[list[int]]:
     return [cores[number * each : (number + 1) * each] for number in range(jobs)]
 
 
-def remember(row: Row, seconds: float = 0.0) -> None:
-    """`row.json`: the settings and measures that are run, and the time that was spent, more by `seconds`."""
+def remember(row: Experiment, seconds: float = 0.0) -> None:
+    """Write `row.json`: settings and measures as they are run, and the time spent, increased by `seconds`."""
     stored = row.stored()
     measures = {**stored["measures"], **row.measures}
     spent = round(stored["seconds"] + seconds, 1)
@@ -189,25 +188,25 @@ def last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
-def print_states(listed: Experiments) -> None:
+def print_states(listed: ExperimentList) -> None:
     for row in listed.rows:
         print(f"{row.title}: {row.state()}")
         for words in row.to_do().values():
             print(f"    {shlex.join(words)}")
 
 
-def costs(listed: Experiments, hardware: str) -> list[str]:
+def costs(listed: ExperimentList, hardware: str) -> list[str]:
     """Time and cost of each name, and of all, on a machine of GPUs (`tools/estimate.py`); a line each."""
     said, days, dollars = [], 0.0, 0.0
-    for setting in listed.settings:
-        flags = words_of(setting.flags, setting.name)
+    for variant in listed.variants:
+        flags = words_of(variant.flags, variant.name)
         cost = lists.named(
-            f"{listed.path}, row {setting.name!r}",
+            f"{listed.path}, row {variant.name!r}",
             estimate.read_estimate,
-            ["--config", setting.config, *flags, "--hardware", hardware],
+            ["--config", variant.config, *flags, "--hardware", hardware],
         )
         fits = "" if cost.fits else ", and does not fit into memory"
-        said.append(f"{setting.name}: {cost.days:,.2f} days, ${cost.cost:,.2f} a seed{fits}")
+        said.append(f"{variant.name}: {cost.days:,.2f} days, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
     seeds = len(listed.seeds)
     all_of_it = f"{seeds * days:,.1f} days on {hardware}, ${seeds * dollars:,.2f}"
@@ -250,7 +249,7 @@ def main(argv: list[str] | None = None) -> Any:
     print(table.write(listed), end="")
 
 
-def run(listed: Experiments, jobs: int) -> None:
+def run(listed: ExperimentList, jobs: int) -> None:
     """Run what is not finished. Raises `RunError`, with the table written, where rows failed, `Stopped`, and
     `lock.InUse` where another runner has the list."""
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")

@@ -6,7 +6,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.checks import check_rows
-from experiments.lists import AGAIN, MEASURES, Experiments, Row
+from experiments.lists import AGAIN, MEASURES, Experiment, ExperimentList
 from roberta_recipe import durable, significance
 from roberta_recipe.log import counted, duration
 from roberta_recipe.publishing.card import device_of
@@ -15,7 +15,7 @@ from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.significance import PAIRS, Comparison, with_error
 
 NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
-Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their run records; fine-tuning has several
+Records = list[tuple[Experiment, list[dict[str, Any]]]]  # finished rows and their run records
 
 
 class Cell(NamedTuple):
@@ -29,9 +29,9 @@ class Cell(NamedTuple):
     verdict: str
 
 
-def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
+def cells(listed: ExperimentList) -> dict[str, dict[str, Cell]]:
     """By measure and name. Each measure is a family of comparisons by itself."""
-    names = [setting.name for setting in listed.settings]
+    names = [variant.name for variant in listed.variants]
     found = {}
     for measure in listed.measures:
         of, scores = MEASURES[measure], {name: {} for name in names}
@@ -46,7 +46,7 @@ def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
 
 
 def _compared(
-    scores: dict[str, dict[int, float]], apart: set[str], listed: Experiments, measure: str
+    scores: dict[str, dict[int, float]], apart: set[str], listed: ExperimentList, measure: str
 ) -> dict[str, Cell]:
     """A measure's figures of each name; `apart`: names measured on other words than the first."""
     first, *others = scores
@@ -61,7 +61,7 @@ def _compared(
     ps = [compared[name].p if name in compared else 1.0 for name in others]
     corrected = dict(zip(others, significance.holm(ps), strict=True))
     better = -1 if MEASURES[measure].better == "lower" else 1
-    claims = {setting.name: setting.claim for setting in listed.settings}
+    claims = {variant.name: variant.claim for variant in listed.variants}
     found = {}
     for name, of in scores.items():
         verdict = ""
@@ -85,28 +85,28 @@ def _why_none(*sides: dict[int, float]) -> str:
 
 
 def lines(
-    listed: Experiments, found: dict[str, dict[str, Cell]], records: Records
+    listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Records
 ) -> tuple[list[str], list[list[str]]]:
     """The head, and a line for each name."""
-    first, count = listed.settings[0].name, len(listed.seeds)
+    first, count = listed.variants[0].name, len(listed.seeds)
     head, beside = ["name", "seeds"], _beside(records)
     head += beside
     for measure in listed.measures:
         head.append(MEASURES[measure].title)
         head += [] if listed.search else [f"{measure}: against {first}", "p (Holm)", "verdict"]
-    published = list(dict.fromkeys(name for setting in listed.settings for name in setting.published))
+    published = list(dict.fromkeys(name for variant in listed.variants for name in variant.published))
     head += [f"published: {name}" for name in published]
     table = []
-    for setting in listed.settings:
-        of = [found[measure][setting.name] for measure in listed.measures]
+    for variant in listed.variants:
+        of = [found[measure][variant.name] for measure in listed.measures]
         done = min(len(cell.by_seed) for cell in of)
-        line = [setting.name, str(count) if done == count else f"{done} of {count}"]
-        line += [beside[name].get(setting.name, "-") for name in beside]
+        line = [variant.name, str(count) if done == count else f"{done} of {count}"]
+        line += [beside[name].get(variant.name, "-") for name in beside]
         for cell in of:
             line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
             if not listed.search:
-                line += ["-"] * 3 if setting.name == first else _against(cell)
-        table.append(line + [" ".join(str(setting.published.get(name, "-")).split()) for name in published])
+                line += ["-"] * 3 if variant.name == first else _against(cell)
+        table.append(line + [" ".join(str(variant.published.get(name, "-")).split()) for name in published])
     return head, table
 
 
@@ -131,7 +131,7 @@ def _against(cell: Cell) -> list[str]:
     return ["+" * (difference > 0) + with_error(difference, error), f"{cell.corrected_p:.2g}", cell.verdict]
 
 
-def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
+def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
     """The sentences below the table."""
     said = [listed.note] if listed.note else []
     said.append("± is the standard error over seeds.")
@@ -145,10 +145,10 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
                 f"A search, so no verdicts: {pick(numbers, key=numbers.get)} has the best mean {measure}, which "
                 "flatters it; what is picked here is reported from other seeds, and other data."
             )
-    elif len(listed.settings) > 1:
+    elif len(listed.variants) > 1:
         seeds = len(listed.seeds)
         test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
-        count = len(listed.settings) - 1
+        count = len(listed.variants) - 1
         said.append(
             f"p: exact permutation {test}, two-sided, with Holm's correction over "
             f"{counted(count, 'comparison')} of a figure; a difference is called one up to 0.05, where Welch's t-test "
@@ -163,7 +163,7 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
     return said
 
 
-def _readings(listed: Experiments) -> list[str]:
+def _readings(listed: ExperimentList) -> list[str]:
     """How each name's models read the windows, where that differs (`tools/words.py`)."""
     names: dict[str, dict[str, None]] = {}
     for row in listed.rows if "words" in listed.measures else ():
@@ -176,7 +176,7 @@ def _readings(listed: Experiments) -> list[str]:
     return [f"Words were read: {said}{others}."]
 
 
-def _records(listed: Experiments) -> Records:
+def _records(listed: ExperimentList) -> Records:
     trained = [row for row in listed.rows if row.record()]
     needed = ("commit", "hardware", "tokens_seen", "parameters")
     return [(row, [read_record(path, needed, AGAIN) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
@@ -194,7 +194,7 @@ def _runs(records: Records) -> list[str]:
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
-def write(listed: Experiments) -> str:
+def write(listed: ExperimentList) -> str:
     """Write `table.md` and `table.json` into the list's folder; returns the text of the first. Raises `InputError` for
     rows that do not belong together: another runner, with another list, may have run some."""
     check_rows(listed)

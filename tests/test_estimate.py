@@ -1,7 +1,6 @@
 """The estimate's arithmetic against real models, measured bytes, and the records of finished runs."""
 
 import dataclasses
-import gzip
 import json
 import weakref
 
@@ -370,10 +369,7 @@ def test_epochs_of_local_files(preset, tmp_path):
         cost = estimate.main([*flags, path])
         assert cost.corpus_bytes == pytest.approx(size, rel=0.1), path
         assert cost.epochs == pytest.approx(cost.tokens / (cost.corpus_bytes / 4.5))
-    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
-        file.write("some text")
-    assert estimate.main([*flags, str(tmp_path / "a.txt.gz")]).epochs is None
-    few = estimate.main([*flags, str(tmp_path / "a.txt.gz"), "--max_train_samples", "4"])
+    few = estimate.main([*flags, path, "--max_train_samples", "4"])
     assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.table(few)
 
 

@@ -270,7 +270,7 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
 
 def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch):
     listed = lists.read(write(measures={"words": {"corpus": "presets/corpus/docstrings.yaml"}}))
-    monkeypatch.setattr(lists.Row, "record", lambda row: {"resolved_args": {}})
+    monkeypatch.setattr(lists.Experiment, "record", lambda row: {"resolved_args": {}})
     for row in listed.rows:
         row.folder.mkdir(parents=True)
         experiments.remember(row)
@@ -301,7 +301,7 @@ def trained(monkeypatch):
         for row in lists.read(path).rows:
             resolved = {**train_mlm.read_arguments(row.train[2:])[1], "attn_implementation": "sdpa"}
             records[row.title] = {"resolved_args": resolved, **others}
-        monkeypatch.setattr(lists.Row, "record", lambda row: records.get(row.title, {}))
+        monkeypatch.setattr(lists.Experiment, "record", lambda row: records.get(row.title, {}))
         return records
 
     return of

@@ -36,7 +36,7 @@ def test_every_table_is_a_list_at_every_scale(table, scale):
     """All of it is checked by the parsers of the script and the tools; what a table promises of its rows holds."""
     listed = read(table, scale)
     values = {row.name: row.settings for row in listed.rows}
-    assert len(listed.settings) >= 2 and all(setting.published for setting in listed.settings) and listed.source
+    assert len(listed.variants) >= 2 and all(setting.published for setting in listed.variants) and listed.source
     seeds = {"demo": 2, "mini": 8 if table == "masking" else 5, "paper": 5}  # eight: a seed is a pair
     assert len(listed.seeds) == seeds[scale] and listed.estimate == (scale == "paper")
     assert listed.measures[0] == "words" and "loss" not in listed.measures  # which formats do not share

@@ -41,7 +41,7 @@ _OF_SPEED = ("runtime", "per_second")
 
 
 @dataclass
-class Run:
+class RunFolder:
     """The content of a run's folder."""
 
     folder: Path
@@ -56,7 +56,7 @@ class Run:
         return max(self.steps, default=0)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFolder:
     """The run in `folder`. Raises `InputError` where there is none, or a file cannot be read."""
     finished = (folder / RECORD_NAME).is_file()
     if not finished and not (folder / LOG_NAME).is_file():
@@ -77,7 +77,7 @@ def read_run(folder: Path) -> Run:
         steps.setdefault(record["steps"], {}).update(record.get("state_digests", {}))
         fingerprint = record.get("fingerprint", fingerprint)
     preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
-    return Run(folder, fingerprint, preset, layout, steps, finished)
+    return RunFolder(folder, fingerprint, preset, layout, steps, finished)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def scopes_of_flags() -> dict[str, str]:
     return {name: flag.resume for cls in declared for name, flag in flags_of(cls).items()}
 
 
-def different_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+def different_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
     """The settings that make another run, with their values in both: of the presets, while a run has no checkpoint."""
     if a.fingerprint and b.fingerprint:
         return _different(a.fingerprint, b.fingerprint)
@@ -107,7 +107,7 @@ def _different(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any
     return {name: (a.get(name), b.get(name)) for name in sorted({**a, **b}) if a.get(name) != b.get(name)}
 
 
-def first_difference(a: Run, b: Run) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
+def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
     """The first common step with a difference, and its differences (cause, key, in a, in b) in causal order; None where
     nothing differs."""
     logged = [sorted(step for step, entry in run.steps.items() if "loss" in entry) for run in (a, b)]
@@ -135,7 +135,7 @@ def cause_of(key: str) -> str | None:
     return next((cause for cause, keys in CAUSES.items() if key in keys), None)
 
 
-def compare(a: Run, b: Run) -> tuple[bool, list[str]]:
+def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
     """(whether nothing differs, the lines to print). Raises `InputError` where the runs have no step in common."""
     common = a.steps.keys() & b.steps.keys()
     compared = {key for step in common for key in a.steps[step].keys() & b.steps[step].keys() if cause_of(key)}
@@ -172,7 +172,7 @@ def _values(a: Any, b: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> bool:
-    """Run the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
+    """RunFolder the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="output_dir of a run")
     same, lines = compare(*map(read_run, map(resolve_path, parser.parse_args(argv).runs)))

@@ -260,9 +260,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.held_out:
         result["near_duplicates"] = near_duplicates(texts, args.ngram)
         count = sum(text.of.startswith(HELD_OUT) for text in texts)
-        print(
-            f"\n{len(result['near_duplicates']):,} of {count:,} held-out documents are near-duplicates of training text"
-        )
+        found = len(result["near_duplicates"])
+        print(f"\n{found:,} of {count:,} held-out documents are near-duplicates of training text")
     if args.leave_out:
         durable.write_json(args.leave_out, {"documents": result["near_duplicates"]})
     if args.output:

@@ -110,7 +110,7 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
                 yield Window(number, window, [candidates[one] for one in chosen])
 
 
-class Question(NamedTuple):
+class MaskedWindow(NamedTuple):
     """A window with its words masked, for one tokenizer."""
 
     ids: list[int]
@@ -120,7 +120,7 @@ class Question(NamedTuple):
     unknown: int
 
 
-def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading = as_written) -> Question:
+def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading = as_written) -> MaskedWindow:
     ids, offsets = reading(tokenizer, window.text)
     targets, short, joined, unknown = {}, set(), 0, 0
     pieces = [(position, *span) for position, span in enumerate(offsets) if span[0] < span[1]]
@@ -132,7 +132,7 @@ def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading 
         short |= {position for position, _, _ in own if len(own) == 1}
     for position in targets:
         ids[position] = tokenizer.mask_token_id
-    return Question(ids, targets, short, joined, unknown)
+    return MaskedWindow(ids, targets, short, joined, unknown)
 
 
 def divided(
@@ -184,7 +184,7 @@ def losses(
     return [found[number] for number in range(len(windows))]
 
 
-def _loss(window: Window, asked: Question, bits: torch.Tensor) -> Loss:
+def _loss(window: Window, asked: MaskedWindow, bits: torch.Tensor) -> Loss:
     """`bits`: of each masked position, in order."""
     short = torch.tensor([position in asked.short for position in sorted(asked.targets)])
     characters = sum(end - first for first, end in window.spans)
@@ -193,7 +193,7 @@ def _loss(window: Window, asked: Question, bits: torch.Tensor) -> Loss:
     return Loss(window.document, float(bits.sum()), *counts, of_short, len(asked.short))
 
 
-def _batches(asked: list[Question], vocab_size: int) -> Iterator[list[int]]:
+def _batches(asked: list[MaskedWindow], vocab_size: int) -> Iterator[list[int]]:
     """Indices of windows of similar length, within the limits of tokens and logits."""
     batch: list[int] = []
     targets = 0
