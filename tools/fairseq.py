@@ -137,10 +137,11 @@ def to_hugging_face(weights: dict[str, torch.Tensor], settings: dict[str, Any], 
     `InputError` for settings that Hugging Face's RoBERTa does not compute and for weights of other modules, and
     `RuntimeError` for weights that are missing or of another shape."""
     config = config_of(weights, settings, head)
-    found, left = {}, []
+    found, left, names = {}, [], module_names(config.num_hidden_layers, head)
     for name, tensor in weights.items():
-        if new := hugging_face_name(name, head):
-            found[new] = tensor.float()
+        module, _, kind = name.rpartition(".")
+        if module in names:
+            found[f"{names[module]}.{kind}"] = tensor.float()
         else:
             left.append(name)
     if strange := [name for name in left if not name.startswith((_HEADS, _LM_HEAD))]:
@@ -148,29 +149,24 @@ def to_hugging_face(weights: dict[str, torch.Tensor], settings: dict[str, Any], 
     if left:
         logger.info(f"left out: {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in left}))}")
     found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
-    if "lm_head.bias" in found:
-        found["lm_head.decoder.bias"] = found["lm_head.bias"]  # the model adds the decoder's
+    if "lm_head.decoder.bias" in found:
+        found["lm_head.bias"] = found["lm_head.decoder.bias"]  # the same parameter
     model = (RobertaForSequenceClassification if head else RobertaForMaskedLM)(config)
     model.load_state_dict(found)
     model.tie_weights()
     return model.eval()
 
 
-def hugging_face_name(name: str, head: str | None) -> str | None:
-    """Hugging Face's name of a weight; None for a weight of another head."""
-    if name.startswith(_BODY):
-        module, _, kind = name.removeprefix(_BODY).rpartition(".")
-        if module in _OUTSIDE:
-            return f"roberta.{_OUTSIDE[module]}.{kind}"
-        layer = re.fullmatch(r"layers\.(\d+)\.(.*)", module)
-        if layer and layer[2] in _IN_LAYER:
-            return f"roberta.encoder.layer.{layer[1]}.{_IN_LAYER[layer[2]]}.{kind}"
-    if name.startswith(_LM_HEAD) and not head:
-        rest = name.removeprefix(_LM_HEAD)
-        return {"weight": "lm_head.decoder.weight", "bias": "lm_head.bias"}.get(rest, f"lm_head.{rest}")
-    if head and name.startswith(f"{_HEADS}{head}."):
-        return f"classifier.{name.removeprefix(f'{_HEADS}{head}.')}"
-    return None
+def module_names(layers: int, head: str | None) -> dict[str, str]:
+    """fairseq's name of each module -> Hugging Face's: of the body, and of `head` or the masked-LM head."""
+    names = {f"{_BODY}{ours}": f"roberta.{theirs}" for ours, theirs in _OUTSIDE.items()}
+    for layer in range(layers):
+        before, after = f"{_BODY}layers.{layer}.", f"roberta.encoder.layer.{layer}."
+        names |= {f"{before}{ours}": f"{after}{theirs}" for ours, theirs in _IN_LAYER.items()}
+    if head:
+        return names | {f"{_HEADS}{head}.{part}": f"classifier.{part}" for part in ("dense", "out_proj")}
+    names |= {f"{_LM_HEAD}{part}": f"lm_head.{part}" for part in ("dense", "layer_norm")}
+    return names | {"encoder.lm_head": "lm_head.decoder"}
 
 
 def config_of(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> RobertaConfig:
@@ -249,21 +245,13 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
     refuse_other_arithmetic(model, head)
     state = {name: tensor.detach().cpu().float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
-    names = {f"roberta.{theirs}": f"{_BODY}{ours}" for ours, theirs in _OUTSIDE.items()}
-    for layer in range(model.config.num_hidden_layers):
-        layer_name = f"roberta.encoder.layer.{layer}"
-        names |= {f"{layer_name}.{theirs}": f"{_BODY}layers.{layer}.{ours}" for ours, theirs in _IN_LAYER.items()}
+    names = {theirs: ours for ours, theirs in module_names(model.config.num_hidden_layers, head).items()}
     weights = {}
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")
         if module in names:
-            weights[f"{names[module]}.{kind}"] = tensor.clone()
-        elif module == "lm_head.decoder":
-            weights[_LM_HEAD + kind] = tensor[:vocab_size].clone()
-        elif module in ("lm_head.dense", "lm_head.layer_norm"):
-            weights[f"{_LM_HEAD}{name.removeprefix('lm_head.')}"] = tensor.clone()
-        elif module.startswith("classifier.") and head:
-            weights[f"{_HEADS}{head}.{name.removeprefix('classifier.')}"] = tensor.clone()
+            rows = vocab_size if module == "lm_head.decoder" else len(tensor)
+            weights[f"{names[module]}.{kind}"] = tensor[:rows].clone()
         elif name != "lm_head.bias":  # the decoder's is computed with
             hint = "" if head else "; name a head, e.g. mnli"
             raise InputError(f"fairseq's RoBERTa has no module for {name}{hint}")
