@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-PY = $(BIN)/python
-LAUNCH = $(PY) tools/launch.py
+PY      = $(BIN)/python
+LAUNCH  = $(PY) tools/launch.py
 SWEEPING = $(if $(filter-out 0 false no,$(SWEEP)),--sweep)
 
-# What a target needs, with an example: make stops without it, before anything is installed.
+# Required variables of a target, with an example; make stops without them before it installs anything.
 NEEDS_evaluate = MODEL=runs/roberta_base
 NEEDS_blimp = MODEL=runs/roberta_base
 NEEDS_push = MODEL=runs/roberta_base REPO=me/roberta_base
@@ -33,13 +33,13 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(BIN)/pip install --no-build-isolation --no-deps -e .  # setuptools comes with torch
 	touch $@
 
-demo: setup       ## a small RoBERTa from raw text in minutes, or what is left of it; `make clean` begins it anew
+demo: setup       ## a small RoBERTa from raw text in minutes; resumes a stopped one; `make clean` removes it
 	$(LAUNCH) train_mlm.py
 
 test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
-test-slow: setup  ## what `make test` leaves out: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
+test-slow: setup  ## the tests that `make test` skips: lists of experiments, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m slow
 
 lint: setup       ## ruff: checks and format
@@ -88,7 +88,7 @@ squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/robe
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
 
-blimp: setup      ## what a masked LM scores on BLiMP: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
+blimp: setup      ## BLiMP accuracy of a masked LM: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
 	$(PY) tools/blimp.py $(CHOSEN)
 
 push: setup       ## a finished run to the Hub, with its card: make push MODEL=runs/roberta_base REPO=me/roberta_base
@@ -102,7 +102,7 @@ bench: setup      ## each stage of the data, then every speed comparison with th
 	$(PY) benchmarks/data_pipeline.py
 	$(PY) benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
-faults: setup     ## 1,000 random faults, and what came of each, in two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
+faults: setup     ## 1,000 random faults and their outcomes, two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(PY) -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
@@ -116,10 +116,10 @@ table: setup      ## a comparison of the papers, run and set: make table TABLE=m
 	    $(PY) tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
 	$(PY) experiments/run.py "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
 
-experiments: setup  ## a list of runs, stopped and continued at will, and its table: make experiments LIST=my.yaml ARGS="--jobs 2"
+experiments: setup  ## a list of runs, and its table; stop and resume it at any time: make experiments LIST=my.yaml ARGS="--jobs 2"
 	$(PY) experiments/run.py "$(LIST)" $(ARGS)
 
-compare: setup    ## whether two runs are the same run, else from where on and in what: make compare A=runs/a B=runs/b
+compare: setup    ## the first step where two runs differ, and its cause: make compare A=runs/a B=runs/b
 	$(PY) tools/compare.py "$(A)" "$(B)"
 
 # CORPUS (preset), and the evaluation sets in ARGS: --glue_dir glue --squad_file dev-v1.1.json --race_dir RACE

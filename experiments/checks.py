@@ -1,16 +1,12 @@
-"""What is asked of the rows of a list before they are run and before their table is made: that they are what the list
-says, of the same text, and measured on the same."""
+"""Checks of the rows of a list before they are run and before its table: equal settings, equal text, equal measures."""
 
 from typing import Any
 
-from experiments.lists import MEASURES, SEED, Experiments, Row, in_child, named, tool_of
+from experiments.lists import MEASURES, SEED, Experiment, ExperimentList
 from roberta_recipe import durable
-from roberta_recipe.data.corpus import read_corpus
-from roberta_recipe.data.phrases import UNITS, Phrases, encoder_with_marks
-from roberta_recipe.data.tokenization import load_tokenizer
 from roberta_recipe.errors import InputError
 
-# what a measure's file, or the run's record, says of what was measured; older ones may lack some
+# keys of a measure's file, or of the run's record, that identify the measured text; older files may lack some
 _MEASURED_ON = {
     "loss": ("eval_blocks", "unigram_entropy"),
     "words": ("words", "documents", "windows_digest"),
@@ -21,54 +17,18 @@ _MOVE = "Move the {} of one of them away, to have it made again"
 _OTHER_BLOCKS = "Losses of other held-out blocks do not compare: take the measure words in place of loss"
 
 
-def check_inputs(listed: Experiments) -> None:
-    """Raise `InputError` for what rows that are still to be run would each fail of: a corpus preset that cannot be read
-    (one whose variable is not set), a tokenizer that is not there, spaCy or its model, the files that a measure's flags
-    name. Rows open the text."""
-    inputs: dict[tuple[Any, ...], str] = {}  # a function and its arguments: where in the list they are named first
-    for row in listed.rows:
-        to_do = row.to_do()
-        for measure in [name for name in to_do if name != "run"]:
-            inputs.setdefault((_check_text, measure, *row.measures[measure]), f"{listed.path}, measure {measure!r}")
-        if "run" not in to_do:
-            continue
-        of, where = row.settings_of_seed(), f"{listed.path}, row {row.name!r}"
-        if (corpus := of.get("corpus")) and not of.get("train_file"):
-            inputs.setdefault((read_corpus, corpus), where)
-        if name := of.get("tokenizer_name"):
-            phrases = Phrases(of["masking_unit"], of["spacy_model"]) if of["masking_unit"] in UNITS else None
-            inputs.setdefault((_open_tokenizer, name, phrases), where)
-    in_child(_open_all, inputs)
-
-
-def _open_all(inputs: dict[tuple[Any, ...], str]) -> None:
-    for (call, *given), where in inputs.items():
-        named(where, call, *given)
-
-
-def _check_text(measure: str, *words: str) -> None:
-    tool, args = tool_of(measure, list(words))
-    tool.check_text(args)
-
-
-def _open_tokenizer(name: str, phrases: Phrases | None) -> None:
-    tokenizer = load_tokenizer(name)
-    if phrases:
-        encoder_with_marks(tokenizer, phrases)
-
-
-def check_rows(listed: Experiments) -> None:
-    """Raise `InputError` that names a row whose settings are others than those that it was run with, rows of a name
-    that were run with other text, tokenizer or model, or rows that were measured on other text."""
+def check_rows(listed: ExperimentList) -> None:
+    """Raise `InputError` for a row that was run with other settings, for rows of a name that were run with different
+    text, tokenizer or model, and for rows that were measured on different text."""
     changed = [f"{row.title}: {'; '.join(changes)} ({row.folder})" for row in listed.rows if (changes := row.changes())]
     if changed:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise InputError(
             f"{listed.path}, row {changed[0]}{more}: it was run with other settings. Undo the change, move the folder "
-            "away to have it run again (of a measure: its file), or give the changed row another name"
+            "away to run it again (of a measure: its file), or rename the changed row"
         )
-    for setting in listed.settings:
-        run_with = [(row, _run_with(row)) for row in listed.rows if row.name == setting.name]
+    for variant in listed.variants:
+        run_with = [(row, _run_with(row)) for row in listed.rows if row.name == variant.name]
         _check_alike(run_with, "run with", _MOVE.format("folder"))
     for measure in [name for name in _MEASURED_ON if name in listed.measures]:
         fix = _OTHER_BLOCKS if measure == "loss" else _MOVE.format(f"{measure}.json")
@@ -78,8 +38,8 @@ def check_rows(listed: Experiments) -> None:
             _check_alike(known, f"measured ({measure}) on", fix)
 
 
-def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, fix: str) -> None:
-    """Raise `InputError` for the first row whose facts are not those of the first row that has some."""
+def _check_alike(facts_of_rows: list[tuple[Experiment, dict[str, Any]]], how: str, fix: str) -> None:
+    """Raise `InputError` for the first row with other facts than the first row that has any."""
     known = [(row, facts) for row, facts in facts_of_rows if facts]
     for row, facts in known[1:]:
         first, of_first = known[0]
@@ -90,15 +50,15 @@ def _check_alike(facts_of_rows: list[tuple[Row, dict[str, Any]]], how: str, fix:
             )
 
 
-def _run_with(row: Row) -> dict[str, Any]:
-    """The fingerprint of a finished pretraining run without its seed, and how many held-out blocks gave its loss;
-    empty where the list has each seed begin elsewhere."""
+def _run_with(row: Experiment) -> dict[str, Any]:
+    """The fingerprint of a finished pretraining run without its seed, and its number of held-out blocks; empty where
+    each seed starts from its own checkpoint."""
     record = {} if SEED in str(row.settings) else row.record()
     fingerprint = {name: of for name, of in record.get("fingerprint", {}).items() if name not in ("seed", "data_seed")}
     return fingerprint | {"eval_blocks": record["metrics"].get("eval_blocks")} if fingerprint else {}
 
 
-def _measured_on(row: Row, measure: str) -> dict[str, Any]:
+def _measured_on(row: Experiment, measure: str) -> dict[str, Any]:
     record = row.record()
     if not MEASURES[measure].tool:
         found = {**record, **record.get("metrics", {})}

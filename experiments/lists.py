@@ -1,57 +1,44 @@
-"""A list of experiments: what the YAML says, what becomes of it (rows, commands), and the check of all of it before
-anything runs. `experiments/run.py` runs it, `table` makes its table (docs/statistics.md)."""
+"""Lists of experiments: the YAML format, and the rows of a list (a variant with a seed) with their commands and states.
 
-import argparse
+The parsers of the scripts and tools that a list names check all of it before a row starts. A list may be for several
+sizes: `scales:` names a file of `Scale` entries, `at: {<scale>: {<flags>}}` has the flags of one scale, for the list
+(`config` and `seeds` too) or for one of its rows; `only: [<scale>]` limits a row to some (docs/statistics.md).
+"""
+
 import importlib
 import importlib.util
 import json
 import multiprocessing
-import os
 import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from experiments.scales import at_scale
 from roberta_recipe import durable
 from roberta_recipe.args import NUMBERS_END, flags_of
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.input_files import ROOT, resolve_path, taken_apart
-from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import ROOT, resolve_path
+from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml, parse_value
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
 from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.training import optimizers, pretraining
-from roberta_recipe.training.checkpoint import newest_first
 
-RUN_FOLDER, ROW_NAME, FAILED_NAME, LOG_FILE = "run", "row.json", "failed.json", "log.txt"
-TABLE_FILES = ("table.md", "table.json")  # in the list's folder
-SEED = "{seed}"  # in the value of a row's flag: its seed
-_OF_RUNNER = {  # flag: what to write in its place
-    "output_dir": "output_dir belongs to the list",
-    "config": "write config: PRESET beside the flags",
-    "seed": "write seeds: [1, 2, ...] in the list, or in its file of scales",
-    "seeds": "write seeds: [1, 2, ...] in the list, or in its file of scales",
-    "max_train_minutes": "stop the runner, and start it again",
-    "sweep": "write a row for each setting",
-    "push_to_hub": "push a finished row with make push",
-    "help": "give it to the script itself",
-}
-_MEASURED = ("max_eval_samples",)  # flags that change no bit of a run, but what its loss is of
-_CHOSEN = ("attn_implementation",)  # flags whose value a run chooses, and records, where they are not set
+ROW_NAME = "row.json"
+SEED = "{seed}"  # in the value of a row's flag: the seed of the row
+AGAIN = "move its folder away to run it again, or rename the changed row"
+_SET_BY_RUNNER = ("output_dir", "config", "seed", "seeds", "max_train_minutes", "sweep", "push_to_hub", "help")
+_SET_FOR_MEASURES = ("model_name_or_path", "output", "output_dir", "help")
+_MEASURED = ("max_eval_samples",)  # changes no bit of training, but the text of the loss
+_CHOSEN = ("attn_implementation",)  # where it is not set, the run chooses and records it
 _CONTENT = "content of "
-_OF_MEASURE = ("model_name_or_path", "output", "output_dir", "help")  # flags of the tools that are the runner's
-_LONGEST_NAME = 100
 _HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
-AGAIN = "move its folder away to have it run again, or give the changed row another name"
 
 
 class Measure(NamedTuple):
@@ -64,7 +51,7 @@ class Measure(NamedTuple):
     keys: tuple[str, ...]  # of the figure in that file
     times: float = 1.0
     beside: str | None = None  # the measure in whose file it stands, for one without a tool
-    count: str | None = None  # the key of how many it is the mean of, where models are asked different ones
+    count: str | None = None  # the key of how many it is the mean of, where that differs between models
 
 
 MEASURES = {
@@ -81,54 +68,63 @@ MEASURES = {
 
 
 @dataclass
-class Setting:
-    """A name of the list: a preset and what differs from it."""
+class Variant:
+    """An entry of `rows`: a preset and the flags that differ from it."""
 
     name: str
     config: str = ""
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = ""
-    claim: Literal["better", "worse"] | None = None  # what the source says of it, against the first
-    published: dict[str, str | int | float] = field(default_factory=dict)  # figures of the source, by what they are
+    claim: Literal["better", "worse"] | None = None  # of the source, against the first row
+    published: dict[str, str | int | float] = field(default_factory=dict)  # the source's figures
+    at: dict[str, dict[str, Any]] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
 
 
 @dataclass
-class _Written:
-    """The keys of the YAML."""
+class Scale:
+    """A size of a list: defaults of what the list leaves open; flags are merged one by one."""
+
+    config: str = ""
+    seeds: list[int] = field(default_factory=list)
+    measures: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    note: str = ""  # printed below the table
+    estimate: bool = False  # print the cost before the first run
+
+
+@dataclass
+class _ListFile:
+    """The keys of the YAML file."""
 
     output_dir: str
-    seeds: list[int]
-    measures: dict[str, Any]
-    rows: list[Any]
+    rows: list[dict[str, Any]]
     config: str = ""
+    seeds: list[int] = field(default_factory=list)
+    measures: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = "train_mlm.py"
     search: bool = False
-    source: str = ""  # of the comparison, its claims and published figures
-
-
-class Resolved(NamedTuple):
-    """What a script's own parser makes of a setting."""
-
-    values: dict[str, Any]  # what makes its runs what they are; no seed, no folder, no flag that changes no bit
-    seed_flag: str  # "seed", or "seeds" of the fine-tuning scripts
+    source: str = ""  # of the claims and published figures
+    scales: str = ""
+    at: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A setting with a seed: a folder, and commands."""
+class Experiment:
+    """A variant with a seed: a folder, and commands."""
 
     name: str
     seed: int
     folder: Path
     train: list[str]  # command
     measures: dict[str, list[str]]  # flags of each measure that has a tool
-    settings: dict[str, Any]  # what must not change
+    settings: dict[str, Any]  # what must not change, {seed} not replaced
 
     @property
     def run(self) -> Path:
         """The output folder of the script."""
-        return self.folder / RUN_FOLDER
+        return self.folder / "run"
 
     @property
     def title(self) -> str:
@@ -136,26 +132,14 @@ class Row:
 
     @property
     def log(self) -> Path:
-        return self.folder / LOG_FILE
+        return self.folder / "log.txt"
 
     def stored(self) -> dict[str, Any]:
-        """`row.json`: what was run, and how long it took; empty before. Raises `InputError`."""
-        return self._read(ROW_NAME) or {"settings": None, "measures": {}, "seconds": 0.0}
-
-    def failure(self) -> dict[str, Any] | None:
-        """How the last start failed: its exit code and last line; None where it did not."""
-        return self._read(FAILED_NAME)
-
-    def _read(self, name: str) -> Any:
-        try:
-            return durable.read_sealed(self.folder / name)
-        except (FileNotFoundError, NotADirectoryError):  # an output_dir that is a file is told where it is made
-            return None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.folder / name} cannot be read ({error}); {AGAIN}") from None
-
-    def is_trained(self) -> bool:
-        return bool(self.record())
+        """`row.json`: settings and measures as they were run, and the time spent. Raises `InputError`."""
+        path = self.folder / ROW_NAME
+        if not path.is_file():
+            return {"settings": None, "measures": {}, "seconds": 0.0}
+        return read_record(path, ("settings", "measures", "seconds"), AGAIN)
 
     def record(self) -> dict[str, Any]:
         """The record of the finished run, or the summary of a fine-tuning; empty before. Raises `InputError`."""
@@ -171,56 +155,48 @@ class Row:
         return self.folder / f"{measure}.json"
 
     def to_do(self) -> dict[str, list[str]]:
-        """The commands that have not been run to their end, by what they give: "run", or a measure."""
-        left = {} if self.is_trained() else {"run": self.train}
+        """The commands that are not finished, by their result: "run", or a measure."""
+        left = {} if self.record() else {"run": self.train}
         for name, words in self.measures.items():
             if "run" in left or not self.output_of(name).is_file():
                 tool = [sys.executable, str(ROOT / "tools" / f"{MEASURES[name].tool}.py")]
                 model = ["--model_name_or_path", str(self.run)]
-                left[name] = [*tool, *model, *words, *_written_to(name, self.output_of(name))]
+                left[name] = [*tool, *model, *words, *output_flag(name, self.output_of(name))]
         return left
 
     def step(self) -> int:
         """The step of the newest checkpoint; 0 without one."""
-        found = newest_first(self.run) or [path for folder in self.run.glob("*/") for path in newest_first(folder)]
-        return max((int(path.name.split("-")[1]) for path in found), default=0)
+        folders = [path.parent.name for path in self.run.glob(f"**/checkpoint-*/{durable.MANIFEST}")]
+        return max((int(name.split("-")[1]) for name in folders), default=0)
 
     def state(self) -> str:
-        """In words, what a start of the row would find."""
+        """The state in words, for the console."""
         if changed := self.changes():
             return "changed: " + "; ".join(changed)
         missing = list(self.to_do())
         if not missing:
             return "finished"
-        if failure := self.failure():
-            at = f"; to be resumed at step {self.step()}" if "run" in missing and self.step() else ""
-            return f"failed (exit code {failure['exit_code']}): {failure['line']}{at}"
         if "run" not in missing:
             return f"trained; to be measured: {', '.join(missing)}"
         return f"to be resumed at step {self.step()}" if self.step() else "not begun"
 
     def changes(self) -> list[str]:
-        """What differs between the list and what the row was run with."""
+        """Differences between the list and what the row was run with; a run's own record counts before `row.json`, as a
+        preset may have changed between the two."""
         stored, record = self.stored(), self.record()
         now, ran_with = self.settings_of_seed(), record.get("resolved_args", {})
-        # what the run itself says comes first: a preset may have changed between the list's reading and the run's
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
         if not stored["settings"]:  # not begun, or run by hand: a record has the flags alone
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
         seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # of fine-tuning, of pretraining
         found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
-        different = durable.differences(before, now)
-        if "bf16" in different:
-            value = str(before.get("bf16")).lower()
-            different["bf16"] += f" (the machine's choice where it is not set: --set bf16={value})"
-        found += different.values()
+        found += durable.differences(before, now).values()
         for name, words in self.measures.items():
-            path, given = self.output_of(name), stored["measures"].get(name)
-            if path.is_file() and given is None and record:
-                found.append(f"{ROW_NAME} does not say how {path.name} was measured")
-            elif path.is_file() and given not in (None, words):
-                found.append(f"measure {name} was `{shlex.join(given)}`, is `{shlex.join(words)}`")
+            given = stored["measures"].get(name)
+            if record and self.output_of(name).is_file() and given != words:
+                was = "not known" if given is None else f"`{shlex.join(given)}`"
+                found.append(f"measure {name} was {was}, is `{shlex.join(words)}`")
         return found
 
     def settings_of_seed(self) -> dict[str, Any]:
@@ -230,122 +206,146 @@ class Row:
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(settings).replace(SEED, str(self.seed)))
 
-    def measured(self, measure: str) -> dict[str, Any]:
-        """What a measure's tool wrote. Raises `InputError`."""
-        path = self.output_of(measure)
-        try:
-            return durable.read_sealed(path)
-        except (OSError, ValueError, TypeError) as error:
-            raise InputError(f"{path} cannot be read ({error}); move it away to have it measured again") from None
+    def measured(self, measure: str, *needed: str) -> dict[str, Any]:
+        """The output of a measure's tool. Raises `InputError`."""
+        return read_record(self.output_of(measure), needed, "move it away to have it measured again")
 
     def figure(self, measure: str) -> float | None:
-        """A figure of the finished row, times `Measure.times`; nan for one that is no number, None where it is missing.
-        Raises `InputError` for a record that is not what was written."""
+        """A figure of the finished row, times `Measure.times`; nan where it is not a number, None where it is missing.
+        Raises `InputError` for a damaged record."""
         of = MEASURES[measure]
         file = of.beside or (measure if of.tool else None)
         found = self.record()
-        if not found or (file and not self.output_of(file).is_file()):
+        if file and found:
+            found = self.measured(file, of.keys[0]) if self.output_of(file).is_file() else {}
+        if not found:
             return None
-        if file:
-            found = self.measured(file)
         if of.of == "fine-tuning":
             found = picked_setting(found)
         for key in of.keys:
-            if key not in found:
-                path = self.output_of(file) if file else self.run
-                raise InputError(f"{path} has no {key}, as of an older version; move it away to have it measured again")
             found = found[key]
         return float("nan") if found is None else of.times * found
 
 
-class Experiments(NamedTuple):
+class ExperimentList(NamedTuple):
     """A checked list."""
 
     path: Path
     folder: Path
-    settings: list[Setting]
+    variants: list[Variant]
     seeds: list[int]
     measures: list[str]
     search: bool
-    rows: list[Row]  # seed by seed, so that an unfinished list has as many of each name as can be
+    rows: list[Experiment]  # seed by seed, so that an unfinished list has as many rows of each name as possible
     source: str = ""
-    note: str = ""  # on the scale
-    estimate: bool = False  # whether a run begins with what it will cost
-    changes: tuple[str, ...] = ()  # flag=value for all rows, on top of the file
+    note: str = ""
+    estimate: bool = False
+    changes: tuple[str, ...] = ()  # of --set
 
 
-def read(path: str, scale: str | None = None, changes: list[str] | None = None) -> Experiments:
-    """The list of a YAML file, at a scale of it and with changed flags, all of it checked. Raises `InputError` that
-    names the row, the value and the fix."""
-    values, of_scale = at_scale(load_yaml(path), path, scale, changes or [])
-    written = _Written(**_checked(values, _Written, path))
-    _check_seeds(written.seeds, path)
-    settings = [_setting(entry, number, written, path) for number, entry in enumerate(written.rows, 1)]
-    _check_names(settings, path)
-    tools = _measure_words(written.measures, path)
-    try:
-        folder = Path(written.output_dir).expanduser()
-    except RuntimeError as error:  # a ~user of nobody
-        raise InputError(f"{path}: output_dir={written.output_dir}: {first_line(error)}; name another folder") from None
-    resolved = in_child(_resolve_all, settings, written.measures, tools, path)
-    rows = [
-        _row(setting, seed, folder, of_setting, tools)
-        for seed in written.seeds
-        for setting, of_setting in zip(settings, resolved, strict=True)
+def read(path: str, scale_name: str | None = None, changes: Sequence[str] = ()) -> ExperimentList:
+    """The list in a YAML file, at one of its scales and with flags changed by `--set`, completely checked. Raises
+    `InputError` that names the row, the value and the fix."""
+    listed = _ListFile(**_checked(load_yaml(path), _ListFile, ("output_dir", "rows"), path))
+    variants = [
+        Variant(**_checked(row, Variant, ("name",), f"{path}, row {number}"))
+        for number, row in enumerate(listed.rows, 1)
     ]
-    return Experiments(
-        *(Path(path), folder, settings, written.seeds, list(written.measures), written.search, rows),
-        *(written.source, of_scale.note, of_scale.estimate, tuple(changes or ())),
+    scale = _read_scale(listed, variants, path, scale_name)
+    at = dict(listed.at.get(scale_name, {}))
+    own = {key: at.pop(key, getattr(listed, key) or getattr(scale, key)) for key in ("config", "seeds")}
+    own["measures"] = listed.measures or scale.measures
+    own = _checked(own, _ListFile, ("seeds", "measures"), path)
+    variants = [variant for variant in variants if scale_name in (variant.only or [scale_name])]
+    for variant in variants:
+        variant.flags |= variant.at.get(scale_name, {})
+    flags = {**scale.flags, **listed.flags, **at}
+    for change in changes:
+        _change(change, variants, flags, own["measures"])
+    for variant in variants:
+        variant.config, variant.script = variant.config or own["config"], variant.script or listed.script
+        variant.flags = {**flags, **variant.flags}
+    _check_variants(variants, own["seeds"], path)
+    tools = _measure_words(own["measures"], path)
+    resolved = in_child(_resolve_all, variants, own["measures"], tools, path)
+    folder = Path(listed.output_dir, scale_name or "").expanduser()
+    rows = [
+        _row(variant, seed, folder, *of_variant, tools)
+        for seed in own["seeds"]
+        for variant, of_variant in zip(variants, resolved, strict=True)
+    ]
+    return ExperimentList(
+        *(Path(path), folder, variants, own["seeds"], list(own["measures"]), listed.search, rows),
+        *(listed.source, scale.note, scale.estimate, tuple(changes)),
     )
 
 
-def _checked(values: Any, cls: type, where: str) -> dict[str, Any]:
-    """`values` by the fields of `cls`, each of its type and none missing."""
+def _checked(values: Any, cls: type, needed: tuple[str, ...], where: str) -> dict[str, Any]:
+    """`values` by the fields of `cls`, each of its type; none of `needed` is missing or empty."""
     if not isinstance(values, dict):
         raise InputError(f"{where} must be `key: value` lines, not {values!r}")
     checked = check_mapping(values, [cls], where)
-    needed = [name for name in ("output_dir", "seeds", "measures", "rows", "name") if name in cls.__annotations__]
     if missing := [name for name in needed if not checked.get(name)]:
         raise InputError(f"{where}: {missing[0]} is missing or empty")
     return checked
 
 
-def _check_seeds(seeds: list[int], path: str) -> None:
+def _read_scale(listed: _ListFile, variants: list[Variant], path: str, name: str | None) -> Scale:
+    """The scale of that name in the list's file of scales; an empty one for a list without."""
+    scales = load_yaml(listed.scales) if listed.scales else {}
+    if name not in scales and (name or scales):
+        names = f"name one with --scale {' or '.join(map(str, scales))}" if scales else "the list has no scales"
+        raise InputError(f"{path}: --scale {name}: {names}{did_you_mean(name or '', scales)}")
+    used = {scale for variant in variants for scale in (*variant.at, *variant.only)} | set(listed.at)
+    if unknown := used - scales.keys():
+        raise InputError(f"{path}: {min(unknown)!r} is not a scale of {listed.scales}: {', '.join(scales)}")
+    return Scale(**_checked(scales[name], Scale, (), f"{listed.scales}, {name}")) if scales else Scale()
+
+
+def _change(change: str, variants: list[Variant], flags: dict[str, Any], measures: dict[str, Any]) -> None:
+    """Apply `--set`: `flag=value` for all rows and the measures with this flag, `measure.flag=value` for one measure.
+    Raises `InputError` where a row sets the flag."""
+    name, equals, text = change.partition("=")
+    if not (name and equals):
+        raise InputError(f"--set {change!r}: write flag=value")
+    value = parse_value(text, f"--set {change}")
+    measure, dot, flag = name.partition(".")
+    if dot:
+        if measure not in measures:
+            raise InputError(f"--set {change}: the list measures {', '.join(measures)}, not {measure}")
+        measures[measure] = {**(measures[measure] or {}), flag: value}
+        return
+    if differing := [variant.name for variant in variants if name in variant.flags]:
+        raise InputError(f"--set {change}: rows differ in {name} (row {differing[0]!r}); change it in the list")
+    flags[name] = value
+    for of_measure in measures.values():
+        if of_measure and name in of_measure:
+            of_measure[name] = value
+
+
+def _check_variants(variants: list[Variant], seeds: list[int], path: str) -> None:
     if len(set(seeds)) != len(seeds) or not all(0 <= seed < NUMBERS_END for seed in seeds) or len(seeds) > MOST_SEEDS:
         raise InputError(
             f"{path}: seeds={seeds} must be different numbers from 0 on, below 2^32, at most {MOST_SEEDS} of them"
         )
-
-
-def _setting(entry: Any, number: int, written: _Written, path: str) -> Setting:
-    """An entry of `rows`, with what the list says for all rows."""
-    setting = Setting(**_checked(entry, Setting, f"{path}, row {number}"))
-    setting.config, setting.script = setting.config or written.config, setting.script or written.script
-    setting.flags = {**written.flags, **setting.flags}
-    where = f"{path}, row {setting.name!r}"
-    for name in setting.flags:
-        if name in _OF_RUNNER:
-            raise InputError(f"{where}: flag {name}={setting.flags[name]} is the runner's: {_OF_RUNNER[name]}")
-    if not re.fullmatch(r"\w[\w.+-]*", setting.name) or len(setting.name) > _LONGEST_NAME:
-        raise InputError(
-            f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter or digit first, at most "
-            f"{_LONGEST_NAME} of them"
-        )
-    if setting.name in TABLE_FILES:
-        raise InputError(f"{where}: the table is written to a file of this name; rename the row")
-    if number == 1 and setting.claim:
-        raise InputError(f"{where}: claim={setting.claim}: the first row is what the others are compared with; drop it")
-    return setting
-
-
-def _check_names(settings: list[Setting], path: str) -> None:
-    names = [setting.name for setting in settings]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"{path}: two rows have the name {twice[0]!r}: each has a folder of its own; rename one")
+    names = [variant.name for variant in variants]
+    if not names:
+        raise InputError(f"{path}: rows is missing or empty")
+    for number, variant in enumerate(variants):
+        where = f"{path}, row {variant.name!r}"
+        for name in variant.flags:
+            if name in _SET_BY_RUNNER:
+                raise InputError(f"{where}: flag {name} is set by the runner; remove it (seeds: seeds of the list)")
+        if not re.fullmatch(r"\w[\w.+-]*", variant.name):
+            raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter first")
+        if names.count(variant.name) > 1:
+            raise InputError(f"{where}: two rows have this name, and each needs a folder; rename one")
+        if variant.claim and not number:
+            raise InputError(f"{where}: claim={variant.claim}: the first row is what the others are compared with")
 
 
 def words_of(flags: dict[str, Any], where: str) -> list[str]:
-    """Flags as a command line has them."""
+    """Flags as command-line words."""
     words = []
     for name, value in flags.items():
         if "-" in name:
@@ -357,84 +357,73 @@ def words_of(flags: dict[str, Any], where: str) -> list[str]:
     return words
 
 
-def _measure_words(measures: dict[str, Any], path: str) -> dict[str, list[str]]:
-    """The flags of each measure that has a tool."""
+def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dict[str, list[str]]:
+    """The flags of each measure that has a tool; the tools have switches, not flags that are true or false."""
     words = {}
     for name, flags in measures.items():
-        where = f"{path}, measure {name!r}"
+        where, given = f"{path}, measure {name!r}", flags or {}
         if name not in MEASURES:
-            raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(str(name), MEASURES)}")
-        given = flags or {}
-        mapped = isinstance(given, dict) and all(isinstance(flag, str) for flag in given)
-        if not mapped or (given and not MEASURES[name].tool):
-            takes = "flags of its tool, as `key: value` lines" if MEASURES[name].tool else "no flags: write null"
-            raise InputError(f"{where} is {flags!r}, and takes {takes}")
-        if of_runner := [flag for flag in given if flag.replace("-", "_") in _OF_MEASURE]:
-            raise InputError(f"{where}: flag {of_runner[0]} is the runner's: it measures each row; leave it out")
+            raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(name, MEASURES)}")
         if (beside := MEASURES[name].beside) and beside not in measures:
-            raise InputError(f"{where} is a figure of the measure {beside!r}, which the list has not")
-        if MEASURES[name].tool:  # whose parsers have switches, not flags that are true or false
-            if off := [flag for flag, value in given.items() if value is False]:
-                raise InputError(f"{where}: flag {off[0]}=false: leave it out")
+            raise InputError(f"{where} is a figure of the measure {beside!r}, which the list lacks")
+        if of_runner := [flag for flag in given if flag in _SET_FOR_MEASURES or not MEASURES[name].tool]:
+            raise InputError(f"{where}: flag {of_runner[0]} is the runner's, or the measure has no flags; remove it")
+        if MEASURES[name].tool:
             switches = [f"--{flag}" for flag, value in given.items() if value is True]
-            words[name] = [*words_of({flag: of for flag, of in given.items() if of is not True}, where), *switches]
-        methods = given.get("methods", "pll")
-        if name == "blimp" and "pll" not in (methods if isinstance(methods, list) else [methods]):
-            raise InputError(f"{where}: methods={methods}: pll, whose accuracy the table has, must be among them")
+            others = {flag: value for flag, value in given.items() if not isinstance(value, bool)}
+            words[name] = [*words_of(others, where), *switches]
     return words
 
 
-def _row(setting: Setting, seed: int, folder: Path, resolved: Resolved, tools: dict[str, list[str]]) -> Row:
-    folder = folder / setting.name / f"seed-{seed}"
-    of_seed = [word.replace(SEED, str(seed)) for word in words_of(setting.flags, setting.name)]
-    flags = [*(["--config", setting.config] if setting.config else []), *of_seed]
+def _row(
+    variant: Variant, seed: int, folder: Path, values: dict[str, Any], seed_flag: str, tools: dict[str, list[str]]
+) -> Experiment:
+    folder = folder / variant.name / f"seed-{seed}"
+    of_seed = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
     launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
-    command = [sys.executable, *launcher, str(resolve_path(setting.script)), *flags]
-    command += [f"--{resolved.seed_flag}", str(seed)]
-    command += ["--output_dir", str(folder / RUN_FOLDER)]
-    return Row(setting.name, seed, folder, command, tools, resolved.values)
+    command = [sys.executable, *launcher, str(resolve_path(variant.script))]
+    command += [*(["--config", variant.config] if variant.config else []), *of_seed]
+    command += [f"--{seed_flag}", str(seed), "--output_dir", str(folder / "run")]
+    return Experiment(variant.name, seed, folder, command, tools, values)
 
 
 def in_child(call: Callable, *args: Any) -> Any:
-    """`call(*args)` in a child: the libraries' state that flags set, in the environment too, would reach every run."""
+    """`call(*args)` in a child process: flags change state of the libraries, and the environment, which a run would
+    inherit."""
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, context, initializer=_begin_child, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         return pool.submit(call, *args).result()
 
 
-def _begin_child(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
-    end_with_parent(parent, signal.SIGKILL)
-
-
-def _written_to(measure: str, path: Path) -> list[str]:
+def output_flag(measure: str, path: Path) -> list[str]:
     """The flag that has a measure's tool write `path`; `tools/blimp.py` names the file itself, in a folder."""
     return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
 
 
-def tool_of(measure: str, words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """A measure's tool, and what its parser makes of the measure's flags. Raises `InputError`."""
+def _parse_measure(measure: str, words: list[str]) -> None:
+    """Let a measure's tool parse its flags. Raises `InputError`."""
     tool = importlib.import_module(f"tools.{MEASURES[measure].tool}")
-    written_to = _written_to(measure, Path("run", f"{measure}.json"))
-    return tool, tool.parse(["--model_name_or_path", "run", *words, *written_to])
+    tool.parse(["--model_name_or_path", "run", *words, *output_flag(measure, Path("run", f"{measure}.json"))])
 
 
-def _resolve_all(settings: list[Setting], measures: dict, tools: dict[str, list[str]], path: str) -> list[Resolved]:
-    """What the scripts' parsers make of all settings; the tools' parsers take the measures' flags."""
+def _resolve_all(
+    variants: list[Variant], measures: dict[str, Any], tools: dict[str, list[str]], path: str
+) -> list[tuple[dict[str, Any], str]]:
+    """`_resolve` of all variants; the flags of measures are parsed by their tools."""
     for name, words in tools.items():
-        named(f"{path}, measure {name!r}", tool_of, name, words)
+        named(f"{path}, measure {name!r}", _parse_measure, name, words)
     found = []
-    for setting in settings:
-        where = f"{path}, row {setting.name!r}"
-        found.append(named(where, _resolve, setting, where))
-        kind = "fine-tuning" if found[-1].seed_flag == "seeds" else "pretraining"
+    for variant in variants:
+        where = f"{path}, row {variant.name!r}"
+        found.append(named(where, _resolve, variant, where))
+        kind = "fine-tuning" if found[-1][1] == "seeds" else "pretraining"
         if wrong := [name for name in measures if MEASURES[name].of != kind]:
-            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {setting.script} is not")
+            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {variant.script} is not")
     return found
 
 
 def named(where: str, call: Callable, *args: Any) -> Any:
-    """`call(*args)`, where an error says where in the list its cause stands."""
+    """`call(*args)`, with `where` in front of the text of an `InputError`."""
     try:
         return call(*args)
     except InputError as error:
@@ -442,25 +431,18 @@ def named(where: str, call: Callable, *args: Any) -> Any:
         raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-def _resolve(setting: Setting, where: str) -> Resolved:
-    path = resolve_path(setting.script)
-    if not path.is_file():
-        raise InputError(f"script={setting.script}: no such file")
-    with taken_apart(f"script={setting.script}", "a script of this recipe"):
-        spec = importlib.util.spec_from_file_location(path.stem, path)  # None for a name that is not *.py
-        script = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = script  # dataclasses look their module up
-        spec.loader.exec_module(script)
-    if not hasattr(script, "read_arguments"):
-        raise InputError(f"script={setting.script} has no read_arguments: name train_mlm.py or a fine-tuning script")
-    argv = ["--config", setting.config] if setting.config else []
-    try:
-        filled, resolved = script.read_arguments([*argv, *words_of(setting.flags, where), "--output_dir", "run"])
-    except InputError as error:
-        for name, value in setting.flags.items():
-            if isinstance(value, list) and len(value) > 1 and f"unknown argument {str(value[1])!r}" in str(error):
-                raise InputError(f"flag {name}={value} is of one value: write a row for each") from None
-        raise
+def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
+    """The values that define the runs of a variant (no seed, no folder, no flag that changes no bit), as its script
+    parses them, and the name of the seed's flag ("seeds" for fine-tuning). Raises `InputError`."""
+    path = resolve_path(variant.script)
+    if path.suffix != ".py" or not path.is_file():
+        raise InputError(f"script={variant.script}: there is no such script")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    argv = ["--config", variant.config] if variant.config else []
+    filled, resolved = script.read_arguments([*argv, *words_of(variant.flags, where), "--output_dir", "run"])
     if isinstance(filled[0], pretraining.MlmArguments):
         pretraining.check_text(filled[0])
         pretraining.check_model(filled[0])
@@ -468,24 +450,22 @@ def _resolve(setting: Setting, where: str) -> Resolved:
     optimizers.check(filled[-1])
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:
-        raise InputError(f"max_train_minutes={minutes} in the preset: {_OF_RUNNER['max_train_minutes']}")
-    of_seed = {"output_dir", "seed", "seeds"}
+        raise InputError(f"max_train_minutes={minutes} in the preset: remove it; stop the runner and start it again")
+    flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     values = {
         name: resolved.get(name)
         for name, flag in flags.items()
         if (flag.resume not in ("start", "free") or name in _MEASURED)
-        and name not in of_seed
+        and name not in ("output_dir", "seed", "seeds")
         and (name in resolved or name not in _CHOSEN)
     }
     for name in [name for name in values if flags[name].resume == "content"]:
         values |= {f"{_CONTENT}{file}": durable.sha256(resolve_path(file)) for file in _small_files(values[name])}
-    as_stored = json.loads(json.dumps({"script": path.name, **values}))
-    return Resolved(as_stored, "seeds" if "seeds" in flags else "seed")
+    return json.loads(json.dumps({"script": path.name, **values})), "seeds" if "seeds" in flags else "seed"
 
 
 def _small_files(value: Any) -> list[str]:
-    """The local files that a flag names, such as a corpus preset or a model's config, as it names them, if they are
-    small."""
-    named = [str(item) for item in (value if isinstance(value, list) else [value]) if item]
-    paths = {name: resolve_path(name) for name in named}
+    """The local files of at most `_HASHED_BYTES` that a flag names, such as a corpus preset or a model's config."""
+    names = [str(item) for item in (value if isinstance(value, list) else [value]) if item]
+    paths = {name: resolve_path(name) for name in names}
     return [name for name, path in paths.items() if path.is_file() and path.stat().st_size <= _HASHED_BYTES]

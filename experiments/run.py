@@ -4,14 +4,14 @@
     python experiments/run.py presets/experiments/rates.yaml --jobs 2    # two rows side by side
     python experiments/run.py presets/experiments/rates.yaml --table     # of what has finished
 
-A list names settings (a preset and what differs from it), seeds, and what is measured; each setting with each seed is a
-row with a folder of its own. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same
-command: finished rows are kept, the others continue from their checkpoints. docs/statistics.md says what a
-list may have, and what the table's verdicts mean.
+A list names variants (a preset and the flags that differ), seeds and measures; a variant with a seed is a row, in a
+folder. Stop it at any time, with Ctrl-C, SIGTERM or kill -9, and start it again with the same command: finished rows
+are kept, the others continue from their checkpoints. docs/statistics.md describes the list and the verdicts.
 """
 
 import argparse
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -27,7 +27,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from experiments import checks, lists, table
-from experiments.lists import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of
+from experiments.lists import MEASURES, ROW_NAME, Experiment, ExperimentList, words_of
 from roberta_recipe import durable, lock
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
@@ -37,50 +37,47 @@ from roberta_recipe.started import continue_with
 from tools import estimate
 
 _POLL_S = 0.2
-_IN_USE_S = 2.0  # after which a row that another process works on is looked at again
 _BY = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-_STOPPED = tuple(Stopped.EXIT_CODES.values())
 
 
 @dataclass
-class Job:
-    """A row that is being run."""
+class RunningRow:
+    """A running row."""
 
-    row: Row
+    row: Experiment
     cores: list[int]
     to_do: dict[str, list[str]]  # commands still to start
     process: subprocess.Popen
-    name: str  # of the command that runs
+    name: str  # of the running command
     begun_s: float  # time.monotonic()
-    told: int = 0  # signals that were passed on to it
+    signals: int = 0  # passed on to it
 
 
 class Runner:
-    """Rows of a list side by side, each on cores of its own; one start of each at most."""
+    """Runs the rows of a list side by side, each on its own cores; each row is started once."""
 
-    def __init__(self, listed: Experiments, jobs: int):
+    def __init__(self, listed: ExperimentList, jobs: int):
         self.rows, self.waiting = listed.rows, [row for row in listed.rows if row.to_do()]
         self.measures = listed.measures
         self.free = split_cores(jobs)
-        self.jobs: list[Job] = []
+        self.jobs: list[RunningRow] = []
         self.failed: list[str] = []
         self.signals: list[int] = []
-        self.look_again_s: dict[Path, float] = {}  # by folder of a row that is in use
 
     def run(self) -> None:
-        """Until all rows have been run, by this process or another, or a signal has ended those that run."""
+        """Return when all rows have been run, or a signal has ended the running ones."""
         with self._signals():
             while self.jobs or (self.waiting and not self.signals):
                 for job in list(self.jobs):
-                    self._tell(job)
+                    self._pass_signals(job)
                     self._look_at(job)
-                while self.free and not self.signals and self._begin_next():
-                    pass
+                while self.free and self.waiting and not self.signals:
+                    self._begin(self.waiting.pop(0))
                 time.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Within, Ctrl-C and SIGTERM are noted; the jobs, in process groups of their own, get each of them once."""
+        """Collect Ctrl-C and SIGTERM; the jobs, in their own process groups, get each of them once."""
         before = {number: signal.getsignal(number) for number in _BY}
         for number, handler in before.items():
             if handler != signal.SIG_IGN:  # as of a shell's background job
@@ -91,99 +88,62 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _tell(self, job: Job) -> None:
-        for number in self.signals[job.told :]:
+    def _pass_signals(self, job: RunningRow) -> None:
+        for number in self.signals[job.signals :]:
             job.process.send_signal(number)
-            job.told += 1
+            job.signals += 1
 
-    def _begin_next(self) -> bool:
-        """Begin the first waiting row that nobody works on; returns whether one was begun, or found finished."""
-        for row in self.waiting:
-            if self.look_again_s.get(row.folder, 0.0) > time.monotonic():
-                continue
-            try:
-                take(row)
-                if to_do := row.to_do():
-                    self._begin(row, to_do)
-                else:  # run by another runner, meanwhile
-                    lock.release(row.folder)
-            except lock.InUse as error:
-                if row.folder not in self.look_again_s:
-                    logger.info(f"waits   {row.title}: {str(error).split('; ')[0]}")
-                self.look_again_s[row.folder] = time.monotonic() + _IN_USE_S
-                continue
-            except (InputError, OSError) as error:  # of its folder, or a file there
-                lock.release(row.folder)
-                self._say_failed(row, f": {error}")
-            self.waiting.remove(row)
-            return True
-        return False
-
-    def _begin(self, row: Row, to_do: dict[str, list[str]]) -> None:
-        state, cores = row.state(), self.free[0]
+    def _begin(self, row: Experiment) -> None:
+        """Start the first command of a row."""
+        state, to_do, cores = row.state(), row.to_do(), self.free.pop(0)
+        row.folder.mkdir(parents=True, exist_ok=True)
+        durable.remove_left(row.folder)
         remember(row)
-        (row.folder / FAILED_NAME).unlink(missing_ok=True)
-        if "run" in to_do:  # what was measured was of other weights
+        if "run" in to_do:  # measures of other weights
             for measure in row.measures:
                 row.output_of(measure).unlink(missing_ok=True)
         name = next(iter(to_do))
         process = start(to_do.pop(name), row.log, cores)
-        self.free.remove(cores)
-        self.jobs.append(Job(row, cores, to_do, process, name, time.monotonic()))
+        self.jobs.append(RunningRow(row, cores, to_do, process, name, time.monotonic()))
         where = f"cores {','.join(map(str, cores))}" if len(cores) > 1 else f"core {cores[0]}"
         logger.info(f"begins  {row.title}: {state}; {where}, log {row.log}")
 
-    def _look_at(self, job: Job) -> None:
-        """Start the next command of a job whose command has ended; end the job behind the last, or where one failed."""
+    def _look_at(self, job: RunningRow) -> None:
+        """Start the next command of a job when one has ended; end the job after its last, or when one has failed."""
         if (code := job.process.poll()) is None:
             return
         done = code == 0 and job.name not in job.row.to_do()
         if done and job.to_do and not self.signals:
             job.name = next(iter(job.to_do))
             job.process = start(job.to_do.pop(job.name), job.row.log, job.cores)
-            job.told = 0
+            job.signals = 0
             return
         self.jobs.remove(job)
         self.free.append(job.cores)
         remember(job.row, time.monotonic() - job.begun_s)
         if done and not job.to_do:
-            self._say_done(job.row)
+            figures = (f"{MEASURES[name].title} {job.row.figure(name):.4g}" for name in self.measures)
+            logger.info(f"done    {job.row.title}: {', '.join(figures)}; {self._left()}")
         elif self.signals:
             logger.info(f"stopped {job.row.title}: {job.row.state()}")
         else:
-            self._fail(job, code)
-        lock.release(job.row.folder)
-
-    def _say_done(self, row: Row) -> None:
-        try:
-            logger.info(f"done    {row.title}: {figures(row, self.measures)}; {self._left()}")
-        except InputError as error:  # what was measured cannot be read
-            self._say_failed(row, f": {error}")
-
-    def _say_failed(self, row: Row, why: str) -> None:
-        self.failed.append(row.title)
-        logger.info(f"failed  {row.title}{why}")
-
-    def _fail(self, job: Job, code: int) -> None:
-        line = last_line(job.row.log) if code else f"{job.name} ended without its result"
-        line = f"killed by {signal.Signals(-code).name}; the end of its log: {line}" if code < 0 else line
-        if code not in _STOPPED:
-            durable.write_sealed(job.row.folder / FAILED_NAME, {"exit_code": code, "line": line})
-        self._say_failed(job.row, f" ({job.name}, exit code {code}): {line}; log {job.row.log}")
+            self.failed.append(job.row.title)
+            line = last_line(job.row.log) if code else "it ended without its result"
+            logger.info(f"failed  {job.row.title} ({job.name}, exit code {code}): {line}; log {job.row.log}")
 
     def _left(self) -> str:
-        """How many rows are left, and for how long by the mean of the finished ones."""
+        """The number of rows left, and an ETA by the mean time of the finished ones."""
         left = len(self.waiting) + len(self.jobs)
-        spent = [row.stored()["seconds"] for row in self.rows if not row.to_do()]
         if not left:
             return "it was the last"
+        spent = [row.stored()["seconds"] for row in self.rows if not row.to_do()]
         running_s = sum(time.monotonic() - job.begun_s for job in self.jobs)
         eta_s = (left * sum(spent) / len(spent) - running_s) / (len(self.jobs) + len(self.free))
         return f"{left} left, ETA {duration(max(eta_s, 0))}"
 
 
 def split_cores(jobs: int) -> list[list[int]]:
-    """Disjoint cores for each job, of those that this process may use; without pinning where the system has none."""
+    """Disjoint sets of this process's cores, one for each job."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if not 1 <= jobs <= len(cores):
         raise InputError(f"jobs={jobs} must be from 1 to {len(cores)}, the cores that this process may use")
@@ -191,23 +151,8 @@ def split_cores(jobs: int) -> list[list[int]]:
     return [cores[number * each : (number + 1) * each] for number in range(jobs)]
 
 
-def take(row: Row) -> None:
-    """Lock the folder of a row. Raises `lock.InUse` where another runner has it, or where what a killed runner had
-    started still saves its step."""
-    row.folder.mkdir(parents=True, exist_ok=True)
-    lock.take(row.folder)
-    if row.run.is_dir():
-        try:
-            lock.take(row.run)
-        except lock.InUse:
-            lock.release(row.folder)
-            raise
-        lock.release(row.run)
-    durable.remove_left(row.folder)
-
-
-def remember(row: Row, seconds: float = 0.0) -> None:
-    """`row.json`: the settings and measures that are run, and the time that was spent, more by `seconds`."""
+def remember(row: Experiment, seconds: float = 0.0) -> None:
+    """Write `row.json`: settings and measures as they are run, and the time spent, increased by `seconds`."""
     stored = row.stored()
     measures = {**stored["measures"], **row.measures}
     spent = round(stored["seconds"] + seconds, 1)
@@ -215,15 +160,8 @@ def remember(row: Row, seconds: float = 0.0) -> None:
 
 
 def start(words: list[str], log: Path, cores: list[int]) -> subprocess.Popen:
-    """Start a command on these cores, its output behind that of the starts before it. It ends with this process, by
-    SIGTERM, so that it saves its step, however this process ends."""
-    parent = os.getpid()
-
-    def pin() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores)
-        end_with_parent(parent, signal.SIGTERM)
-
+    """Start a command on these cores, with its output appended to `log`. When this process ends, in whatever way, the
+    command gets SIGTERM and saves its step."""
     with open(log, "ab") as stream:
         stream.write(f"$ {shlex.join(words)}\n".encode())
         stream.flush()
@@ -234,47 +172,44 @@ def start(words: list[str], log: Path, cores: list[int]) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": str(len(cores))},
             process_group=0,  # the terminal's Ctrl-C is for the runner, which passes it on
-            preexec_fn=pin,
+            preexec_fn=functools.partial(_set_up_child, os.getpid(), cores),
         )
 
 
+def _set_up_child(parent: int, cores: list[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    end_with_parent(parent, signal.SIGTERM)
+
+
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last non-empty line of a log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
-def figures(row: Row, measures: list[str]) -> str:
-    """The figures of a finished row."""
-    return ", ".join(f"{MEASURES[name].title} {row.figure(name):.4g}" for name in measures)
-
-
-def print_states(listed: Experiments) -> None:
+def print_states(listed: ExperimentList) -> None:
     for row in listed.rows:
         print(f"{row.title}: {row.state()}")
         for words in row.to_do().values():
             print(f"    {shlex.join(words)}")
 
 
-def costs(listed: Experiments, hardware: str) -> list[str]:
-    """A line for each name, and one for all: how long a machine of GPUs takes for them, by the estimate."""
-    if MEASURES[listed.measures[0]].of != "pretraining":
-        raise InputError(
-            f"--hardware {hardware}: the estimate is of pretraining, and {listed.path} is of fine-tuning; leave it out"
-        )
+def costs(listed: ExperimentList, hardware: str) -> list[str]:
+    """Time and cost of each name, and of all, on a machine of GPUs (`tools/estimate.py`); a line each."""
     said, days, dollars = [], 0.0, 0.0
-    for setting in listed.settings:
-        flags = words_of(setting.flags, setting.name)
+    for variant in listed.variants:
+        flags = words_of(variant.flags, variant.name)
         cost = lists.named(
-            f"{listed.path}, row {setting.name!r}",
+            f"{listed.path}, row {variant.name!r}",
             estimate.read_estimate,
-            ["--config", setting.config, *flags, "--hardware", hardware],
+            ["--config", variant.config, *flags, "--hardware", hardware],
         )
         fits = "" if cost.fits else ", and does not fit into memory"
-        said.append(f"{setting.name}: {cost.days:,.2f} days, {estimate.dollars(cost.cost)} a seed{fits}")
+        said.append(f"{variant.name}: {cost.days:,.2f} days, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
     seeds = len(listed.seeds)
-    all_of_it = f"{seeds * days:,.1f} days on {hardware}, {estimate.dollars(seeds * dollars)}"
+    all_of_it = f"{seeds * days:,.1f} days on {hardware}, ${seeds * dollars:,.2f}"
     return [*said, f"All rows with {counted(seeds, 'seed')}: {all_of_it} (assumptions: the estimate's)\n"]
 
 
@@ -287,7 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="a flag for all rows, and for the measures that have it (--set corpus=my_corpus.yaml), or for a measure "
         "(--set blimp.data_dir=blimp)",
     )  # fmt: skip
-    parser.add_argument("--hardware", help="say first what it costs there: 8xH100 (see the estimate)")
+    parser.add_argument("--hardware", help="print first what it costs there: 8xH100 (see the estimate)")
     parser.add_argument("--jobs", type=int, default=1, help="rows side by side, each on its share of the cores")
     parser.add_argument("--dry_run", action="store_true", help="print the state and the commands of each row only")
     parser.add_argument("--table", action="store_true", help="make the table of what has finished only")
@@ -302,8 +237,7 @@ def main(argv: list[str] | None = None) -> Any:
     listed = lists.read(args.list, args.scale, args.set)
     if listed.estimate and not (args.hardware or args.dry_run or args.table):
         raise InputError(
-            f"{listed.path} at this scale takes days on GPUs: name them, and their number, with --hardware 8xH100, and "
-            "what it costs is said first"
+            f"{listed.path} takes days on GPUs at this scale: name them (--hardware 8xH100) to see the cost first"
         )
     if args.hardware:
         print("\n".join(lists.in_child(costs, listed, args.hardware)), flush=True)
@@ -311,14 +245,15 @@ def main(argv: list[str] | None = None) -> Any:
         return print_states(listed)
     if not args.table:
         checks.check_rows(listed)
-        checks.check_inputs(listed)
         run(listed, args.jobs)
     print(table.write(listed), end="")
 
 
-def run(listed: Experiments, jobs: int) -> None:
-    """Run what is not finished. Raises `RunError`, with the table written, where rows failed, and `Stopped`."""
+def run(listed: ExperimentList, jobs: int) -> None:
+    """Run what is not finished. Raises `RunError`, with the table written, where rows failed, `Stopped`, and
+    `lock.InUse` where another runner has the list."""
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")
+    lock.take(listed.folder)
     runner = Runner(listed, jobs)
     finished = len(listed.rows) - len(runner.waiting)
     rows = counted(len(listed.rows), "row")

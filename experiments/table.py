@@ -6,21 +6,20 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.checks import check_rows
-from experiments.lists import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
+from experiments.lists import AGAIN, MEASURES, Experiment, ExperimentList
 from roberta_recipe import durable, significance
-from roberta_recipe.errors import InputError
-from roberta_recipe.log import counted, duration, logger
+from roberta_recipe.log import counted, duration
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.significance import PAIRS, Comparison, with_error
 
 NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
-Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their run records; fine-tuning has several
+Records = list[tuple[Experiment, list[dict[str, Any]]]]  # finished rows and their run records
 
 
 class Cell(NamedTuple):
-    """A figure of a name. What is missing, as rows are, is None."""
+    """A figure of a name; None where rows are missing."""
 
     by_seed: dict[int, float]
     mean: float | None
@@ -30,9 +29,9 @@ class Cell(NamedTuple):
     verdict: str
 
 
-def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
+def cells(listed: ExperimentList) -> dict[str, dict[str, Cell]]:
     """By measure and name. Each measure is a family of comparisons by itself."""
-    names = [setting.name for setting in listed.settings]
+    names = [variant.name for variant in listed.variants]
     found = {}
     for measure in listed.measures:
         of, scores = MEASURES[measure], {name: {} for name in names}
@@ -47,9 +46,9 @@ def cells(listed: Experiments) -> dict[str, dict[str, Cell]]:
 
 
 def _compared(
-    scores: dict[str, dict[int, float]], apart: set[str], listed: Experiments, measure: str
+    scores: dict[str, dict[int, float]], apart: set[str], listed: ExperimentList, measure: str
 ) -> dict[str, Cell]:
-    """The figures of each name; those of the names `apart` are of other words than the first's."""
+    """A measure's figures of each name; `apart`: names measured on other words than the first."""
     first, *others = scores
     whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
     in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
@@ -62,7 +61,7 @@ def _compared(
     ps = [compared[name].p if name in compared else 1.0 for name in others]
     corrected = dict(zip(others, significance.holm(ps), strict=True))
     better = -1 if MEASURES[measure].better == "lower" else 1
-    claims = {setting.name: setting.claim for setting in listed.settings}
+    claims = {variant.name: variant.claim for variant in listed.variants}
     found = {}
     for name, of in scores.items():
         verdict = ""
@@ -86,34 +85,33 @@ def _why_none(*sides: dict[int, float]) -> str:
 
 
 def lines(
-    listed: Experiments, found: dict[str, dict[str, Cell]], records: Records
+    listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Records
 ) -> tuple[list[str], list[list[str]]]:
     """The head, and a line for each name."""
-    first, count = listed.settings[0].name, len(listed.seeds)
+    first, count = listed.variants[0].name, len(listed.seeds)
     head, beside = ["name", "seeds"], _beside(records)
     head += beside
     for measure in listed.measures:
         head.append(MEASURES[measure].title)
         head += [] if listed.search else [f"{measure}: against {first}", "p (Holm)", "verdict"]
-    published = list(dict.fromkeys(name for setting in listed.settings for name in setting.published))
+    published = list(dict.fromkeys(name for variant in listed.variants for name in variant.published))
     head += [f"published: {name}" for name in published]
     table = []
-    for setting in listed.settings:
-        of = [found[measure][setting.name] for measure in listed.measures]
+    for variant in listed.variants:
+        of = [found[measure][variant.name] for measure in listed.measures]
         done = min(len(cell.by_seed) for cell in of)
-        line = [setting.name, str(count) if done == count else f"{done} of {count}"]
-        line += [beside[name].get(setting.name, "-") for name in beside]
+        line = [variant.name, str(count) if done == count else f"{done} of {count}"]
+        line += [beside[name].get(variant.name, "-") for name in beside]
         for cell in of:
             line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
             if not listed.search:
-                line += ["-"] * 3 if setting.name == first else _against(cell)
-        table.append(line + [" ".join(str(setting.published.get(name, "-")).split()) for name in published])
+                line += ["-"] * 3 if variant.name == first else _against(cell)
+        table.append(line + [" ".join(str(variant.published.get(name, "-")).split()) for name in published])
     return head, table
 
 
 def _beside(records: Records) -> dict[str, dict[str, str]]:
-    """What else the run records say of each name, by the column's title: the mean of the tokens seen, and the
-    parameters where names differ in them."""
+    """Columns from the run records, by title: the mean of the tokens seen, and the parameters where names differ."""
     seen, parameters = {}, {}
     for row, of_row in records:
         for record in of_row:
@@ -133,8 +131,8 @@ def _against(cell: Cell) -> list[str]:
     return ["+" * (difference > 0) + with_error(difference, error), f"{cell.corrected_p:.2g}", cell.verdict]
 
 
-def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
-    """What a reader of the table needs beside it."""
+def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Records) -> list[str]:
+    """The sentences below the table."""
     said = [listed.note] if listed.note else []
     said.append("± is the standard error over seeds.")
     if listed.search:
@@ -147,10 +145,10 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
                 f"A search, so no verdicts: {pick(numbers, key=numbers.get)} has the best mean {measure}, which "
                 "flatters it; what is picked here is reported from other seeds, and other data."
             )
-    elif len(listed.settings) > 1:
+    elif len(listed.variants) > 1:
         seeds = len(listed.seeds)
         test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
-        count = len(listed.settings) - 1
+        count = len(listed.variants) - 1
         said.append(
             f"p: exact permutation {test}, two-sided, with Holm's correction over "
             f"{counted(count, 'comparison')} of a figure; a difference is called one up to 0.05, where Welch's t-test "
@@ -158,20 +156,15 @@ def notes(listed: Experiments, found: dict[str, dict[str, Cell]], records: Recor
         )
     said += _readings(listed)
     said += _runs(records)
-    if changes := [change for change in listed.changes if _is_of_rows(change.partition("=")[0], listed)]:
-        said.append(f"Changed in all rows: {', '.join(changes)}.")
+    if listed.changes:
+        said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
         said.append(f"Source of claims and published figures: {listed.source}.")
     return said
 
 
-def _is_of_rows(changed: str, listed: Experiments) -> bool:
-    """Whether finished rows have this change: they need not where its flag changes no bit (how often is logged)."""
-    return "." in changed or any(changed in row.settings for row in listed.rows)
-
-
-def _readings(listed: Experiments) -> list[str]:
-    """How windows were put to the models of each name, where that differs (`words.measure`)."""
+def _readings(listed: ExperimentList) -> list[str]:
+    """How each name's models read the windows, where that differs (`tools/words.py`)."""
     names: dict[str, dict[str, None]] = {}
     for row in listed.rows if "words" in listed.measures else ():
         if row.figure("words") is not None and (reading := row.measured("words").get("reading")):
@@ -183,14 +176,14 @@ def _readings(listed: Experiments) -> list[str]:
     return [f"Words were read: {said}{others}."]
 
 
-def _records(listed: Experiments) -> Records:
-    trained = [row for row in listed.rows if row.is_trained()]
+def _records(listed: ExperimentList) -> Records:
+    trained = [row for row in listed.rows if row.record()]
     needed = ("commit", "hardware", "tokens_seen", "parameters")
     return [(row, [read_record(path, needed, AGAIN) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
 
 
 def _runs(records: Records) -> list[str]:
-    """Which code made the finished rows, on what, in what time; nothing where there are none."""
+    """Commits, devices and median time of the finished rows."""
     runs = [record for _, of_row in records for record in of_row]
     if not runs:
         return []
@@ -201,9 +194,9 @@ def _runs(records: Records) -> list[str]:
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
-def write(listed: Experiments) -> str:
-    """Write `table.md` and `table.json` into the list's folder, where that can be; returns the former's text.
-    Raises `InputError` for rows that do not belong together: another runner, with another list, may have run some."""
+def write(listed: ExperimentList) -> str:
+    """Write `table.md` and `table.json` into the list's folder; returns the text of the first. Raises `InputError` for
+    rows that do not belong together: another runner, with another list, may have run some."""
     check_rows(listed)
     found, records = cells(listed), _records(listed)
     text = f"{table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
@@ -214,11 +207,7 @@ def write(listed: Experiments) -> str:
         }
         for measure, of_measure in found.items()
     }
-    as_text, as_values = (listed.folder / name for name in TABLE_FILES)
-    try:
-        durable.make_folder(listed.folder, f"{listed.path}: output_dir")
-        durable.write_text(as_text, text)
-        durable.write_json(as_values, finite(values))  # a figure that is no number is null
-    except (InputError, OSError) as error:  # what it took days to run is still printed
-        logger.warning(f"{as_text} and {as_values.name} cannot be written: {getattr(error, 'strerror', error)}")
+    durable.make_folder(listed.folder, f"{listed.path}: output_dir")
+    durable.write_text(listed.folder / "table.md", text)
+    durable.write_json(listed.folder / "table.json", finite(values))  # nan becomes null
     return text

@@ -12,7 +12,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import checkpoint, digests
-from tools import compare, push
+from tools import compare
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "--data_seed", "42"]
 
@@ -110,7 +110,7 @@ def test_an_unfinished_run_is_the_same_up_to_where_it_ends(run, tmp_path, capsys
     assert code == 0 and lines[-1] == f"same: weights and log up to step 3, where {cut} ends"
     shutil.rmtree(cut / "checkpoint-2")
     code, lines = verdict(capsys, cut, plain)
-    assert code == 0 and lines[-1] == f"same: log (no digests of weights in common) up to step 3, where {cut} ends"
+    assert code == 0 and lines[-1] == f"same: log (no hashes of weights in common) up to step 3, where {cut} ends"
 
 
 def test_what_cannot_be_compared(run, tmp_path, capsys):
@@ -120,13 +120,13 @@ def test_what_cannot_be_compared(run, tmp_path, capsys):
     with pytest.raises(InputError, match=rf"it has {plain}$"):
         compare.main([str(plain), str(plain.parent)])
     damaged = copy(plain, tmp_path)
-    for content in (b'{"loss": 3}\n', b"\xff\n", b"[1]\n", b"3\n", b'{"step": "a"}\n'):
+    for content in (b'{"loss": 3}\n', b"\xff\n", b'{"step": "a"}\n'):
         (damaged / "log.jsonl").write_bytes(content)
-        with pytest.raises(InputError, match="line 1 is damaged"):
+        with pytest.raises(InputError, match=r"log\.jsonl is not the log of a run"):
             compare.main([str(plain), str(damaged)])
     (damaged / "log.jsonl").unlink()
     (damaged / "checkpoint-2" / "recipe_state.json").write_text("[]")
-    with pytest.raises(InputError, match=r"recipe_state.json cannot be read"):
+    with pytest.raises(InputError, match="checkpoint-2 was written by another version"):
         compare.main([str(plain), str(damaged)])
 
 
@@ -144,18 +144,6 @@ def test_a_checkpoint_says_what_it_holds_and_the_record_what_the_run_ended_with(
         found[state["step"]] = state["digests"]
     assert found[4] == record["state_digests"] and not set(found[2].values()) & set(found[4].values())
     assert re.fullmatch("[0-9a-f]{12}", record["blocks_digest"]) and record["blocks_digest"] != record["digest"]
-
-
-def test_the_finished_model_has_a_manifest_of_its_files_alone(run, tmp_path):
-    plain = copy(run("plain"), tmp_path)
-    assert durable.fault(plain) is None
-    files = set(durable.read_json(plain / "manifest.json")["files"])
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= files
-    assert not files & {"run_record.json", "preset.yaml", "log.jsonl", ".lock"}
-    content = bytearray((plain / "model.safetensors").read_bytes())
-    content[-3] ^= 4
-    (plain / "model.safetensors").write_bytes(content)
-    assert "model.safetensors is not what was written" in durable.fault(plain)
 
 
 def test_a_digest_does_not_depend_on_how_weights_are_spread_over_files(tmp_path, config):
@@ -189,11 +177,3 @@ def test_a_digest_of_a_state_is_of_its_content():
     ]
     found = {of(state(**other)) for other in others} | {of(state()), of({**state(), "scale": 1.0}), of([state()])}
     assert len(found) == len(others) + 3
-
-
-@pytest.mark.parametrize(("name", "said"), [("~nobody_here/run", "home directory"), ("x" * 300, "File name too long")])
-def test_a_name_that_cannot_be_looked_for_is_named(name, said):
-    with pytest.raises(InputError, match=f"{name} cannot be looked for: .*{said}.*; name another path"):
-        compare.main([name, name])
-    with pytest.raises(InputError, match="cannot be looked for"):
-        push.main(["--model", name, "--repo", "me/mine"])

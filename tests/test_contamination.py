@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import make_documents, run_python, write_parquet
+from conftest import make_documents, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +69,7 @@ def test_counts_by_source_and_examples():
     assert "news 2" in table({"set": row}, 3) and "web" not in table({"set": row}, 3)
 
 
-def test_as_a_user_starts_it(root, tmp_path):
+def test_the_command_line(tmp_path, capsys):
     """All three kinds of evaluation sets; the corpus holds a passage of RACE and a question of SQuAD."""
     documents = make_documents(30, seed=2)
     article, question = (
@@ -95,11 +95,9 @@ def test_as_a_user_starts_it(root, tmp_path):
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "glue" / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta b\tc\tentailment\n")
     few = ["--corpus", str(tmp_path / "corpus.yaml")]
-    command = ["tools/contamination.py", *few, "--output", tmp_path / "o.json"]
-    command += ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
-    done = run_python(*command, cwd=root)
-    assert done.returncode == 0, done.stderr
-    result = durable.read_json(tmp_path / "o.json")
+    others = ["--race_dir", tmp_path / "race", "--squad_file", tmp_path / "dev.json", "--glue_dir", tmp_path / "glue"]
+    result = contamination.main([*few, *map(str, others), "--output", str(tmp_path / "o.json")])
+    assert durable.read_json(tmp_path / "o.json") == result
     sets = result["sets"]
     articles = sets["race validation high articles"]
     assert (articles["texts"], articles["mostly"], articles["by_source"]) == (2, 1, {"a": 1, "b": 0})
@@ -107,7 +105,9 @@ def test_as_a_user_starts_it(root, tmp_path):
     questions = sets[f"{tmp_path / 'dev.json'} questions"]
     assert (questions["too_short"], questions["by_source"]) == (1, {"a": 0, "b": 1})
     assert sets["rte validation"]["too_short"] == 2 and sum(result["documents"].values()) >= 30
-    assert "race validation high, high/0.txt (100%, a): once upon a time" in done.stdout.replace(" articles", "")
+    assert "race validation high, high/0.txt (100%, a): once upon a time" in capsys.readouterr().out.replace(
+        " articles", ""
+    )
 
     with pytest.raises(InputError, match="no evaluation set: name glue_dir"):
         contamination.main(few)
@@ -155,6 +155,3 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
         resolve(read_corpus(preset))
     with pytest.raises(InputError, match="leave_out goes with held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])
-    for name in ("output", "leave_out"):
-        with pytest.raises(InputError, match=f"{name}=.*none/a.json cannot be written: No such file"):
-            contamination.main(["--corpus", "none", "--held_out", f"--{name}", str(tmp_path / "none" / "a.json")])

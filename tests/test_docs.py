@@ -104,7 +104,7 @@ def test_make_asks_for_its_variables_before_it_installs(root, tmp_path):
 def typed(root, tmp_path):
     """A function: the command lines of Python that a shell makes of a block, of make's targets too; nothing runs."""
     folder, calls, programs = clone(root, tmp_path / "typed"), tmp_path / "calls", tmp_path / "venv" / "bin"
-    for name in ("Makefile", "requirements.txt"):
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(root / name, folder)
     programs.mkdir(parents=True)
     (tmp_path / "venv" / ".installed").touch()  # `make setup` is done

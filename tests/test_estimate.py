@@ -1,9 +1,7 @@
 """The estimate's arithmetic against real models, measured bytes, and the records of finished runs."""
 
 import dataclasses
-import gzip
 import json
-import math
 import weakref
 
 import pytest
@@ -74,20 +72,6 @@ def test_other_families_have_the_parameters_of_their_papers():
     assert round((estimate.parameter_count(albert) + pooler) / 1e6) == 12
 
 
-@pytest.mark.parametrize("preset", ["albert_base", "bert_base", "spanbert_base"])
-def test_other_families_are_estimated(preset):
-    cost = estimate.read_estimate(["--config", f"presets/mlm/{preset}.yaml", "--hardware", "8xH100"])
-    assert cost.fits and cost.days > 0
-
-
-def test_a_family_without_checkpointing_is_not_estimated_with_it():
-    flags = ["--config", "presets/mlm/albert_base.yaml", "--hardware", "V100-16GB", "--fp16", "true", "--bf16", "false"]
-    with pytest.raises(InputError, match="activation_checkpointing=true: transformers' 'albert' models have none"):
-        estimate.read_estimate([*flags, "--activation_checkpointing", "true"])
-    large = dataclasses.replace(estimate.read_estimate(flags), seq_len=1 << 17)
-    assert "not even 1 sequence does; take a higher ZeRO stage, offload, a larger GPU" in estimate.table(large)
-
-
 def test_a_family_of_other_layers_is_not_estimated(tmp_path):
     (tmp_path / "other.json").write_text('{"model_type": "modernbert"}')
     with pytest.raises(InputError, match="is a 'modernbert' model; the estimate knows the layers of roberta"):
@@ -105,11 +89,6 @@ def test_measured_runs():
         at_most = record["steps"] * record["global_batch_size"] * args["max_seq_length"]
         assert 0.8 * at_most < record["tokens_seen"] <= at_most
     assert len(records) >= 1
-
-
-@pytest.mark.parametrize(("name", "gigaflop"), [("base", 0.602), ("large", 2.010)])
-def test_flops_a_token(name, gigaflop):
-    assert flops_per_token(preset_config(name), 512, 0.15) / 1e9 == pytest.approx(gigaflop, abs=5e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,12 +123,6 @@ def test_activations_are_what_autograd_keeps(shape, kind):
     element, _, _, channel = estimate._KEPT[kind]
     head = predicted * (element * config.vocab_size + channel * config.hidden_size)  # logits; the head's layers
     assert config.num_hidden_layers * layer + embeddings + head == pytest.approx(measured, rel=0.05)
-
-
-def test_a_layer_in_half_precision_is_korthikantis():
-    config = preset_config("large")
-    layer, _ = estimate.activation_bytes(config, 512, "half")
-    assert layer / (512 * 1024) == pytest.approx(34, rel=0.01)
 
 
 def targets_of(objective, ids, labels):
@@ -290,9 +263,6 @@ def test_offload_moves_bytes_to_the_host():
         assert there.host > here.optimizer + here.gradients
     both = memory_of(3, offload_optimizer=True, offload_parameters=True)
     assert both.parameters == 2 * count and both.host == pytest.approx(there.host + 2 * count / 8, abs=8)
-    for bad in ({"offload_optimizer": True}, {"stage": 2, "offload_parameters": True}):
-        with pytest.raises(InputError, match="can be offloaded"):
-            Zero(**bad)
 
 
 def test_zero_from_a_deepspeed_configuration():
@@ -302,28 +272,17 @@ def test_zero_from_a_deepspeed_configuration():
     }
     assert Zero.from_deepspeed(settings, 768) == Zero(3, True, False, True, 768**2)
     assert Zero.from_deepspeed({"zero_optimization": {"stage": 1}}, 768) == Zero(1)
-    without = {"zero_optimization": {"stage": 3, "offload_optimizer": None, "offload_param": None}, "data_types": None}
-    assert (
-        Zero.from_deepspeed(without, 768) == Zero(3) and Zero.from_deepspeed({"zero_optimization": None}, 768) == Zero()
-    )
 
 
 def test_hardware():
     assert parse_hardware("8xH200") == parse_hardware(" 8 x h200 ") == Hardware(8, "H200")
     assert parse_hardware("v100-32gb") == Hardware(1, "V100-32GB")
     assert parse_hardware("1024xV100-32GB") == Hardware(1024, "V100-32GB")
-    for text, message in {
-        "8xH20": "no GPU 'H20' is known; did you mean 'H200'.*RTX-3090",
-        "H2OO0": "no GPU 'H2OO0'",
-        "8xA100": "did you mean 'A100-",
-        "8x": "no GPU ''",
-        "": "no GPU ''",
-        "0xH200": "0 GPUs",
-        "-2xH200": "-2 GPUs",
-        "1.5xH200": "no GPU '1.5xH200'",
-    }.items():
-        with pytest.raises(InputError, match=message):
+    for text in ("8xH20", "", "0xH200", "1.5xH200"):
+        with pytest.raises(InputError, match=f"unknown GPU '{text.removeprefix('8x')}'"):
             parse_hardware(text)
+    with pytest.raises(InputError, match="did you mean 'A100-"):
+        parse_hardware("8xA100")
 
 
 def make_run(**changes):
@@ -336,6 +295,7 @@ def make_run(**changes):
         "accumulation": 1,
         "max_steps": 100_000,
         "precision": "fp16",
+        "gpu_hour_price": 2.0,
     }
     return Estimate(**{**values, **changes})
 
@@ -364,32 +324,25 @@ def test_memory_and_utilisation_are_those_of_base_on_an_h200(name, dropout):
     assert rate / estimate.DEVICES["H200"].peak_flops == pytest.approx(estimate.DEFAULT_UTILISATION, abs=0.04)
 
 
-def test_report():
+def test_table():
     config = preset_config("base", vocab_size=50304)
     shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}
-    base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, gpu_hour_price=2.0, tokens_per_pass=30e9)
+    base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, tokens_per_pass=30e9)
     text = estimate.table(base)
     days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
     for line in (
-        "8xH200",
         "124,727,424 parameters",
         "8,192 sequences = 8 processes x 32 x 32 accumulated",
-        "500,000 optimizer steps",
         "4,096,000,000 blocks, at most 2,097.152 B tokens, 69.91 epochs",
         "0.602 GFLOP a token",
-        f"{base.flops / 1e15:,.1f} PFLOP",
         f"total       {base.memory.total / GIB:9.2f} GiB\n",
-        f"optimizer   {8 * estimate.parameter_count(config) / GIB:9.2f} GiB\n",
         "fits in 124.8 GiB",
         f"{days:,.2f} days at 40.0% of 8 x 989 TFLOP/s",
-        f"${days * 24 * 8 * 2:,.0f} at $2.00 a GPU hour",
-        "are assumptions: --utilisation",
-        "--gpu_hour_price",
+        f"${days * 24 * 8 * 2:,.2f} at $2.00 a GPU hour",
     ):
         assert line in text, line
     shares = [getattr(base.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "logits")]
     assert sum(shares) == base.memory.total and min(shares) > 0
-    assert math.isclose(base.epochs, base.tokens / 30e9)
 
 
 def test_report_says_what_does_not_fit():
@@ -402,27 +355,8 @@ def test_report_says_what_does_not_fit():
         assert dataclasses.replace(small, micro_batch=size).fits is fits
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
     assert huge.largest_that_fits == 0 and "not even 1 sequence does" in estimate.table(huge)
-    # 3 sequences a process: the largest power of two that divides 3 is 1
-    assert make_run(hardware=Hardware(1, "H200"), micro_batch=3, accumulation=1).largest_that_fits == 1
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
     assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)
-
-
-@pytest.mark.parametrize(
-    ("days", "cost", "shown"),
-    [
-        (12.3456, 4567.8, ("12.35 days", "$4,568")),
-        (0.5, 12.5, ("12.0 h", "$12.50")),
-        (1 / 24, 1, ("60 min", "$1.00")),
-        (0.002, 0.123, ("3 min", "12.3 cents")),
-    ],
-)
-def test_hours_and_cents_below_a_day_and_a_dollar(days, cost, shown, monkeypatch):
-    monkeypatch.setattr(Estimate, "days", days)
-    monkeypatch.setattr(Estimate, "cost", cost)
-    text = estimate.table(make_run(max_steps=1, hardware=Hardware(1, "V100-32GB")))
-    assert f"Time        {shown[0]} at" in text and f"Cost        {shown[1]} at" in text
-    assert "at most 0.004 M tokens" in text
 
 
 def test_epochs_of_local_files(preset, tmp_path):
@@ -436,22 +370,14 @@ def test_epochs_of_local_files(preset, tmp_path):
         cost = estimate.main([*flags, path])
         assert cost.corpus_bytes == pytest.approx(size, rel=0.1), path
         assert cost.epochs == pytest.approx(cost.tokens / (cost.corpus_bytes / 4.5))
-    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
-        file.write("some text")
-    assert estimate.main([*flags, str(tmp_path / "a.txt.gz")]).epochs is None
-    few = estimate.main([*flags, str(tmp_path / "a.txt.gz"), "--max_train_samples", "4"])
+    few = estimate.main([*flags, path, "--max_train_samples", "4"])
     assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.table(few)
-    more = estimate.main([*flags, str(tmp_path / "a.txt"), "--max_train_samples", "1000000"])
-    assert more.epochs == pytest.approx(more.tokens / (more.corpus_bytes / 4.5))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"utilisation": 0.0}, "utilisation=0.0"),
         ({"utilisation": 40.0}, "utilisation=40.0 must be above 0 and at most 1"),
-        ({"gpu_hour_price": -1.0}, "gpu_hour_price=-1.0"),
-        ({"gpu_hour_price": float("nan")}, "gpu_hour_price=nan"),
         ({"precision": "bf16"}, "V100-32GB has no bf16; set --fp16 true"),
     ],
 )

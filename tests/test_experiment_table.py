@@ -12,10 +12,10 @@ def listed(tmp_path, monkeypatch):
     def of(figures, claims=(), search=False):
         measures, names = list(figures), list(next(iter(figures.values())))
         seeds = list(range(1, 1 + max(len(of) for of in figures[measures[0]].values())))
-        settings = [lists.Setting(name, claim=dict(claims).get(name)) for name in names]
-        rows = [lists.Row(name, seed, tmp_path, [], {}, {}) for seed in seeds for name in names]
-        monkeypatch.setattr(lists.Row, "figure", lambda row, measure: figures[measure][row.name][row.seed - 1])
-        return lists.Experiments(tmp_path / "l.yaml", tmp_path, settings, seeds, measures, search, rows)
+        settings = [lists.Variant(name, claim=dict(claims).get(name)) for name in names]
+        rows = [lists.Experiment(name, seed, tmp_path, [], {}, {}) for seed in seeds for name in names]
+        monkeypatch.setattr(lists.Experiment, "figure", lambda row, measure: figures[measure][row.name][row.seed - 1])
+        return lists.ExperimentList(tmp_path / "l.yaml", tmp_path, settings, seeds, measures, search, rows)
 
     return of
 
@@ -48,7 +48,7 @@ def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypa
     read_apart = {"first": 18, "same": 18, "other": 19}
     names = {"first": LOW, "same": HIGH, "other": HIGH}
     monkeypatch.setattr(
-        lists.Row,
+        lists.Experiment,
         "measured",
         lambda row, _: {
             "reading": "as written" if read_apart[row.name] == 19 else "sentences apart",

@@ -1,13 +1,10 @@
 """The ledger: tables, verdict, curves and pages say what the records say, and "not run" where a record is missing."""
 
-import itertools
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
-from conftest import run_python
 from matplotlib.figure import Figure
 
 from roberta_recipe import durable
@@ -109,30 +106,6 @@ def cells(text, first):
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
-class TextOf(HTMLParser):
-    """The cells of a page's tables, by line, and all of its text."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.lines, self.text, self.in_cell = [], "", False
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        if tag == "tr":
-            self.lines.append([])
-        elif tag in ("td", "th"):
-            self.lines[-1].append("")
-            self.in_cell = True
-
-    def handle_endtag(self, tag):
-        self.in_cell = self.in_cell and tag not in ("td", "th")
-
-    def handle_data(self, data):
-        self.text += data
-        if self.in_cell:
-            self.lines[-1][-1] += data
-
-
 def test_tables_show_the_records(ledger, tmp_path, capsys):
     write_pretraining(tmp_path / "runs" / "mini")
     write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
@@ -185,39 +158,14 @@ def test_tables_show_the_records(ledger, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
 
 
-def test_the_page_says_what_the_two_readmes_say(ledger, tmp_path):
-    write_pretraining(tmp_path / "results" / "mini")
-    proof = {"claim": "<One> thing", "figure": "3 of 3", "command": "python benchmarks/order.py"}
-    (tmp_path / "results" / "proofs.yaml").write_text(json.dumps({"proofs": [proof]}))
-    write_pair(ledger, tmp_path, "rte", [0.6, 0.7, 0.55], [0.5])
-    readme, page = report(ledger, tmp_path)
-    whole, shown = (tmp_path / "results" / "README.md").read_text(), TextOf(page)
-    assert cells(readme, r"\<One> thing")[1:] == ["3 of 3", "`python benchmarks/order.py`"]
-    assert ["<One> thing", "3 of 3", "python benchmarks/order.py"] in shown.lines and "<One>" not in page
-    tables = [
-        re.sub(r"[`\\]", "", line).strip("| ").split(" | ") for line in whole.splitlines() if line.startswith("| ")
-    ]
-    without_rules = [line for line in tables if set(line) != {"---"}]
-    assert shown.lines == without_rules and len(shown.lines) > 25
-    for paragraph in [*ledger.verdict(ledger.read(tmp_path / "results")), "GLUE rte: made of 277 rows."]:
-        assert paragraph in readme and paragraph in whole and paragraph.replace("**", "") in shown.text
-    # proofs come first, then the verdict, then its table
-    order = [readme.index(text) for text in ("What was proved", "What the models score", "**mini (", "| GLUE rte")]
-    assert order == sorted(order)
-
-
 @pytest.mark.parametrize(
     ("pretrained", "random", "majority", "said"),
     [
         ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each, "
          "two-sided permutation p 0.10"),
-        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.64], 0.5, "Suggestive, no more: GLUE rte 66.0 against 62.0, 3 seeds each, "
-         "two-sided permutation p 0.20"),
         ([0.61, 0.64, 0.68], [0.61, 0.66, 0.60], 0.5, "Level with random weights: GLUE rte 64.0 against 61.0"),
         ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.66, "Not above the majority answer: GLUE rte 66.0 against 61.0 "
          "(66.0)"),
-        ([0.51, 0.52, 0.53], [0.61, 0.62, 0.60], None, "Suggestive, no more: GLUE rte 52.0 against 61.0, 3 seeds each, "
-         "two-sided permutation p 0.10"),
         ([0.51, 0.52, 0.53, 0.54, 0.5], [0.61, 0.62, 0.60, 0.63, 0.64], None, "Below random weights: GLUE rte 52.0 "
          "against 62.0, 5 seeds each, two-sided permutation p 0.01"),
         ([None, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each"),
@@ -251,18 +199,6 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
     assert "So few seeds could not show it: p, corrected for the tasks, would be 0.06 at best." in verdict  # 7 x 2/252
 
 
-def test_eight_seeds_are_compared_in_pairs(ledger, tmp_path):
-    """Seeds differ by more than the weights do, and all pairs have one sign."""
-    write_pretraining(tmp_path / "results" / "mini")
-    random = [0.50, 0.58, 0.66, 0.74, 0.54, 0.62, 0.70, 0.78]
-    write_pair(ledger, tmp_path, "rte", [score + 0.02 for score in random], random)
-    (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
-    assert (
-        "is better than random weights on GLUE rte 66.0 against 64.0, 8 seeds each, two-sided permutation p 0.01"
-        in verdict
-    )
-
-
 def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypatch):
     write_pretraining(tmp_path / "mini")
     drawn = []
@@ -274,14 +210,6 @@ def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypat
     assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]
     assert list(entropy.get_ydata()) == [6.5, 6.5]
     assert perplexity.lines[0].get_ydata() == pytest.approx([math.exp(4.8), math.exp(3.9)])
-
-
-def test_a_score_that_is_no_number_is_shown_as_such(ledger, tmp_path):
-    write_pretraining(tmp_path / "results" / "mini")
-    write_tuning(tmp_path / "cola", [None, None, 0.2], task="cola", metric="matthews_correlation")
-    readme, _ = report(ledger, tmp_path, "--add", tmp_path / "cola", "--name", "mini")
-    row = ["validation, 277 examples", "nan (nan to 20.0, 3 seeds)", "not run", "50.0 (always yes)"]
-    assert cells(readme, "GLUE cola, matthews_correlation")[2:-1] == row
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
@@ -300,24 +228,13 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
 
-def test_bad_input(ledger, tmp_path, root):
+def test_bad_input(ledger, tmp_path):
     with pytest.raises(InputError, match="holds no"):
         report(ledger, tmp_path)
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "rte", [0.5])
-    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
-    run = tmp_path / "rte" / "lr0.0001-batch16-seed1"
-    record = json.loads((run / "run_record.json").read_text())
-    durable.write_sealed(run / "run_record.json", {**record, "task": "rte"})
-    with pytest.raises(InputError, match="is a single run of a fine-tuning"):
-        report(ledger, tmp_path, "--add", run)
-    (run / "run_record.json").write_text(json.dumps({name: record[name] for name in record if name != "shown_args"}))
-    with pytest.raises(InputError, match="has no 'shown_args': it was written by another version of this recipe"):
-        report(ledger, tmp_path, "--add", tmp_path / "rte", "--name", "mini")
-    with pytest.raises(InputError, match=r"has neither run_record.* nor summary"):
-        report(ledger, tmp_path, "--add", tmp_path / "empty")
     write_pretraining(tmp_path / "killed")
     (tmp_path / "killed" / "loss_curve.png").unlink()
     durable.write_sealed(tmp_path / "killed" / "blimp.json", {"scores": {}, "random_weights": []})
@@ -336,8 +253,6 @@ def test_bad_input(ledger, tmp_path, root):
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(InputError, match="has no section between"):
         report(ledger, tmp_path)
-    done = run_python(root / "results" / "report.py", "--ad", "x", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: unknown argument '--ad'; did you mean '--add'?")
 
 
 def test_what_is_committed_is_what_the_records_give(ledger, root):
@@ -379,33 +294,3 @@ def test_every_committed_score_names_its_examples_and_the_majority(ledger, root)
     assert official.items() <= counts.items()
     noted = {entry["task"] for entry in found.tuned.values() if entry["note"]}
     assert noted == {"sst2", "squad 1.1", "race"}
-
-
-def test_the_committed_verdict_says_what_the_seeds_say(ledger, root):
-    """Worked out here again, from the files: the medians, and the permutations of each task's ten scores."""
-    folder = root / "results" / "roberta_mini"
-
-    def scores(name, metric):
-        return [run["metrics"][metric] for run in json.loads((folder / f"{name}.json").read_text())["runs"]]
-
-    of_h100, verdict = ledger.verdict(ledger.read(root / "results"))
-    for figures in ("GLUE sst2 73.2 against 51.6",):
-        assert figures in of_h100.partition("is better than random weights on ")[2]
-    level, suggestive = re.search(
-        r"Level with random weights: (.*?)\. Suggestive, no more: (.*?)\. A", verdict
-    ).groups()
-    tasks = {"cola": "matthews_correlation", "sst2": "accuracy", "mrpc": "accuracy"}
-    for task, metric in tasks.items():
-        kept = "_max_train_samples_20000" if task == "sst2" else ""
-        ours, random = (scores(f"{task}{kind}{kept}", metric) for kind in ("", "_random_weights"))
-        assert len(ours) == len(random) == 5
-        splits = list(itertools.combinations(ours + random, len(ours)))
-        gaps = [abs(sum(chosen) - (sum(ours + random) - sum(chosen))) for chosen in splits]
-        p = sum(gap > abs(sum(ours) - sum(random)) - 1e-9 for gap in gaps) / len(splits)
-        figures = f"GLUE {task} {100 * sorted(ours)[2]:.1f} against {100 * sorted(random)[2]:.1f}"
-        if min(random) <= sorted(ours)[2] <= max(random):
-            assert figures in level and p > 0.05
-        else:
-            assert suggestive == f"{figures}, 5 seeds each, two-sided permutation p {p:.2f}" and p > 0.05 / len(tasks)
-    f1 = [scores(f"squad_1.1{kind}_max_train_samples_4000", "f1")[0] for kind in ("", "_random_weights")]
-    assert verdict.endswith(f"so no statement: SQuAD 1.1 {100 * f1[0]:.1f} against {100 * f1[1]:.1f}.")

@@ -66,6 +66,14 @@ def test_the_former_module_path_of_a_tool_says_where_it_is():
     assert done.returncode == 2 and "python tools/X.py" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_tool_runs_from_any_folder_and_its_neighbours_shadow_no_library(tmp_path):
+    """`tools/evaluate.py` is not the library `evaluate`."""
+    paths = [*(ROOT / "tools").glob("[a-z]*.py"), ROOT / "experiments" / "run.py"]
+    assert len(paths) == 14 and all("if not __package__:" in path.read_text(encoding="utf-8") for path in paths)
+    done = run_python(ROOT / "tools" / "squad_score.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
 def test_every_module_says_what_it_is_and_none_is_called_by_an_empty_word():
     for path in MODULES:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path

@@ -1,13 +1,12 @@
-"""What a masked language model scores on BLiMP's minimal pairs (Warstadt et al. 2020), by pseudo-log-likelihood.
+"""Accuracy of a masked LM on BLiMP's minimal pairs (Warstadt et al. 2020), by pseudo-log-likelihood.
 
     python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp      # or: make blimp MODEL=...
     python tools/blimp.py --model_name_or_path FacebookAI/roberta-base         # all from the Hub
     python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
 
-Any masked LM with a fast tokenizer. Both scores are given: each token masked alone, and with the later tokens of its
-word. Beside them stands the same architecture with random weights on the same pairs, as pairs differ in length and
-chance is not 50. In fp32; with --bf16, faster where the device has it. It writes blimp.json and blimp.png into the
-checkpoint's folder, or into --output_dir.
+Any masked LM with a fast tokenizer, by two scores: each token masked alone, and with the later tokens of its word. The
+control is the same architecture with random weights, as pairs differ in length and chance is not 50. In fp32, or in
+bf16. Writes blimp.json and blimp.png into the checkpoint's folder, or into --output_dir.
 """
 
 import argparse
@@ -60,19 +59,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return argparse.Namespace(**{**values, "output_dir": Path(values["output_dir"] or beside)})
 
 
-def check_text(args: argparse.Namespace) -> None:
-    """Raise `InputError` for pairs of a folder that cannot be read; those of the Hub are opened where they are used."""
-    if args.data_dir:
-        blimp.read(args.data_dir, args.pairs)
-
-
 def check_output(path: Path, pairs: int, methods: list[str]) -> None:
-    """Raise `InputError` where `path` cannot be written, or is a record of more than what is to be measured."""
+    """Raise `InputError` where `path` cannot be written, or holds more results than this run would write."""
     durable.check_output_file(path, "output_dir", "name another folder")
     try:
         before = durable.read_sealed(path)
         more = before["pairs"] > pairs or before["scores"].keys() > set(methods)
-    except (OSError, ValueError, KeyError):  # none, or a damaged one, which this run replaces
+    except (OSError, ValueError, KeyError):  # none, or damaged
         return
     if more:
         raise InputError(
@@ -123,39 +116,28 @@ def _mean(controls: list, method: str, phenomenon: str) -> float | None:
     return statistics.fmean(scores) if scores else None
 
 
-def plot(record: records.BlimpRecord, path: str | Path) -> None:
-    """Bars by phenomenon, of the model with its interval and of random weights; beside them the means and the published
-    figures, as a PNG."""
+def plot(record: records.BlimpRecord, path: Path) -> None:
+    """Bars by phenomenon as a PNG: the model with its interval, and random weights."""
     method, scores = next(iter(record["scores"].items()))
-    figure, (left, right) = plots.subplots(1, 2, 12, 5.5, sharex=True)
+    figure, axes = plots.subplots(1, 1, 7, 5.5)
     names = list(scores["by_phenomenon"])[::-1]
     own = [100 * scores["by_phenomenon"][name] for name in names]
     ends = [[100 * end for end in scores["by_phenomenon_interval"][name]] for name in names]
     errors = [[max(0.0, x - low) for x, (low, _) in zip(own, ends, strict=True)],
               [max(0.0, high - x) for x, (_, high) in zip(own, ends, strict=True)]]  # fmt: skip
     rows = range(len(names))
-    left.barh([p + 0.2 for p in rows], own, 0.4, xerr=errors, color="C0", label=record["model"])
+    axes.barh([p + 0.2 for p in rows], own, 0.4, xerr=errors, color="C0", label=record["model"])
     if record["random_weights"]:
         control = [100 * _mean(record["random_weights"], method, name) for name in names]
-        left.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
-    left.set_yticks(list(rows), [name.replace("_", " ") for name in names])
-    left.set_xlabel(f"acceptable sentence higher, %, by {minimal_pairs.SHOWN[method]}", fontsize=9)
-    left.legend(fontsize=8, loc="lower right")
-    bars = [(f"{record['model']}, {mean.replace('_', ' ')}", 100 * scores[mean], "C0")
-            for mean in ("mean_of_paradigms", "mean_of_phenomena")]  # fmt: skip
-    bars += [(f"random weights {seed}, mean of paradigms", 100 * control[method]["mean_of_paradigms"], "C7")
-             for seed, control in enumerate(record["random_weights"], 1)]  # fmt: skip
-    bars += [(f"{f.name}, mean of {f.mean_of}\n({f.source})", f.score, "C1") for f in blimp.PUBLISHED]
-    labels, values, colors = zip(*bars[::-1], strict=True)
-    for number, bar in enumerate(right.barh(range(len(bars)), values, color=colors)):
-        right.text(bar.get_width() - 1, number, f"{values[number]:.1f}", va="center", ha="right", fontsize=8)
-    right.set_yticks(range(len(bars)), labels, fontsize=7)
+        axes.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
+    axes.set_yticks(list(rows), [name.replace("_", " ") for name in names])
+    axes.set_xlabel(f"acceptable sentence higher, %, by {minimal_pairs.SHOWN[method]}", fontsize=9)
+    axes.set_xlim(0, 100)
+    axes.axvline(50, color="grey", linestyle="--", linewidth=0.8)
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(fontsize=8, loc="lower right")
     partial = f"; partial: {record['partial']}" * bool(record["partial"])
     figure.suptitle(f"BLiMP, {record['pairs']:,} pairs{partial}", fontsize=10)
-    for axes in (left, right):
-        axes.set_xlim(0, 100)
-        axes.grid(alpha=0.3, axis="x")
-        axes.axvline(50, color="grey", linestyle="--", linewidth=0.8)
     figure.savefig(path, dpi=110)
 
 
@@ -164,8 +146,8 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     set_up_logging()
     environment.set_up_process()
     args, started_s = parse(argv), time.monotonic()
-    if args.output_dir.exists():  # a file in its place is told before the work
-        durable.make_folder(args.output_dir)
+    if args.output_dir.exists():
+        durable.make_folder(args.output_dir)  # fails for a file, before the work
     pairs = blimp.read(args.data_dir, args.pairs)
     model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)

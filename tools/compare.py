@@ -1,10 +1,10 @@
-"""Whether two runs are the same run; if not, from which step on they differ, and in what.
+"""Comparison of two runs: the first step where they differ, and the first cause.
 
     python tools/compare.py runs/a runs/b        # or: make compare A=runs/a B=runs/b
 
-A run is its `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. What is compared is what the
-folders hold of both: settings, log lines, digests of checkpoints and of the finished model. The exit code is 0 where
-nothing differs up to the last step of the shorter run, 1 where something does, 2 where there is nothing to compare.
+A run is an `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. Compared are settings, log
+lines, and the hashes of checkpoints and of the finished model. Exit code: 0 if nothing differs up to the last step of
+the shorter run, 1 if something does, 2 if there is nothing to compare.
 """
 
 import json
@@ -16,18 +16,17 @@ from typing import Any
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe import durable, presets
+from roberta_recipe import presets
 from roberta_recipe.args import RecipeParser, flags_of
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import resolve_path
+from roberta_recipe.input_files import resolve_path, taken_apart
 from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments, MlmTrainingArguments
-from roberta_recipe.training.checkpoint import STATE_NAME, newest_first
+from roberta_recipe.training.checkpoint import newest_first, read_state
 from roberta_recipe.training.pretraining import MlmArguments
 
-# What two runs can differ in at a step, the first cause first: its name, and the keys of a log line or the digests of a
-# checkpoint that show it. Where the causes before it are equal, it is the cause.
+# Causes of a difference at a step, in causal order, with the keys of log lines and checkpoints that show them
 CAUSES: dict[str, tuple[str, ...]] = {
     "blocks (what was read)": ("blocks_digest", "tokens_seen"),
     "masks": ("digest",),
@@ -42,15 +41,14 @@ _OF_SPEED = ("runtime", "per_second")
 
 
 @dataclass
-class Run:
-    """What the folder of a run holds of it."""
+class RunFolder:
+    """The content of a run's folder."""
 
     folder: Path
-    settings: dict[str, Any]  # that belong to the run: its fingerprint, or its preset where it has none yet
-    has_fingerprint: bool
+    fingerprint: dict[str, Any]  # empty before the first checkpoint
     preset: dict[str, Any]
-    layout: dict[str, Any]  # of its newest checkpoint
-    steps: dict[int, dict[str, Any]]  # by step: what was logged, and digests
+    layout: dict[str, Any]  # of the newest checkpoint
+    steps: dict[int, dict[str, Any]]  # by step: log entries and hashes
     finished: bool
 
     @property
@@ -58,71 +56,60 @@ class Run:
         return max(self.steps, default=0)
 
 
-def read_run(folder: Path) -> Run:
-    """The run in `folder`. Raises `InputError` where there is none, or a file of it cannot be read."""
-    if not folder.is_dir() or not any((folder / name).is_file() for name in (LOG_NAME, RECORD_NAME)):
-        below = sorted(str(path.parent) for path in folder.glob(f"*/{RECORD_NAME}")) if folder.is_dir() else []
+def read_run(folder: Path) -> RunFolder:
+    """The run in `folder`. Raises `InputError` where there is none, or a file cannot be read."""
+    finished = (folder / RECORD_NAME).is_file()
+    if not finished and not (folder / LOG_NAME).is_file():
+        below = ", ".join(sorted(str(path.parent) for path in folder.glob(f"*/{RECORD_NAME}")))
         raise InputError(
-            f"{folder} holds no run ({LOG_NAME} or {RECORD_NAME})" + (f"; it has {', '.join(below)}" if below else "")
+            f"{folder} holds no run ({LOG_NAME} or {RECORD_NAME})" + (f"; it has {below}" if below else "")
         )
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_log(folder / LOG_NAME):
         steps.setdefault(entry["step"], {}).update(entry)
-    fingerprint, layout = None, {}
+    fingerprint, layout = {}, {}
     for checkpoint in reversed(newest_first(folder)):
-        try:
-            state = durable.read_json(checkpoint / STATE_NAME)
-            steps.setdefault(state["step"], {}).update(state.get("digests", {}))
-            fingerprint, layout = dict(state["fingerprint"]), dict(state["layout"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{checkpoint / STATE_NAME} cannot be read ({error}); move {checkpoint} away") from None
-    finished = (folder / RECORD_NAME).is_file()
+        state = read_state(checkpoint)
+        steps.setdefault(state["step"], {}).update(state.get("digests", {}))
+        fingerprint, layout = state["fingerprint"], state["layout"]
     if finished:
         record = read_record(folder / RECORD_NAME, ("steps", "resolved_args"), "it cannot be compared")
         steps.setdefault(record["steps"], {}).update(record.get("state_digests", {}))
         fingerprint = record.get("fingerprint", fingerprint)
     preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
-    scopes = scopes_of_flags()
-    own = {name: value for name, value in preset.items() if scopes.get(name, "fixed") in ("content", "fixed", "data")}
-    settings = own if fingerprint is None else fingerprint
-    return Run(folder, settings, fingerprint is not None, preset, layout, steps, finished)
+    return RunFolder(folder, fingerprint, preset, layout, steps, finished)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `log.jsonl`, empty where there is none; what a killed run left of its last line is no entry.
-    Raises `InputError`."""
+    """The entries of a `log.jsonl`, without the unfinished last line of a killed run; empty without the file. Raises
+    `InputError`."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    entries = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entries.append(json.loads(line))
-            entries[-1]["step"] += 0
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number} is damaged ({error}); compare without the file") from None
-    return entries
+    with taken_apart(path, "the log of a run"):
+        return [{**entry, "step": int(entry["step"])} for entry in map(json.loads, lines)]
 
 
 def scopes_of_flags() -> dict[str, str]:
-    """What each flag of the scripts means for a run (`Flag.resume`), as far as the library declares it."""
+    """`Flag.resume` of each flag of the scripts that the library declares."""
     declared = (FinetuneTrainingArguments, FinetuneArguments, MlmTrainingArguments, MlmArguments)
     return {name: flag.resume for cls in declared for name, flag in flags_of(cls).items()}
 
 
-def different_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    """The settings that make another run, with their values in both."""
-    if a.has_fingerprint != b.has_fingerprint:  # one has no checkpoint yet: what its preset says is all there is
-        common = a.preset.keys() & b.preset.keys() & (a.settings.keys() | b.settings.keys())
-        return _different({name: a.preset[name] for name in common}, {name: b.preset[name] for name in common})
-    return _different(a.settings, b.settings)
+def different_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
+    """The settings that make another run, with their values in both: of the presets, while a run has no checkpoint."""
+    if a.fingerprint and b.fingerprint:
+        return _different(a.fingerprint, b.fingerprint)
+    scopes = scopes_of_flags()
+    differing = _different(a.preset, b.preset)
+    return {name: both for name, both in differing.items() if scopes.get(name, "fixed") in ("content", "fixed", "data")}
 
 
 def _different(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (a.get(name), b.get(name)) for name in sorted({**a, **b}) if a.get(name) != b.get(name)}
 
 
-def first_difference(a: Run, b: Run) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
-    """The first step that both runs have in which they differ, and (cause, key, in a, in b) of all that differs there,
-    the first cause first; None where nothing differs."""
+def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
+    """The first common step with a difference, and its differences (cause, key, in a, in b) in causal order; None where
+    nothing differs."""
     logged = [sorted(step for step, entry in run.steps.items() if "loss" in entry) for run in (a, b)]
     for step in sorted(a.steps.keys() & b.steps.keys()):
         same_window = len({max((s for s in steps if s < step), default=0) for steps in logged}) == 1
@@ -140,7 +127,7 @@ def first_difference(a: Run, b: Run) -> tuple[int, list[tuple[str, str, Any, Any
 
 
 def cause_of(key: str) -> str | None:
-    """What a key of a log line shows; None for what says nothing of a run, as its speed."""
+    """The cause that a key of a log line shows; None for a key of speed and the like."""
     if key.startswith("eval_"):
         return None if key.endswith(_OF_SPEED) else "validation"
     if key.endswith("_loss") and key != "train_loss":
@@ -148,14 +135,18 @@ def cause_of(key: str) -> str | None:
     return next((cause for cause, keys in CAUSES.items() if key in keys), None)
 
 
-def compare(a: Run, b: Run) -> tuple[bool, list[str]]:
-    """(whether nothing differs, the lines that say so). Raises `InputError` where the runs have no step in common."""
+def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
+    """(whether nothing differs, the lines to print). Raises `InputError` where the runs have no step in common."""
     common = a.steps.keys() & b.steps.keys()
     compared = {key for step in common for key in a.steps[step].keys() & b.steps[step].keys() if cause_of(key)}
     settings, difference = different_settings(a, b), first_difference(a, b)
     if not compared and not settings:
         raise InputError(f"{a.folder} and {b.folder} have no logged step and no checkpoint in common")
-    lines = [_described("A", a), _described("B", b)]
+    lines = []
+    for letter, run in (("A", a), ("B", b)):
+        hashes = sum("weights" in entry for entry in run.steps.values())
+        state = f"{counted(run.last_step, 'step')}, {'finished' if run.finished else 'not finished'}"
+        lines.append(f"{letter}           {run.folder}: {state}, {hashes} with hashes of weights")
     lines += [f"setting     {name}: {_values(*values)}" for name, values in settings.items()]
     scopes = scopes_of_flags()
     free = {name: values for name, values in _different(a.preset, b.preset).items() if name not in settings}
@@ -170,23 +161,10 @@ def compare(a: Run, b: Run) -> tuple[bool, list[str]]:
     last = max(common, default=0)
     if settings:
         return False, [*lines, f"different: in settings; nothing else that both have differs up to step {last:,}"]
-    what = "weights and log" if "weights" in compared else "log (no digests of weights in common)"
+    what = "weights and log" if "weights" in compared else "log (no hashes of weights in common)"
     shorter = min((a, b), key=lambda run: run.last_step)
     until = "" if a.last_step == b.last_step else f", where {shorter.folder} ends"
     return True, [*lines, f"same: {what} up to step {last:,}{until}"]
-
-
-def _described(letter: str, run: Run) -> str:
-    state = "finished" if run.finished else "not finished"
-    return (
-        f"{letter}           {run.folder}: {counted(run.last_step, 'step')}, {state}, {run_digests(run)} with "
-        "digests of weights"
-    )
-
-
-def run_digests(run: Run) -> int:
-    """At how many steps the folder has digests of the weights."""
-    return sum("weights" in entry for entry in run.steps.values())
 
 
 def _values(a: Any, b: Any) -> str:
@@ -194,7 +172,7 @@ def _values(a: Any, b: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> bool:
-    """Run the command line `argv`; prints what differs and returns whether nothing does. Raises `InputError`."""
+    """RunFolder the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="output_dir of a run")
     same, lines = compare(*map(read_run, map(resolve_path, parser.parse_args(argv).runs)))

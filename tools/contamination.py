@@ -1,14 +1,14 @@
-r"""How much of the evaluation sets is in the pretraining corpus, by source, with examples.
+r"""Contamination: n-grams of the evaluation sets in the pretraining corpus, by source, with examples.
 
     python tools/contamination.py --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
         --squad_file dev-v1.1.json --race_dir RACE --output contamination.json              # or: make contamination
 
-With `--held_out`, the corpus's own held-out documents are sets too: those that have most of their n-grams in the
-training text are near-duplicates, which `--leave_out FILE` lists, for `leave_out: FILE` in the corpus preset.
+With `--held_out`, the corpus's held-out documents are sets too: those with most of their n-grams in the training text
+are near-duplicates; `--leave_out FILE` lists them, for `leave_out: FILE` in the corpus preset.
 
 Word n-grams of each set are looked up in every document (GPT-3, arXiv 2005.14165, appendix C: 13-grams, lower case, no
-punctuation). A hit is compared word by word, so no hash collision counts. The corpus is streamed once; memory is that
-of the evaluation sets' n-grams. A core reads about 7 MB of text a second.
+punctuation). A hit is compared word by word, so no hash collision counts. The corpus is streamed once, at about 7 MB/s
+a core; memory holds the n-grams of the evaluation sets.
 """
 
 import argparse
@@ -47,22 +47,30 @@ _EXAMPLES = 3  # of each set
 
 @dataclass
 class Text:
-    """A text of an evaluation set, and which of its n-grams which source has."""
+    """A text of an evaluation set, and its n-grams that the corpus has."""
 
     of: str  # name of the set
     id: str
     words: list[str]
     found: dict[str, set[int]] = field(default_factory=dict)  # source -> first words of n-grams
 
+    def positions(self) -> set[int]:
+        """The first words of the n-grams that any source has."""
+        return set().union(*self.found.values())
+
+    def share(self, length: int) -> float:
+        """The share of its n-grams that the corpus has; 0 for a text without n-grams."""
+        return len(self.positions()) / max(len(self.words) - length + 1, 1)
+
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words without punctuation; of scripts that write no blanks between words, characters."""
+    """Lower-case words without punctuation; single characters in scripts without blanks between words."""
     text = text.lower()
-    return _WORD.findall(text) if _NOT_LATIN.search(text) else re.findall(r"\w+", text)  # which is faster
+    return _WORD.findall(text) if _NOT_LATIN.search(text) else re.findall(r"\w+", text)  # the second is faster
 
 
 def ngram_hashes(words: list[str], length: int) -> np.ndarray:
-    """(words - length + 1,) int64; another process has other hashes."""
+    """(words - length + 1,) int64; hashes differ between processes."""
     hashes = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
     count = len(words) - length + 1
     total = np.zeros(max(count, 0), dtype=np.int64)
@@ -73,7 +81,7 @@ def ngram_hashes(words: list[str], length: int) -> np.ndarray:
 
 
 class Index:
-    """The n-grams of evaluation texts, in which the n-grams of documents are looked up."""
+    """The n-grams of the evaluation texts, to look up those of documents."""
 
     def __init__(self, texts: list[Text], length: int):
         self.texts, self.length = texts, length
@@ -83,14 +91,14 @@ class Index:
         order = np.argsort(every, kind="stable")
         self.hashes = every[order]
         self.owner = np.repeat(np.arange(len(texts), dtype=np.int32), counts)[order]
-        # whether some n-gram has these low bits: most n-grams of a corpus fail this test, at a tenth of a search's cost
+        # a table of the low bits: most n-grams of a corpus are not in it, and the look-up costs a tenth of a search
         self.bits = np.int64((1 << max(len(every) * 16, 2).bit_length()) - 1)
         self.seen = np.zeros(int(self.bits) + 1, dtype=bool)
         self.seen[every & self.bits] = True
         self.position = np.concatenate([*map(np.arange, counts), np.zeros(0, dtype=np.int64)]).astype(np.int32)[order]
 
     def look_up(self, document: str, source: str) -> None:
-        """Note in the texts which of their n-grams the document has."""
+        """Add the n-grams of a document to `Text.found`."""
         words = words_of(document)
         hashes = ngram_hashes(words, self.length)
         maybe = np.flatnonzero(self.seen[hashes & self.bits])
@@ -103,46 +111,39 @@ class Index:
 
 
 def summarise(texts: Iterable[Text], length: int, sources: list[str]) -> dict[str, dict[str, Any]]:
-    """By set: the number of texts, how many are too short for an n-gram, how many have an n-gram in the corpus (also by
-    source), how many have most of their n-grams in the corpus, and the worst examples."""
+    """By set: counts of texts (all, too short for an n-gram, with an n-gram in the corpus, in each source, with most of
+    their n-grams there), and the worst examples."""
     sets: dict[str, list[Text]] = {}
     for text in texts:
         sets.setdefault(text.of, []).append(text)
-    return {name: _summary_of_set(of_set, length, sources) for name, of_set in sets.items()}
+    found = {}
+    for name, of_set in sets.items():
+        asked = [text for text in of_set if len(text.words) >= length]
+        hits = sorted((text for text in asked if text.found), key=lambda text: -text.share(length))
+        found[name] = {
+            "texts": len(of_set),
+            "too_short": len(of_set) - len(asked),
+            "with_an_ngram": len(hits),
+            "mostly": sum(text.share(length) >= MOSTLY for text in hits),
+            "by_source": {source: sum(source in text.found for text in hits) for source in sources},
+            "examples": [_example(text, length) for text in hits[:_EXAMPLES]],
+        }
+    return found
 
 
-def _summary_of_set(texts: list[Text], length: int, sources: list[str]) -> dict[str, Any]:
-    asked = [text for text in texts if len(text.words) >= length]
-    shares = {}
-    for number, text in enumerate(asked):
-        if text.found:
-            shares[number] = len(set.union(*text.found.values())) / (len(text.words) - length + 1)
-    worst = sorted(shares, key=lambda number: -shares[number])[:_EXAMPLES]
-    return {
-        "texts": len(texts),
-        "too_short": len(texts) - len(asked),
-        "with_an_ngram": len(shares),
-        "mostly": sum(share >= MOSTLY for share in shares.values()),
-        "by_source": {source: sum(source in text.found for text in asked) for source in sources},
-        "examples": [
-            {
-                "id": asked[number].id,
-                "share": round(shares[number], 3),
-                "sources": sorted(asked[number].found),
-                "text": " ".join(_found_words(asked[number], length)[:40]),
-            }
-            for number in worst
-        ],
-    }
-
-
-def _found_words(text: Text, length: int) -> list[str]:
-    """The words of the first run of overlapping n-grams that were found."""
-    positions = set.union(*text.found.values())
+def _example(text: Text, length: int) -> dict[str, Any]:
+    """A text with the first run of overlapping n-grams that the corpus has, at most 40 words of it."""
+    positions = text.positions()
     first = last = min(positions)
     while last + 1 in positions:
         last += 1
-    return text.words[first : last + length]
+    words = text.words[first : last + length][:40]
+    return {
+        "id": text.id,
+        "share": round(text.share(length), 3),
+        "sources": sorted(text.found),
+        "text": " ".join(words),
+    }
 
 
 def table(summary: dict[str, dict[str, Any]], length: int) -> str:
@@ -157,8 +158,8 @@ def table(summary: dict[str, dict[str, Any]], length: int) -> str:
 
 
 def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str | None) -> Iterator[Text]:
-    """Every sentence, context, question and passage of the sets that are found; answers and options are too short to
-    count. Raises `InputError` where a set cannot be read."""
+    """Every sentence, context, question and passage of the sets; answers and options are too short to count. Raises
+    `InputError` where a set cannot be read."""
     if glue_dir:
         for name, task in {**glue.TASKS, "ax": glue.AX}.items():
             for split, (file, _) in task.splits.items():
@@ -193,10 +194,8 @@ def held_out_texts(corpus: Corpus) -> Iterator[Text]:
 
 
 def near_duplicates(texts: list[Text], length: int) -> list[str]:
-    """The ids of the held-out documents that have most of their n-grams in the training text."""
-    held_out = [text for text in texts if text.of.startswith(HELD_OUT) and len(text.words) >= length and text.found]
-    counts = [len(set.union(*text.found.values())) / (len(text.words) - length + 1) for text in held_out]
-    return sorted(text.id for text, share in zip(held_out, counts, strict=True) if share >= MOSTLY)
+    """The ids of the held-out documents with most of their n-grams in the training text."""
+    return sorted(text.id for text in texts if text.of.startswith(HELD_OUT) and text.share(length) >= MOSTLY)
 
 
 def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
@@ -241,7 +240,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             durable.check_output_file(Path(path), name)
     corpus = read_corpus(args.corpus)
     if args.leave_out:
-        # a list that the preset has already is of the documents that belong into the new one
+        # the preset's present list names documents of the new one
         corpus = dataclasses.replace(corpus, leave_out=None)
     corpus = resolve(corpus)
     texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
@@ -261,9 +260,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.held_out:
         result["near_duplicates"] = near_duplicates(texts, args.ngram)
         count = sum(text.of.startswith(HELD_OUT) for text in texts)
-        print(
-            f"\n{len(result['near_duplicates']):,} of {count:,} held-out documents are near-duplicates of training text"
-        )
+        found = len(result["near_duplicates"])
+        print(f"\n{found:,} of {count:,} held-out documents are near-duplicates of training text")
     if args.leave_out:
         durable.write_json(args.leave_out, {"documents": result["near_duplicates"]})
     if args.output:

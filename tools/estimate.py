@@ -1,10 +1,10 @@
-"""What a recipe costs, by arithmetic, before anything runs: parameters, data, FLOPs, memory per GPU, days, dollars.
+"""Cost estimate of a pretraining recipe: parameters, epochs, FLOPs, memory per GPU, days, dollars, by arithmetic alone.
 
     python tools/estimate.py --config presets/mlm/roberta_base.yaml --hardware 8xH200
 
-Nothing is trained and no text is read; of local files without a size in the corpus preset, their size says how much it
-is. The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day". By the FLOPs
-counted here that is 7.6% of their peak (`PAPER_UTILISATION`).
+Nothing is trained and no text is read; local files without a size in the corpus preset count by their size. The paper
+(section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day": 7.6% of their peak by the
+FLOPs counted here (`PAPER_UTILISATION`).
 """
 
 import functools
@@ -34,7 +34,7 @@ from roberta_recipe.model import architectures, cross_entropy, masked_lm, object
 from roberta_recipe.presets import did_you_mean
 from roberta_recipe.training import batch, environment, optimizers, pretraining
 
-SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families whose layers are of one shape
+SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families with layers of one shape
 
 # Share of the peak that training reaches. This recipe's base at 512 in bf16 on one H200 (results/gpu_h200.json): 21%
 # with dropout, 28% compiled without it (21% and 29% counting padding). NVIDIA's own BERT-large at 512
@@ -43,8 +43,8 @@ SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families w
 DEFAULT_UTILISATION = 0.2
 PAPER_UTILISATION = 0.076  # 100K x 8192 x 512 tokens x 2.010 GFLOP / (1024 x 125 TFLOP/s x 86,400 s)
 
-BYTES_PER_TOKEN = 4.5  # of English text in a 50K byte-level BPE: an assumption, for a corpus whose tokens are not known
-FITS = 0.95  # share of the card's memory to plan with, ours: CUDA's context, cuBLAS, NCCL, fragmentation take the rest
+BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE: an assumption, for a corpus without a token cache
+FITS = 0.95  # usable share of the card's memory (ours); CUDA's context, cuBLAS, NCCL, fragmentation take the rest
 GIB = 2**30
 
 
@@ -58,30 +58,26 @@ class Hardware:
 
 def parse_hardware(text: str) -> Hardware:
     """`8xH200`, or `H200` for one; upper or lower case. Raises `InputError`."""
-    count, name = re.fullmatch(r"(?:(-?\d+)\s*[xX*]\s*)?(.*)", text.strip()).groups()
+    count, name = re.fullmatch(r"(?:([1-9]\d*)\s*[xX]\s*)?(.*)", text.strip()).groups()
     known = {key.upper(): key for key in DEVICES}
     if name.upper() not in known:
-        longer = [key for key in known if key.startswith(name.upper())]  # A100: of 40 or 80 GB?
+        longer = [key for key in known if key.startswith(name.upper())]  # A100: of 40 or 80 GB
         hint = did_you_mean(name.upper(), longer or known)
-        raise InputError(f"hardware={text!r}: no GPU {name!r} is known{hint}; such as 8xH200, of {', '.join(DEVICES)}")
-    if count is not None and int(count) < 1:
-        raise InputError(f"hardware={text!r}: {count} GPUs train nothing; give at least 1")
+        raise InputError(
+            f"hardware={text!r}: unknown GPU {name!r}{hint}; write 8xH200, with one of {', '.join(DEVICES)}"
+        )
     return Hardware(int(count or 1), known[name.upper()])
 
 
 def parameter_count(config: PreTrainedConfig, trained_for: Sequence[str] = ("mlm",)) -> int:
     """Parameters of the model of these objectives; the decoder shares the embedding's weights."""
-    return _counts(config, trained_for)[0]
+    return _counts(type(config), config.to_json_string(use_diff=False), tuple(trained_for))[0]
 
 
-def _counts(config: PreTrainedConfig, trained_for: Sequence[str]) -> tuple[int, int]:
-    return _count(type(config), config.to_json_string(use_diff=False), tuple(trained_for))
-
-
-@functools.lru_cache(maxsize=16)
-def _count(of: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...]) -> tuple[int, int]:
+@functools.lru_cache(maxsize=16)  # a table asks twenty times, for a second each
+def _counts(config_class: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...]) -> tuple[int, int]:
     """Parameters: all, and those of `optimizers.matrices_of_layers`."""
-    config = of.from_dict(json.loads(as_json))
+    config = config_class.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
         cls = masked_lm.masked_lm_class(config, config.model_type, objectives.named(trained_for))
         model = weights.fresh(cls, config.model_type, config)
@@ -108,15 +104,15 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_byte
     channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
     inner = 2 * element * config.intermediate_size  # before and after GELU
     rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
-    embeddings = (stream + mask) * masked_lm.embedding_width(
-        config
-    ) + 33  # three int64 indices, one LayerNorm, where labels are
+    indices = 33  # three of int64, one LayerNorm, the positions of labels
+    embeddings = (stream + mask) * masked_lm.embedding_width(config) + indices
     return tokens * (channel * hidden + inner + rows), tokens * embeddings
 
 
 def _states(config: PreTrainedConfig, trained_for: Sequence[str], optim: str) -> int:
-    """Numbers that the optimizer keeps for all parameters."""
-    (count, matrices), of = _counts(config, trained_for), optimizers.TABLE[optim]
+    """Numbers in the optimizer's state."""
+    count, matrices = _counts(type(config), config.to_json_string(use_diff=False), tuple(trained_for))
+    of = optimizers.TABLE[optim]
     return of.states * count + ((of.matrix_states or of.states) - of.states) * matrices
 
 
@@ -138,7 +134,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Zero:
-    """What memory depends on in a DeepSpeed configuration; stage 0 is `Trainer` without DeepSpeed."""
+    """The keys of a DeepSpeed configuration that change memory; stage 0 is `Trainer` without DeepSpeed."""
 
     stage: int = 0
     offload_optimizer: bool = False
@@ -146,20 +142,16 @@ class Zero:
     fp32_accumulation: bool = False  # data_types.grad_accum_dtype: fp32; without it gradients add up in half precision
     reduce_bucket_size: int = 500_000_000  # elements of the buffer that gradients are reduced through: its default
 
-    def __post_init__(self):
-        if (self.offload_optimizer and not self.stage) or (self.offload_parameters and self.stage < 3):
-            raise InputError(f"ZeRO {self.stage}: the optimizer can be offloaded from stage 1, parameters at stage 3")
-
     @classmethod
     def from_deepspeed(cls, settings: dict, hidden_size: int) -> "Zero":
-        """Of a DeepSpeed configuration as its JSON has it, "auto" as Transformers resolves it."""
-        zero = settings.get("zero_optimization") or {}
+        """From the JSON of a DeepSpeed configuration, "auto" as transformers resolves it."""
+        zero = settings.get("zero_optimization", {})
         bucket = zero.get("reduce_bucket_size", cls.reduce_bucket_size)
         return cls(
             stage=zero.get("stage", 0),
-            offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
-            offload_parameters=(zero.get("offload_param") or {}).get("device", "none") != "none",
-            fp32_accumulation=(settings.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32"),
+            offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") != "none",
+            offload_parameters=zero.get("offload_param", {}).get("device", "none") != "none",
+            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32"),
             reduce_bucket_size=hidden_size**2 if bucket == "auto" else int(bucket),
         )
 
@@ -241,7 +233,7 @@ def memory_per_gpu(
 class Estimate:
     """A recipe on a machine. `tokens_per_pass`: of the corpus, where known, else from `corpus_bytes`.
 
-    Raises `InputError` where values are out of range, or the GPU has no bf16.
+    Raises `InputError` for a utilisation out of range, and where the GPU has no bf16.
     """
 
     config: PreTrainedConfig  # vocab_size with the rows of padding
@@ -252,23 +244,19 @@ class Estimate:
     accumulation: int  # micro-batches of each process for an optimizer step
     max_steps: int
     precision: str  # fp32, bf16, fp16
+    gpu_hour_price: float  # USD
     zero: Zero = Zero()
     activation_checkpointing: bool = False
     objective: tuple[str, ...] = ("mlm",)
     optim: str = "adamw_torch"
     utilisation: float = DEFAULT_UTILISATION
-    gpu_hour_price: float | None = None  # USD; by default the device's
     tokens_per_pass: float | None = None
     corpus_bytes: float | None = None
     max_train_samples: int | None = None  # blocks of a pass, where the corpus has more
 
     def __post_init__(self):
-        if self.gpu_hour_price is None:
-            object.__setattr__(self, "gpu_hour_price", self.device.gpu_hour_price)
         if not 0 < self.utilisation <= 1:
             raise InputError(f"utilisation={self.utilisation} must be above 0 and at most 1, a share of the GPUs' peak")
-        if not 0 <= self.gpu_hour_price < float("inf"):
-            raise InputError(f"gpu_hour_price={self.gpu_hour_price} must be a number of dollars from 0 on")
         if self.precision == "bf16" and not self.device.bf16:
             raise InputError(f"bf16=true: {self.hardware.name} has no bf16; set --fp16 true")
 
@@ -288,13 +276,9 @@ class Estimate:
     @property
     def epochs(self) -> float | None:
         """Passes over the corpus, or the blocks of it that are trained on; None where its size is not known."""
-        known = (self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN, self.limit_tokens)
-        return self.tokens / min(filter(None, known)) if any(known) else None
-
-    @property
-    def limit_tokens(self) -> int:
-        """Of `max_train_samples`, at most; 0 without it."""
-        return (self.max_train_samples or 0) * self.seq_len
+        corpus_tokens = self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN
+        known = [tokens for tokens in (corpus_tokens, (self.max_train_samples or 0) * self.seq_len) if tokens]
+        return self.tokens / min(known) if known else None
 
     @property
     def flops(self) -> float:
@@ -312,9 +296,18 @@ class Estimate:
 
     @property
     def memory(self) -> Memory:
-        names = ("micro_batch", "seq_len", "mlm_probability", "precision", "zero", "activation_checkpointing")
-        names += ("objective", "optim")
-        return memory_per_gpu(self.config, processes=self.hardware.count, **{n: getattr(self, n) for n in names})
+        return memory_per_gpu(
+            self.config,
+            micro_batch=self.micro_batch,
+            seq_len=self.seq_len,
+            mlm_probability=self.mlm_probability,
+            precision=self.precision,
+            processes=self.hardware.count,
+            zero=self.zero,
+            activation_checkpointing=self.activation_checkpointing,
+            objective=self.objective,
+            optim=self.optim,
+        )
 
     @property
     def fits(self) -> bool:
@@ -331,7 +324,7 @@ class Estimate:
 
 @dataclass
 class EstimateArguments:
-    """What the estimate needs beside the preset."""
+    """Flags beside the preset's."""
 
     _argument_group_name = "estimate"
 
@@ -349,7 +342,7 @@ def main(argv: list[str] | None = None) -> Estimate:
 
 
 def corpus_bytes(corpus: Corpus) -> float | None:
-    """Bytes of the text by its sizes in the preset, else by its files; None of text that is not here yet."""
+    """Bytes of the text by the sizes in the preset, else by its files; None for text that has neither."""
     sizes = [source.size_gb for source in corpus.sources]
     if all(sizes):
         return 1e9 * sum(sizes)
@@ -357,7 +350,7 @@ def corpus_bytes(corpus: Corpus) -> float | None:
 
 
 def read_estimate(argv: list[str]) -> Estimate:
-    """What the preset costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named."""
+    """The estimate of a command line, under the ZeRO stage of `--deepspeed`. Raises `InputError`."""
     argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_text(args)
@@ -371,6 +364,7 @@ def read_estimate(argv: list[str]) -> Estimate:
     architectures.check_checkpointing(config, training_args)
     config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
+    price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
     at_once = micro_batch * hardware.count
     sequences = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
     in_cache = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
@@ -388,7 +382,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         objective=tuple(args.objective),
         optim=training_args.optim,
         utilisation=chosen.utilisation,
-        gpu_hour_price=chosen.gpu_hour_price,
+        gpu_hour_price=price,
         tokens_per_pass=in_cache,
         corpus_bytes=None if in_cache else corpus_bytes(pretraining.read_corpus(args)),
         max_train_samples=args.max_train_samples,
@@ -431,7 +425,7 @@ def table(estimate: Estimate) -> str:
         f"  largest micro-batch that fits, of the powers of two that divide the batch: {counted(largest, 'sequence')}",
         f"Time        {time} at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
         f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
-        f"Cost        {dollars(estimate.cost)} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
+        f"Cost        ${estimate.cost:,.2f} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
         "\nUtilisation and price are assumptions: --utilisation (of a run: mfu of its log x matrix_rate of its record "
         "/ the rate above; base at 512 on one H200 comes to 21%, compiled without dropout to 28%; the paper's 1024 "
         f"V100 to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
@@ -443,13 +437,6 @@ def _in_unit(value: float, units: dict[str, float], digits: int) -> str:
     """`value` in the largest of the units, largest first, of which it is at least one; else in the last."""
     name = next((name for name, unit in units.items() if value >= unit), list(units)[-1])
     return f"{value / units[name]:,.{digits}f} {name}"
-
-
-def dollars(amount: float) -> str:
-    """An amount of USD, in whole dollars from a hundred on; below a dollar in cents."""
-    if amount < 1:
-        return f"{100 * amount:.1f} cents"
-    return f"${amount:,.{0 if amount >= 100 else 2}f}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measure a checkpoint on the held-out text of a pretraining preset, and on each source of it. Nothing is written but a
-token cache, where one is named that is not complete.
+"""Validation loss of a checkpoint on the held-out text of a pretraining preset, in all and by source. Only an
+incomplete token cache is written.
 
     python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
         --model_name_or_path FacebookAI/roberta-base
 
-The text is read with the checkpoint's own tokenizer, whatever the preset names; `--tokenizer_name` names another.
-With several GPUs, `accelerate launch tools/evaluate.py ...`. The blocks and masks equal those of
-every run on this text, so the figures equal what `train_mlm.py` prints at its end.
+The text is tokenized by the checkpoint's tokenizer, whatever the preset names, or by `--tokenizer_name`. With several
+GPUs, `accelerate launch tools/evaluate.py ...`. Blocks and masks are the same for every run on this text, so
+the figures equal what `train_mlm.py` prints at its end.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
         return tokenization.load_tokenizer(checkpoint)
     except InputError as error:
         raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the tokenizer that "
-            f"it was trained with: --tokenizer_name NAME ({error})"
+            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
+            f"training: --tokenizer_name NAME ({error})"
         ) from None
 
 
@@ -55,8 +55,7 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
     if tokenization.tokenizer_fingerprint(tokenizer) != own:
         logger.warning(
             f"tokenizer_name={named!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand for "
-            "other words than in its training, and the figures are not comparable with those of its own tokenizer "
-            "(leave --tokenizer_name out)"
+            "other words than in its training; leave --tokenizer_name out for comparable figures"
         )
     return tokenizer
 
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
 
 
 def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
-    """As `main`, with an output folder that is thrown away."""
+    """As `main`, with a temporary output folder."""
     (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")

@@ -1,13 +1,12 @@
-"""Show the training blocks of a step: source, text, masks and targets as the model sees them.
+"""Display of the training blocks of a step: source, text, masks and targets as the model sees them.
 
     python tools/explain.py --output_dir runs/mine --step 400 --show_blocks 2
     python tools/explain.py --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
 
-The second is of a run to come, by the flags that it will have, in place of a run's folder.
-The settings are those of the run (`preset.yaml` in its folder); a flag on top says where its text, its tokenizer or its
-token cache are now. Blocks and masks are those of the run, or a line says why they cannot be known. A token cache gives
-any step at once; without it, text is read as far as the run's chunk index does not know it; nothing but that index is
-written.
+The first reads the settings of a run (`preset.yaml` in its folder); a flag on top gives the present place of its text,
+tokenizer or token cache. The second is for a run that has not started. The printed blocks and masks are the run's, or
+an error says why they cannot be reproduced. With a token cache, any step is immediate; without it, text is read up to
+the step from where the run's chunk index ends. Only that index is written.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import dataclasses
 import itertools
 import signal
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArgumen
 from tools.compare import read_log
 
 LEGEND = (
-    "[target → shown] is a position that is predicted, and the token that the model sees there. `</s>` ends a "
-    "sentence; another `</s>`, or any in contiguous blocks, ends a document."
+    "[target → shown]: a predicted position, and the token that the model sees there. `</s>` ends a sentence; a second "
+    "`</s>`, or any in contiguous blocks, ends a document."
 )
 
 
 @dataclass
 class ExplainArguments:
-    """What the tool needs beside the run's preset."""
+    """Flags beside the run's preset."""
 
     _argument_group_name = "explain"
 
@@ -61,12 +61,18 @@ class ExplainArguments:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the command line `argv`: print the first blocks of a step; returns their columns as the model sees them.
-    Raises `InputError`, and `RunError` where the run's log says that it saw others."""
+    Raises `InputError`, and `RunError` where the run's log has the hash of other blocks."""
     set_up_logging()
     folder, (explain, args, training_args) = read_arguments(sys.argv[1:] if argv is None else argv)
     states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))] if folder else []
-    known = [*states, *(finished_record(folder) if folder else [])]
-    args = dataclasses.replace(args, global_batch_size=global_batch_size(args, known))
+    known: list[Any] = list(states)
+    if folder and (folder / RECORD_NAME).is_file():
+        needed = ("fingerprint", "skipped_blocks", "steps")
+        known.append(read_record(folder / RECORD_NAME, needed, "its steps cannot be explained"))
+    if known:  # a preset may leave it to the number of processes
+        args = dataclasses.replace(args, global_batch_size=known[-1]["fingerprint"].get("global_batch_size"))
+    if args.global_batch_size is None:
+        raise InputError("neither the preset nor a checkpoint has the global_batch_size: name it")
     corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
     corpus = identified(corpus, kept_in=args.token_cache or folder) if folder else corpus
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
@@ -86,8 +92,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
-    """The run's folder, None of a run to come, and the filled dataclasses: the flags of its preset, with those of
-    `argv` on top."""
+    """The run's folder (None for one that has not started), and the filled dataclasses: the flags of its preset, with
+    those of `argv` on top."""
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--output_dir", type=Path)
     named.add_argument("--config")
@@ -99,28 +105,11 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     filled, _ = pretraining.read_arguments(argv, __doc__, own=(ExplainArguments,))
     explain, args, training_args = filled
     if folder is None and not found.config:
-        raise InputError("output_dir is not set: name the folder of the run, or the preset of one to come (config)")
-    if explain.show_blocks < 1:
-        raise InputError(f"show_blocks={explain.show_blocks} must be at least 1")
+        raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
     if not 1 <= explain.step <= training_args.max_steps:
         raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")
     pretraining.check_text(args)
     return folder, filled
-
-
-def finished_record(folder: Path) -> list[dict[str, Any]]:
-    """The record of a finished run; none of a run that is not finished."""
-    path = folder / RECORD_NAME
-    needed = ("fingerprint", "skipped_blocks", "steps")
-    return [read_record(path, needed, "its steps cannot be explained")] if path.is_file() else []
-
-
-def global_batch_size(args: MlmArguments, known: list[dict[str, Any]]) -> int:
-    """Sequences an optimizer step: the run's, where the preset leaves it to the number of processes."""
-    size = known[-1]["fingerprint"].get("global_batch_size") if known else args.global_batch_size
-    if size is None:
-        raise InputError("the preset has no global_batch_size, and the run no checkpoint yet that says it: name it")
-    return size
 
 
 def build_reader(
@@ -137,51 +126,50 @@ def build_reader(
 
 
 def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
-    """Raise `InputError` where the settings that blocks and masks depend on are not those of the whole run."""
+    """Raise `InputError` where settings that blocks and masks depend on differ from those of the run."""
     for entry in known:
         before = {name: entry["fingerprint"].get(name) for name in now}
         if changed := durable.differences(before, now):
             raise InputError(
-                f"{folder}: up to step {entry.get('step', entry.get('steps'))} the run was another than that of these "
-                f"settings: {'; '.join(changed.values())}. Name the run's own text, tokenizer or token cache; what a "
-                "run saw that was resumed despite changes cannot be told"
+                f"{folder}: up to step {entry.get('step', entry.get('steps'))} the run had other settings: "
+                f"{'; '.join(changed.values())}. Name the run's text, tokenizer or token cache; a run that was resumed "
+                "despite changes cannot be explained"
             )
 
 
 def check_positions(folder: Path | None, batch_size: int, states: list[checkpoint.RecipeState]) -> None:
-    """Raise `InputError` where the steps of the run did not take its blocks from the first on."""
+    """Raise `InputError` where the run did not consume its blocks in order from the first on."""
     for state in states:
         skipped = order.union(range(*part) for part in state["skipped_blocks"])
         if state["position"] != order.position_after(0, state["step"] * batch_size, skipped):
             raise InputError(
-                f"{folder}: step {state['step']} ended at block {state['position']:,}, so the run was resumed despite "
-                "changes, and what it saw cannot be told"
+                f"{folder}: step {state['step']} ended at block {state['position']:,}: the run was resumed despite "
+                "changes, and cannot be explained"
             )
 
 
 def print_step(
     folder: Path | None, args: MlmArguments, explain: ExplainArguments, blocks: TrainBlocks, collator: MlmCollator
 ) -> list[dict[str, Any]]:
-    """Print the first blocks of a step, which are returned; where the log has a line for this step alone, compare all
-    with its digest."""
+    """Print the first blocks of a step and return them; where the log has the hash of this step alone, compare it."""
     size, step = args.global_batch_size, explain.step
     shown = min(explain.show_blocks, size)
     first = order.position_after(0, (step - 1) * size, blocks.skipped)
     wanted = logged_digest(folder, step) if folder else None
     positions = order.kept(first, shown if wanted is None else size, blocks.skipped)
     if not args.token_cache:
-        logger.info(f"Reading text up to block {first:,}, where the run's chunk index does not know it")
+        logger.info(f"Reading text up to block {first:,}, from where the run's chunk index ends")
     found = list(blocks.blocks([positions]))
     if wanted is not None and record_of(found, collator(found))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
-            f"{folder / LOG_NAME} says that step {step} saw other blocks or masks than these settings give: was the "
-            "run resumed despite changes, or by another version of this recipe?"
+            f"{folder / LOG_NAME}: step {step} saw other blocks or masks than these settings give: was the run resumed "
+            "despite changes, or by another version of this recipe?"
         )
-    checked = "its log says nothing of this step alone" if folder else "nothing is trained"
-    if wanted is not None:
-        checked = "blocks and masks are those of its log"
+    checked = "blocks and masks equal the hash in its log"
+    if wanted is None:
+        checked = "its log has no hash of this step alone" if folder else "nothing is trained"
     whole = order.in_words(order.kept(first, size, blocks.skipped))
-    print(f"step {step:,} of {folder or 'the run to come'}: blocks {whole}, {shown} of {size} shown; {checked}")
+    print(f"step {step:,} of {folder or 'a new run'}: blocks {whole}, {shown} of {size} shown; {checked}")
     print(LEGEND + "\n")
     for position, block in zip(itertools.chain.from_iterable(positions), found[:shown], strict=False):
         print(f"block {position:,}   {describe(block, collator, blocks.reader.corpus)}")
@@ -189,8 +177,8 @@ def print_step(
 
 
 def logged_digest(folder: Path, step: int) -> int | None:
-    """The digest of what a step saw, where the log has it: the difference of two lines, of this step and of the step
-    before it."""
+    """The hash of a step's blocks and masks: the difference of two log lines, of this step and the one before; None
+    where the log lacks one."""
     digests = {entry["step"]: int(entry["digest"], 16) for entry in read_log(folder / LOG_NAME) if "digest" in entry}
     if step not in digests or (step > 1 and step - 1 not in digests):
         return None
@@ -210,9 +198,8 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
     counts += f"{predicted.sum() - masked - kept} as another token, {kept} as they are"
     others = "".join(f"; {name} {value}" for name, value in seen.items() if isinstance(value, int))
     path = redact(corpus.files(source, "train")[1][file])
-    return f"{source.name}, block {index:,} of {path}, pass {block.epoch + 1}\n{counts}{others}\n" + _indented(
-        _marked(ids, shown, predicted, tokenizer)
-    )
+    text = textwrap.indent(_marked(ids, shown, predicted, tokenizer), "    ", lambda line: True)
+    return f"{source.name}, block {index:,} of {path}, pass {block.epoch + 1}\n{counts}{others}\n{text}\n"
 
 
 def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -234,18 +221,14 @@ def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer
 
 
 def _token(number: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a token by itself; of one that is no whole character, its name in the vocabulary."""
+    """The text of a token; for a part of a character, its name in the vocabulary."""
     text = tokenizer.decode([int(number)], clean_up_tokenization_spaces=False)
     return tokenizer.convert_ids_to_tokens(int(number)) if "\ufffd" in text or not text.strip() else _printable(text)
 
 
 def _printable(text: str) -> str:
-    """`text` with the characters that a terminal obeys, or does not show, in Python's notation."""
+    """`text` with control and invisible characters escaped."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
-
-
-def _indented(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 if __name__ == "__main__":

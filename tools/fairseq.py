@@ -1,4 +1,4 @@
-r"""RoBERTa checkpoints of fairseq as Hugging Face's, and back (names and shapes: fairseq/models/roberta/model.py).
+r"""Conversion of RoBERTa checkpoints between fairseq and Hugging Face (names, shapes: fairseq/models/roberta/model.py).
 
     python tools/fairseq.py to_hf --checkpoint roberta.base/model.pt --dict roberta.base/dict.txt \
         --encoder encoder.json --bpe vocab.bpe --output_dir from_fairseq
@@ -78,8 +78,7 @@ _BODY_SETTINGS = {
     "ffn_blocks_to_remove": -1,
 }
 _HEAD_SETTINGS = {"pooler_activation_fn": "tanh", "spectral_norm_classification_head": False}
-_TRAINING_ONLY = ("activation_dropout", "relu_dropout", "encoder_layerdrop")  # and Hugging Face has none of them
-# exactly equal functions; of two names, the last is what fairseq calls it today
+# equal functions; of two names for one, the last is today's
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_new",
@@ -102,35 +101,22 @@ _SPECIAL = tokenization.LEADING_TOKENS  # 0 to 3 in both
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights under today's names, and the model's settings: of `args`, or of `cfg`, where today's fairseq keeps them
-    (empty where there are neither). No code of the pickle is run. Raises `InputError` where it holds more than plain
-    values, tensors and `argparse.Namespace`, or is no checkpoint."""
+    """Weights under today's names, and the model's settings: `args`, or today's `cfg` (empty without either). Runs no
+    code of the pickle: raises `InputError` for other content than plain values, tensors and `argparse.Namespace`."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-        weights = content["model"]
-    except FileNotFoundError:
-        raise InputError(f"checkpoint={path} is missing") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
         resave = _RESAVE.format(path=path, plain=path.with_name(f"plain_{path.name}"))
         raise InputError(
-            f"checkpoint={path} cannot be read without running what it holds: {reason.strip()}. If you trust it, save "
-            f"its weights and settings anew where fairseq is installed, and convert plain_{path.name}:\n{resave}"
+            f"checkpoint={path} cannot be read without running its code: {reason.strip()}. If you trust it, save its "
+            f"weights and settings where fairseq is installed, and convert plain_{path.name}:\n{resave}"
         ) from None
-    except (KeyError, TypeError):
-        raise InputError(f"checkpoint={path} is no checkpoint of fairseq: it has no 'model'") from None
-    return modern(weights), settings_of(content)
-
-
-def settings_of(content: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings in a checkpoint: those of `args` if it has any (as in fairseq), else of `cfg`'s `model`."""
-    found = content.get("args")
-    if found is None:
-        found = (content.get("cfg") or {}).get("model")
-    if isinstance(found, argparse.Namespace):
-        return vars(found)
-    return {name: value for name, value in (found or {}).items() if value is not None}  # None is unset in a DictConfig
+    found = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq prefers args, too
+    settings = vars(found) if isinstance(found, argparse.Namespace) else found
+    settings = {name: value for name, value in settings.items() if value is not None}  # a DictConfig has None: unset
+    return modern(content["model"]), settings
 
 
 def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,76 +132,60 @@ def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
-def to_hugging_face(
-    weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None = None, heads: int | None = None
-) -> PreTrainedModel:
-    """`RobertaForMaskedLM`, or with a `head` of `classification_heads` `RobertaForSequenceClassification`. `heads`:
-    attention heads, where the settings do not say. Raises `InputError` for settings that Hugging Face's RoBERTa does
-    not compute, and for weights that are missing, left over or of another shape."""
-    config = config_of(weights, settings, head, heads)
-    found, used = {}, set()
+def to_hugging_face(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> PreTrainedModel:
+    """`RobertaForMaskedLM`, or with a `head` of `classification_heads` `RobertaForSequenceClassification`. Raises
+    `InputError` for settings that Hugging Face's RoBERTa does not compute and for weights of other modules, and
+    `RuntimeError` for weights that are missing or of another shape."""
+    config = config_of(weights, settings, head)
+    found, left, names = {}, [], module_names(config.num_hidden_layers, head)
     for name, tensor in weights.items():
-        if new := hugging_face_name(name, head):
-            found[new] = tensor.float()
-            used.add(name)
-    left = [name for name in weights if name not in used]
+        module, _, kind = name.rpartition(".")
+        if module in names:
+            found[f"{names[module]}.{kind}"] = tensor.float()
+        else:
+            left.append(name)
     if strange := [name for name in left if not name.startswith((_HEADS, _LM_HEAD))]:
         raise InputError(f"{len(strange)} weights are not RoBERTa's, {strange[0]} among them")
     if left:
         logger.info(f"left out: {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in left}))}")
     found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
-    if "lm_head.bias" in found:
-        found["lm_head.decoder.bias"] = found["lm_head.bias"]  # the decoder's is computed with
+    if "lm_head.decoder.bias" in found:
+        found["lm_head.bias"] = found["lm_head.decoder.bias"]  # the same parameter
     model = (RobertaForSequenceClassification if head else RobertaForMaskedLM)(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, tensor in found.items():
-        if shapes.get(name, tensor.shape) != tensor.shape:
-            raise InputError(f"{name} has the shape {tuple(tensor.shape)}, and RoBERTa's is {shapes[name]}")
-    missing, unexpected = model.load_state_dict(found, strict=False)
-    if missing or unexpected:
-        raise InputError(f"the checkpoint lacks {', '.join(missing[:3])}, and has {', '.join(unexpected[:3])} too many")
+    model.load_state_dict(found)
     model.tie_weights()
     return model.eval()
 
 
-def hugging_face_name(name: str, head: str | None) -> str | None:
-    """Hugging Face's name of a weight; None for a weight of another head."""
-    if name.startswith(_BODY):
-        module, _, kind = name.removeprefix(_BODY).rpartition(".")
-        if module in _OUTSIDE:
-            return f"roberta.{_OUTSIDE[module]}.{kind}"
-        layer = re.fullmatch(r"layers\.(\d+)\.(.*)", module)
-        if layer and layer[2] in _IN_LAYER:
-            return f"roberta.encoder.layer.{layer[1]}.{_IN_LAYER[layer[2]]}.{kind}"
-    if name.startswith(_LM_HEAD) and not head:
-        rest = name.removeprefix(_LM_HEAD)
-        return {"weight": "lm_head.decoder.weight", "bias": "lm_head.bias"}.get(rest, f"lm_head.{rest}")
-    if head and name.startswith(f"{_HEADS}{head}."):
-        return f"classifier.{name.removeprefix(f'{_HEADS}{head}.')}"
-    return None
+def module_names(layers: int, head: str | None) -> dict[str, str]:
+    """fairseq's name of each module -> Hugging Face's: of the body, and of `head` or the masked-LM head."""
+    names = {f"{_BODY}{ours}": f"roberta.{theirs}" for ours, theirs in _OUTSIDE.items()}
+    for layer in range(layers):
+        before, after = f"{_BODY}layers.{layer}.", f"roberta.encoder.layer.{layer}."
+        names |= {f"{before}{ours}": f"{after}{theirs}" for ours, theirs in _IN_LAYER.items()}
+    if head:
+        return names | {f"{_HEADS}{head}.{part}": f"classifier.{part}" for part in ("dense", "out_proj")}
+    names |= {f"{_LM_HEAD}{part}": f"lm_head.{part}" for part in ("dense", "layer_norm")}
+    return names | {"encoder.lm_head": "lm_head.decoder"}
 
 
-def config_of(
-    weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None, heads: int | None
-) -> RobertaConfig:
+def config_of(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> RobertaConfig:
     """A config: sizes from the weights' shapes, the rest from the settings. Raises `InputError` for a setting that
     Hugging Face's RoBERTa does not compute."""
+    if not settings:
+        raise InputError("the checkpoint has no settings (args or cfg), which say its attention heads and activation")
     activation = activation_of(settings, head)
     try:
         vocab_size, hidden = weights[_TOKENS].shape
         positions = len(weights[_POSITIONS])
         inner = len(weights[f"{_BODY}layers.0.fc1.weight"])
     except KeyError as error:
-        raise InputError(f"the checkpoint is no RoBERTa of fairseq: it has no {error}") from None
-    layers = len({name.split(".")[3] for name in weights if name.startswith(f"{_BODY}layers.")})
-    for name, size in {"encoder_layers": layers, "encoder_embed_dim": hidden, "encoder_ffn_embed_dim": inner}.items():
-        if settings.get(name, size) != size:
-            raise InputError(f"the settings say {name}={settings[name]}, and the weights are those of {size}")
+        raise InputError(f"the checkpoint is not a RoBERTa of fairseq: it has no {error}") from None
     config = RobertaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=attention_heads(settings, hidden, heads),
+        num_hidden_layers=len({name.split(".")[3] for name in weights if name.startswith(f"{_BODY}layers.")}),
+        num_attention_heads=settings.get("encoder_attention_heads", 12),  # fairseq's default
         intermediate_size=inner,
         hidden_act=activation,
         max_position_embeddings=positions,
@@ -228,17 +198,16 @@ def config_of(
         pad_token_id=1,
         eos_token_id=2,
     )
-    if head:
-        labels = weights.get(f"{_HEADS}{head}.out_proj.weight", torch.empty(0))
-        if not len(labels):
-            head_names = sorted({name.split(".")[1] for name in weights if name.startswith(_HEADS)})
-            raise InputError(f"head={head} is none of the checkpoint's: {', '.join(head_names) or 'it has none'}")
-        config.num_labels = len(labels)
-        if head == "mnli":
-            config.id2label = dict(enumerate(MNLI_LABELS))
-            config.label2id = {label: number for number, label in config.id2label.items()}
-    else:
+    if not head:
         config.tie_word_embeddings = is_tied(weights, settings)
+        return config
+    heads = {name.split(".")[1]: len(weights[name]) for name in weights if re.match(rf"{_HEADS}\w+\.out_proj.w", name)}
+    if head not in heads:
+        raise InputError(f"head={head} is none of the checkpoint's: {', '.join(heads) or 'it has none'}")
+    config.num_labels = heads[head]
+    if head == "mnli":
+        config.id2label = dict(enumerate(MNLI_LABELS))
+        config.label2id = {label: number for number, label in config.id2label.items()}
     return config
 
 
@@ -249,36 +218,11 @@ def activation_of(settings: dict[str, Any], head: str | None) -> str:
         value = settings.get(name, wanted)
         if value != wanted and (value or wanted):
             raise InputError(f"the checkpoint has {name}={value!r}, and Hugging Face's RoBERTa computes {wanted!r}")
-    for name in _TRAINING_ONLY:
-        if settings.get(name):
-            logger.warning(f"{name}={settings[name]} acts in training only, and Hugging Face's RoBERTa has none")
     activation = settings.get("activation_fn", "gelu")
-    if activation not in (_ACTIVATIONS if head else ("gelu",)):
-        known = (
-            f"none of {', '.join(_ACTIVATIONS)}" if head else "not gelu, which Hugging Face's masked-LM head computes"
-        )
-        raise InputError(f"activation_fn={activation!r} is {known}")
+    known = tuple(_ACTIVATIONS) if head else ("gelu",)
+    if activation not in known:
+        raise InputError(f"activation_fn={activation!r}, and Hugging Face's RoBERTa computes {', '.join(known)} here")
     return _ACTIVATIONS[activation]
-
-
-def attention_heads(settings: dict[str, Any], hidden: int, heads: int | None) -> int:
-    """The number of attention heads: of the settings; without settings `heads`, else a head for every 64 of the
-    hidden size. What is assumed without settings is logged."""
-    if settings:
-        said = settings.get("encoder_attention_heads", 12)  # fairseq's default
-        if heads and heads != said:
-            raise InputError(f"--num_attention_heads {heads}: the checkpoint has encoder_attention_heads={said}")
-        heads = said
-    else:
-        source = "as --num_attention_heads says" if heads else f"one for every 64 of the hidden size {hidden}"
-        heads = heads or hidden // 64
-        logger.warning(
-            f"the checkpoint holds no settings (neither args nor cfg). Assumed are {heads} attention heads, {source}, "
-            "activation_fn=gelu, pooler_activation_fn=tanh, and layer norms after the sublayers"
-        )
-    if not heads or hidden % heads:
-        raise InputError(f"{heads} attention heads do not divide the hidden size {hidden}: --num_attention_heads")
-    return heads
 
 
 def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
@@ -301,21 +245,13 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
     refuse_other_arithmetic(model, head)
     state = {name: tensor.detach().cpu().float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
-    names = {f"roberta.{theirs}": f"{_BODY}{ours}" for ours, theirs in _OUTSIDE.items()}
-    for layer in range(model.config.num_hidden_layers):
-        layer_name = f"roberta.encoder.layer.{layer}"
-        names |= {f"{layer_name}.{theirs}": f"{_BODY}layers.{layer}.{ours}" for ours, theirs in _IN_LAYER.items()}
+    names = {theirs: ours for ours, theirs in module_names(model.config.num_hidden_layers, head).items()}
     weights = {}
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")
         if module in names:
-            weights[f"{names[module]}.{kind}"] = tensor.clone()
-        elif module == "lm_head.decoder":
-            weights[_LM_HEAD + kind] = tensor[:vocab_size].clone()
-        elif module in ("lm_head.dense", "lm_head.layer_norm"):
-            weights[f"{_LM_HEAD}{name.removeprefix('lm_head.')}"] = tensor.clone()
-        elif module.startswith("classifier.") and head:
-            weights[f"{_HEADS}{head}.{name.removeprefix('classifier.')}"] = tensor.clone()
+            rows = vocab_size if module == "lm_head.decoder" else len(tensor)
+            weights[f"{names[module]}.{kind}"] = tensor[:rows].clone()
         elif name != "lm_head.bias":  # the decoder's is computed with
             hint = "" if head else "; name a head, e.g. mnli"
             raise InputError(f"fairseq's RoBERTa has no module for {name}{hint}")
@@ -334,7 +270,7 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
 
 
 def refuse_other_arithmetic(model: PreTrainedModel, head: str | None) -> None:
-    """Raises `InputError` where a Hugging Face model computes what fairseq's RoBERTa does not."""
+    """Raises `InputError` where a model computes other than fairseq's RoBERTa."""
     config = model.config
     activations = _ACTIVATIONS.values() if head else ("gelu",)  # fairseq's masked-LM head has the layers' activation
     if config.hidden_act not in activations:
@@ -349,8 +285,8 @@ def refuse_other_arithmetic(model: PreTrainedModel, head: str | None) -> None:
 
 
 def empty_lm_head(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A masked-LM head that finds every token equally probable: fairseq loads no model without such a head, and a
-    classifier of Hugging Face has none. `tokens` (vocab_size, hidden) is the embedding."""
+    """A masked-LM head with equal logits for all tokens: fairseq loads no model without a head, and a classifier of
+    Hugging Face has none. `tokens` (vocab_size, hidden) is the embedding."""
     vocab_size, hidden = tokens.shape
     return {
         _LM_DECODER: tokens,
@@ -404,8 +340,8 @@ def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def checkpoint_of(model: PreTrainedModel, vocab_size: int, head: str | None) -> dict[str, Any]:
-    """What fairseq's loaders want in model.pt: weights, the settings that build the model, and a history of training,
-    which is empty. `head` and `vocab_size` as in `to_fairseq`."""
+    """The content of model.pt for fairseq's loaders: weights, model settings, an empty training history. `head` and
+    `vocab_size` as in `to_fairseq`."""
     config, weights = model.config, to_fairseq(model, vocab_size, head)
     positions = config.max_position_embeddings - config.pad_token_id - 1
     pooler_dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
@@ -439,13 +375,11 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if args.tokenizer_name:
         tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     else:
-        if absent := [path for path in files if not Path(path).is_file()]:
-            raise InputError(f"{absent[0]} is missing")
         with taken_apart(", ".join(files), "fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
             tokenizer = read_vocabulary(*map(Path, files))
     with taken_apart(args.checkpoint, "a RoBERTa of fairseq"):
         weights, settings = read_checkpoint(Path(args.checkpoint))
-        model = to_hugging_face(weights, settings, args.head, args.num_attention_heads)
+        model = to_hugging_face(weights, settings, args.head)
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
@@ -466,8 +400,7 @@ def convert_to_fairseq(args: argparse.Namespace) -> None:
     torch.save(checkpoint, folder / "model.pt")
     if args.head:
         logger.warning(
-            "the masked-LM head in model.pt is empty (a classifier has none, and fairseq loads no model without one): "
-            "it finds all tokens equally probable"
+            "the masked-LM head in model.pt is empty: a classifier has none, and fairseq loads no model without one"
         )
     logger.info(f"{folder}: model.pt, dict.txt, encoder.json, vocab.bpe")
 
@@ -496,7 +429,6 @@ def main(argv: list[str] | None = None) -> None:
     to_hf.add_argument("--bpe", help="vocab.bpe of GPT-2")
     to_hf.add_argument("--tokenizer_name", help="a tokenizer of the same ids, in place of dict, encoder and bpe")
     to_hf.add_argument("--head", help="a classification head, e.g. mnli; without it, the masked-LM head")
-    to_hf.add_argument("--num_attention_heads", type=int, help="where the checkpoint has no settings")
     to_hf.set_defaults(convert=convert_to_hf)
     back = commands.add_parser("to_fairseq", help="a Hugging Face RoBERTa as fairseq's model.pt")
     back.add_argument("--model_name_or_path", required=True)
@@ -505,8 +437,6 @@ def main(argv: list[str] | None = None) -> None:
     for command in (to_hf, back):
         command.add_argument("--output_dir", required=True)
     args = parser.parse_args(argv)
-    if not args.output_dir:
-        raise InputError("output_dir is empty: name a folder")
     durable.check_new_folder(Path(args.output_dir))
     set_up_logging()
     args.convert(args)

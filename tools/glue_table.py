@@ -1,4 +1,4 @@
-"""The finished GLUE tasks of a folder as a row of Table 5 (paper, section 5.1), and their files for the GLUE server.
+"""Table 5 of the paper (section 5.1) with a row of the finished GLUE tasks, and their submission to the GLUE server.
 
     python tools/glue_table.py --folder runs/glue                     # or: make glue-all
     python tools/glue_table.py --folder runs/glue --submission        # or: make glue-submission
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", required=True, help="folder of the tasks, each in a folder of its name")
     parser.add_argument("--sweep", action="store_true", help="the tasks as --sweep ran them")
     parser.add_argument("--submission", action="store_true", help="zip the predictions of all tasks")
-    parser.add_argument("--other_rows", action="store_true", help="take predictions whose number of rows is not GLUE's")
+    parser.add_argument("--other_rows", action="store_true", help="accept other numbers of rows than GLUE's")
     return parser.parse_args(argv)
 
 
@@ -70,22 +70,17 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
 
 
 def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
-    """The summary of each task in `<folder>/<task>/<below>`. Raises `InputError` where there is none, and for one of
-    another task."""
+    """The summary of each task in `<folder>/<task>/<below>`. Raises `InputError` without any or for a wrong folder."""
     paths = {name: Path(folder, name, below, SUMMARY_NAME) for name in COLUMNS}
-    needed, advice = (
-        ("settings", "picked", "task", "dataset", "resolved_args"),
-        "move its folder away to have it run again",
-    )
+    needed = ("settings", "picked", "task", "dataset", "resolved_args")
+    advice = "move its folder away to run it again"
     finished = {name: read_record(path, needed, advice) for name, path in paths.items() if path.is_file()}
     if not finished:
         where = Path("<task>", below, SUMMARY_NAME)
         raise InputError(f"folder={folder} holds no finished task ({where}): make glue TASK=rte makes one")
     for name, summary in finished.items():
         if summary["task"] != name:
-            raise InputError(
-                f"{paths[name]} is of the task {summary['task']!r}: move its folder to {folder}/{summary['task']}"
-            )
+            raise InputError(f"{paths[name]} is of the task {summary['task']!r}: move its folder to that name")
     return finished
 
 
@@ -107,10 +102,8 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
 
 
 def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: Path, official_rows: bool) -> list[str]:
-    """The eleven files, each checked (header, order, rows, labels), as the zip that the GLUE server takes; their names.
-
-    `folders`: task -> where its files are. Raises `InputError` that names what is missing or wrong.
-    """
+    """Zip the eleven files for the GLUE server, with header, order, rows and labels checked; returns their names.
+    `folders`: of each task's files. Raises `InputError` that names missing and faulty files."""
     files, faults = {}, []
     for name, task in tasks.items():
         for split, file in task.submission.items():

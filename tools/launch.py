@@ -1,10 +1,10 @@
-"""`accelerate launch` with the script's exit code, and with no lines but the script's.
+"""`accelerate launch` with the script's exit code, its output alone, and Ctrl-C passed on.
 
     python tools/launch.py train_mlm.py --config presets/mlm/roberta_base.yaml
     python tools/launch.py --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
 
-The flags are accelerate's, and accelerate starts the processes. By itself it would print which defaults it took, print
-its own traceback behind a script's error, make an exit code of 1 of any other, and leave the script alone at Ctrl-C.
+The flags are accelerate's, and accelerate starts the processes. By itself it prints its defaults, and a traceback after
+a script's error, turns every exit code into 1, and orphans the script at Ctrl-C.
 """
 
 import logging
@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
 from roberta_recipe.started import continue_with
 
-_TO_SAVE_S = 600  # that the processes of a run have to finish and save their step; torchrun's 30 are too few
+_TO_SAVE_S = 600  # for the processes to finish and save their step; torchrun's default is 30
 _OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Launch what the command line `argv` says. Raises `InputError` for what accelerate refuses, `RunError` where a
-    process was killed, and else `SystemExit` with the script's exit code."""
-    logging.disable(logging.ERROR)  # what accelerate and torchrun say of every run; what ends one is an exception
+    """Launch the command line `argv`. Raises `InputError` where accelerate fails, `RunError` where a process was
+    killed, and `SystemExit` with the script's exit code."""
+    logging.disable(logging.ERROR)  # of accelerate and torchrun; fatal errors are exceptions
     parser = launch_command_parser()
     parser.usage = "python tools/launch.py [accelerate's flags] SCRIPT [its flags]"
     parser.description = __doc__.splitlines()[0]
@@ -61,12 +61,12 @@ def _pass_on(number: int, _: Any) -> None:
 
 
 def _end(code: int, which: str) -> None:
-    """End as the script did, which has said why; it could not where a signal killed it."""
+    """End with the script's exit code; report a signal, which the script could not."""
     if code >= 0:
         raise SystemExit(code)
     error = RunError(
-        f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). What was saved "
-        f"is whole. {continue_with()}"
+        f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). Checkpoints "
+        f"are complete. {continue_with()}"
     )
     error.exit_code = 128 - code
     raise error

@@ -1,10 +1,10 @@
-"""Tokenize and pack a pretraining preset's corpus once, into its token cache, or repack its damaged shards.
+"""Token cache of a pretraining preset: its corpus tokenized and packed once; damaged shards are packed again.
 
     python tools/pack.py --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
     python tools/pack.py ... --machine 2/4       # the second of four machines, on one file system
 
 No GPU is needed. Formats of pairs are packed in ten versions, one a pass in turn, as BERT's data were: ten times the
-disk and the time. A file that is packed already is packed again only where its shard is not what was written.
+disk and the time. An intact shard is not packed again.
 """
 
 import sys
@@ -26,7 +26,7 @@ from roberta_recipe.training import pretraining
 
 @dataclass
 class PackArguments:
-    """What packing needs beside the preset."""
+    """Flags beside the preset's."""
 
     _argument_group_name = "packing"
 
@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> bool:
         cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
         pretraining.announce_cache(args, training_args, cache)
     else:
-        words = "is packed; the cache is complete when all are"
-        logger.info(f"The share of machine {packing.machine} {words}: {args.token_cache}")
+        logger.info(f"The share of machine {packing.machine} is packed, others are missing: {args.token_cache}")
     return complete
 
 

@@ -4,9 +4,8 @@
     ... --predictions span_predictions.json --version_2_with_negative --null_odds null_odds.json   # and a dev-v2.0.json
 
 Every figure equals the official script's (evaluate-v1.1.py, evaluate-v2.0.py) to the last digit. A question without a
-prediction counts as wrong in 1.1, and is an error in 2.0, where the official script gives no score either. With
-null_odds, the best scores over all thresholds come too; equal odds are taken in the order of that file. Odds may be
-probabilities or any other numbers, but a question above 1 counts as unanswered (outside of the best scores).
+prediction is wrong in 1.1, and an error in 2.0, as in the official script. With null_odds, the best scores over all
+thresholds are added; equal odds keep the order of that file, and a question above 1 counts as unanswered in the others.
 """
 
 import argparse
@@ -51,8 +50,7 @@ def read_odds(path: str, names: list[str]) -> dict[str, float]:
     if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
         logger.warning(
             f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "
-            f"({squad_files.listed(above)}); as in the official script, they count as unanswered in all but the best "
-            "scores"
+            f"({squad_files.listed(above)}); as in the official script, they are unanswered in all but the best scores"
         )
     return odds
 

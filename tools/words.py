@@ -1,17 +1,16 @@
-"""A figure across vocabularies, input formats and families: masked whole words, in bits a word and a character.
+"""Loss on masked whole words, in bits a word and a character: comparable across vocabularies, formats and families.
 
     python tools/words.py --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
     python tools/words.py --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
 
 A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
-is summed over the pieces. Which words are masked depends on the text alone, so every masked LM with a fast tokenizer
-answers the same questions, whatever its pieces; a model of few positions has less of a window around them. Words are
-runs of letters and their accents with no letter, digit, underscore or apostrophe beside them, which no common tokenizer
-joins with what is beside them; where one does, or has no pieces for a word, that is counted and said. An uncased model
-need not tell Paris from paris, and has an easier task.
+is summed over the pieces. The choice of words depends on the text alone, so every masked LM with a fast tokenizer has
+the same targets; a model of few positions has less context around them. Words are runs of letters and their accents
+with no letter, digit, underscore or apostrophe beside them, which no common tokenizer joins with their neighbours;
+exceptions, and unknown words, are counted. An uncased model need not tell Paris from paris, and has an easier task.
 
-Each window is put to the model twice: as it is written, and as FULL-SENTENCES are (paper, section 4.2), each sentence
-tokenized by itself with a separator behind it. A model is used to one of the two; what counts is what it does better.
+Each window is read twice: as written, and as FULL-SENTENCES (paper, section 4.2), each sentence tokenized by itself
+with a separator behind it. A model is trained on one of the two; the better reading counts.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
-from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus, resolve
+from roberta_recipe.data.corpus import corpus_of_files, read_corpus, resolve
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
@@ -60,32 +59,32 @@ class Window(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What a model says of the masked words of a window."""
+    """The loss of a model on the masked words of a window, with counts."""
 
     document: int
     bits: float
     words: int
     characters: int
     pieces: int
-    joined: int  # words of which a piece reaches beyond the word
-    unknown: int  # words that the tokenizer has no pieces for
-    short_bits: float  # of the words that are one piece: no mask unit but this is asked more of them than another
+    joined: int  # words with a piece that reaches beyond the word
+    unknown: int  # words with an unknown token
+    short_bits: float  # of the words of one piece, which every masking unit trains
     short_words: int
 
 
-# The ids of a text, and the [first, end) characters of each; those of special tokens are empty.
+# Token ids of a text, and the [first, end) characters of each; empty for special tokens.
 Encoded = tuple[list[int], list[tuple[int, int]]]
 Reading = Callable[[PreTrainedTokenizerBase, str], Encoded]
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """As the tokenizer has it."""
+    """The text as the tokenizer reads it."""
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     return list(encoded["input_ids"]), encoded["offset_mapping"]
 
 
 def sentences_apart(tokenizer: PreTrainedTokenizerBase, text: str, language: str = "en") -> Encoded:
-    """As `packing.full_sentences` has the sentences of one document."""
+    """The sentences as in `packing.full_sentences` of one document."""
     special, begin = boundary_ids(tokenizer), 0
     ids, spans = [special["bos_id"]], [(0, 0)]
     for sentence in split_sentences(text, language):
@@ -98,8 +97,7 @@ def sentences_apart(tokenizer: PreTrainedTokenizerBase, text: str, language: str
 
 
 def windows_of(texts: Iterable[str]) -> Iterator[Window]:
-    """The windows of each document, its white space made blanks, at most `WINDOWS` of it. Windows and words are drawn
-    from the document's text."""
+    """At most `WINDOWS` windows of each document, white space normalised; draws are seeded by the document's text."""
     for number, text in enumerate(texts):
         words = text.split()
         draws = np.random.Generator(np.random.Philox(key=int(text_digest(" ".join(words)), 16)))
@@ -113,18 +111,17 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
                 yield Window(number, window, [candidates[one] for one in chosen])
 
 
-class Question(NamedTuple):
-    """A window as a model is asked it."""
+class MaskedWindow(NamedTuple):
+    """A window with its words masked, for one tokenizer."""
 
-    ids: list[int]  # with its words masked
-    targets: dict[int, int]  # position -> the id that stands there
-    short: set[int]  # the positions of words that are one piece
+    ids: list[int]
+    targets: dict[int, int]  # position -> original id
+    short: set[int]  # positions of the words of one piece
     joined: int  # as in `Loss`
     unknown: int
 
 
-def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading = as_written) -> Question:
-    """The question that a window is."""
+def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading = as_written) -> MaskedWindow:
     ids, offsets = reading(tokenizer, window.text)
     targets, short, joined, unknown = {}, set(), 0, 0
     pieces = [(position, *span) for position, span in enumerate(offsets) if span[0] < span[1]]
@@ -136,21 +133,21 @@ def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading 
         short |= {position for position, _, _ in own if len(own) == 1}
     for position in targets:
         ids[position] = tokenizer.mask_token_id
-    return Question(ids, targets, short, joined, unknown)
+    return MaskedWindow(ids, targets, short, joined, unknown)
 
 
 def divided(
     tokenizer: PreTrainedTokenizerBase, window: Window, positions: int, reading: Reading = as_written
 ) -> list[Window]:
-    """`window`, or where it has more pieces than a model has positions, its halves, and theirs: the same words are
-    masked, and less stands around them. Raises `InputError` where a word alone is too long."""
+    """`window`, halved as often as its pieces exceed the model's positions: the same masked words with less context.
+    Raises `InputError` where a single word is too long."""
     text, spans = window.text, window.spans
     if not spans:
         return []
     if len(reading(tokenizer, text)[0]) <= positions:
         return [window]
     blanks = [match.start() for match in re.finditer(" ", text)]
-    # at a blank; within a long word, as an address is, outside of what is masked
+    # at a blank, or within a long word (an address) outside of the masked ones
     cuts = blanks or [at for at in range(1, len(text)) if not any(first < at < end for first, end in spans)]
     if not cuts:
         raise InputError(f"the word {text[:40]!r} has more pieces than the model's {positions} positions")
@@ -164,7 +161,7 @@ def divided(
 def losses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], reading: Reading = as_written
 ) -> list[Loss]:
-    """What the model says of each window; windows of like length are computed together."""
+    """The loss of each window; windows of similar length share a batch."""
     if limit := weights.positions(model.config):
         whole = len(windows)
         windows = [part for window in windows for part in divided(tokenizer, window, limit, reading)]
@@ -172,8 +169,7 @@ def losses(
             logger.info(f"Divided     {whole:,} windows into {len(windows):,}: the model has {limit} positions")
     asked = [masked(tokenizer, window, reading) for window in windows]
     found: dict[int, Loss] = {}
-    look = {"unit": " windows", "desc": "Masked words", "mininterval": 1, "leave": False}
-    with Bar(total=len(windows), **look) as bar:
+    with Bar(total=len(windows), unit=" windows", desc="Masked words", mininterval=1, leave=False) as bar:
         for batch in _batches(asked, model.config.vocab_size):
             inputs = tokenizer.pad({"input_ids": [asked[number].ids for number in batch]}, return_tensors="pt")
             targets = [asked[number].targets for number in batch]
@@ -189,8 +185,8 @@ def losses(
     return [found[number] for number in range(len(windows))]
 
 
-def _loss(window: Window, asked: Question, bits: torch.Tensor) -> Loss:
-    """Of the bits of each masked position, in order."""
+def _loss(window: Window, asked: MaskedWindow, bits: torch.Tensor) -> Loss:
+    """`bits`: of each masked position, in order."""
     short = torch.tensor([position in asked.short for position in sorted(asked.targets)])
     characters = sum(end - first for first, end in window.spans)
     counts = len(window.spans), characters, len(bits), asked.joined, asked.unknown
@@ -198,8 +194,8 @@ def _loss(window: Window, asked: Question, bits: torch.Tensor) -> Loss:
     return Loss(window.document, float(bits.sum()), *counts, of_short, len(asked.short))
 
 
-def _batches(asked: list[Question], vocab_size: int) -> Iterator[list[int]]:
-    """Windows of like length, as many as memory is meant for."""
+def _batches(asked: list[MaskedWindow], vocab_size: int) -> Iterator[list[int]]:
+    """Indices of windows of similar length, within the limits of tokens and logits."""
     batch: list[int] = []
     targets = 0
     for number in sorted(range(len(asked)), key=lambda number: -len(asked[number].ids)):
@@ -237,7 +233,7 @@ def summarise(found: list[Loss]) -> dict[str, Any]:
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], language: str
 ) -> dict[str, Any]:
-    """The figures of the better reading, and of each; and a digest of what was asked."""
+    """The figures of the better reading, of each reading, and a hash of the windows."""
     readings = {"as written": as_written, "sentences apart": functools.partial(sentences_apart, language=language)}
     found = {name: summarise(losses(model, tokenizer, windows, reading)) for name, reading in readings.items()}
     better = min(found, key=lambda name: found[name]["bits_per_word"])
@@ -245,24 +241,17 @@ def measure(
     return {**found[better], "reading": better, "readings": found, "windows_digest": digest}
 
 
-def check_text(args: argparse.Namespace) -> Corpus:
-    """The corpus of the held-out text, with the files that `text_file` names found. Raises `InputError`."""
-    if not args.text_file:
-        return read_corpus(args.corpus)
-    return resolve(corpus_of_files(args.text_file, args.text_file, "text"))
-
-
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
-    """The windows of the held-out text, those of `max_documents` documents of each source, and its language. Raises
-    `InputError`."""
-    corpus = check_text(args)
-    texts: list[str] = []
-    if not args.text_file:
-        corpus = resolve(corpus)
+    """The windows of `max_documents` held-out documents of each source, and the language. Raises `InputError`."""
+    if args.text_file:
+        corpus = resolve(corpus_of_files(args.text_file, args.text_file, "text"))
+    else:
+        corpus = resolve(read_corpus(args.corpus))
         check_sources(corpus)
+    texts: list[str] = []
     for source in corpus.sources:
         own = list(documents(corpus, source, "validation", seed=0))
-        texts += sorted(own, key=text_digest)[: args.max_documents]  # the same whatever the order of the files is
+        texts += sorted(own, key=text_digest)[: args.max_documents]  # independent of the order of files
     windows = list(windows_of(texts))
     if not windows:
         raise InputError("the held-out text has no words to mask: name another corpus or text_file")
@@ -272,7 +261,7 @@ def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--model_name_or_path", required=True, help="a masked LM, with its tokenizer")
-    parser.add_argument("--corpus", help="corpus preset, whose held-out documents are taken")
+    parser.add_argument("--corpus", help="corpus preset, for its held-out documents")
     parser.add_argument("--text_file", nargs="+", help="in place of corpus: held-out text, JSONL or Parquet")
     parser.add_argument("--max_documents", type=int, default=500, help="of each source, by a hash of their text")
     parser.add_argument("--output", help="JSON file of the figures")
@@ -302,17 +291,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         f"{figures['pieces_per_word']:.2f} pieces a word)"
     )
     others = (f"{name} {of['bits_per_word']:.2f}" for name, of in figures["readings"].items())
-    print(f"bits a word by how a window is put to the model: {', '.join(others)}; the lower is taken")
-    if figures["joined_words"]:
-        print(
-            f"{figures['joined_words']:,} words are joined with other text by this tokenizer, so that more than the "
-            "word is masked: not quite comparable"
-        )
-    if figures["unknown_words"]:
-        print(
-            f"{figures['unknown_words']:,} words are {tokenizer.unk_token} to this tokenizer, which is easier to tell "
-            "than the word: not quite comparable"
-        )
+    print(f"bits a word by reading of the windows: {', '.join(others)}; the lower counts")
+    for key, reason in (("joined_words", "joined with other text"), ("unknown_words", tokenizer.unk_token)):
+        if figures[key]:
+            print(f"{figures[key]:,} words are {reason} to this tokenizer: not quite comparable")
     if args.output:
         durable.write_sealed(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})
     return figures
