@@ -21,7 +21,7 @@ from official_files import write_glue
 
 import finetune_glue
 import train_mlm
-from roberta_recipe import durable, hardware, lock, significance
+from roberta_recipe import durable, hardware, lock, standard_error
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import compare, experiment_checks, experiment_list, experiments, words
 from roberta_recipe.tools.experiment_list import MEASURES
@@ -159,9 +159,9 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     )
     mean, half = sum(figures) / 2, abs(figures[0] - figures[1]) / 2
     printed = capsys.readouterr().out
-    assert f" | {significance.with_error(mean, half)} | - | - | - | " in printed
+    assert f" | {standard_error.with_error(mean, half)} | - | - | - | " in printed
     mean, half = sum(short) / 2, abs(short[0] - short[1]) / 2
-    assert f" | {significance.with_error(mean, half)} | - | - | - |\n" in printed
+    assert f" | {standard_error.with_error(mean, half)} | - | - | - |\n" in printed
     assert {record: record.stat().st_mtime_ns for record in found} == before
     measured = tmp_path / "out/low/seed-1/words.json"
     whole = measured.read_text()

@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from roberta_recipe import significance
-from roberta_recipe.significance import (
+from roberta_recipe.standard_error import decimals_of, error_of_ratio, with_error
+from roberta_recipe.tools import significance
+from roberta_recipe.tools.significance import (
     LEVEL,
     PAIRS,
     compare,
     compare_seeds,
-    decimals_of,
-    error_of_ratio,
     holm,
     mean_and_error,
     permutation_p,
     sign_flip_p,
     verdict,
-    with_error,
 )
 
 

@@ -140,7 +140,7 @@ def plot(record: records.BlimpRecord, path: str | Path) -> None:
             for mean in ("mean_of_paradigms", "mean_of_phenomena")]  # fmt: skip
     bars += [(f"random weights {seed}, mean of paradigms", 100 * control[method]["mean_of_paradigms"], "C7")
              for seed, control in enumerate(record["random_weights"], 1)]  # fmt: skip
-    bars += [(f"{f.name}, mean of {f.mean_of}\n({f.source})", f.score, "C1") for f in blimp.PUBLISHED]
+    bars += [(f"{f.name}, mean of {f.mean_of}\n({f.source})", f.score, "C1") for f in minimal_pairs.PUBLISHED]
     labels, values, colors = zip(*bars[::-1], strict=True)
     for number, bar in enumerate(right.barh(range(len(bars)), values, color=colors)):
         right.text(bar.get_width() - 1, number, f"{values[number]:.1f}", va="center", ha="right", fontsize=8)

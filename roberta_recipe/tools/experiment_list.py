@@ -27,8 +27,8 @@ from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.input_files import resolve_path, taken_apart
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
-from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.tools.experiment_scale import at_scale
+from roberta_recipe.tools.significance import MOST_SEEDS
 from roberta_recipe.training import optimization, pretraining
 from roberta_recipe.training.checkpoint import newest_first
 

@@ -5,15 +5,17 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from roberta_recipe import durable, significance
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, duration, logger
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
-from roberta_recipe.significance import PAIRS, Comparison, with_error
+from roberta_recipe.standard_error import with_error
+from roberta_recipe.tools import significance
 from roberta_recipe.tools.experiment_checks import check_rows
 from roberta_recipe.tools.experiment_list import AGAIN, MEASURES, TABLE_FILES, Experiments, Row
+from roberta_recipe.tools.significance import PAIRS, Comparison
 
 NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
 Records = list[tuple[Row, list[dict[str, Any]]]]  # the finished rows with their run records; fine-tuning has several
