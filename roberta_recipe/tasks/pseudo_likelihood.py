@@ -1,5 +1,5 @@
 """Pseudo-log-likelihoods of sentences under a masked LM (Salazar et al. 2020, arXiv 1910.14659, equation 1): the sum
-over tokens of the log-probability of each token when it alone is masked. In the within-word form (Kauf and Ivanova 2023,
+over tokens of the log-probability of each token when it alone is masked. In the within-word form (Kauf & Ivanova 2023,
 arXiv 2305.10588), the later tokens of the same word are masked too, so that no word is predicted from its own end.
 
 Fast and exact: copies of equal length form a batch without padding, equal copies are computed once, and the decoder
