@@ -35,7 +35,7 @@ from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
 
-TASKS = glue.TASKS  # to add your own: docs/adapting.md, section 6
+TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
 DEFAULT = "presets/glue/rte.yaml"
 TOGETHER = 1000  # examples tokenized in one call

@@ -119,15 +119,6 @@ def test_flags_come_from_row_list_and_scale_in_this_order(small):
     assert {(row.settings["mlm_probability"], row.settings["max_steps"]) for row in changed.rows} == {(0.3, 7)}
 
 
-def test_a_set_flag_reaches_the_measures_that_have_it():
-    listed = read("masking", "mini", "corpus=presets/corpus/five_domains.yaml")
-    assert {row.settings["corpus"] for row in listed.rows} == {"presets/corpus/five_domains.yaml"}
-    for row in listed.rows:
-        words = row.measures["words"]
-        assert words[words.index("--corpus") + 1] == "presets/corpus/five_domains.yaml"
-        assert "--corpus" not in row.measures["blimp"]
-
-
 def test_a_flag_of_a_measure_is_set_by_its_name():
     listed = read("spans", "mini", "blimp.data_dir=my_blimp", "words.max_documents=7")
     for row in listed.rows:
@@ -165,15 +156,6 @@ def test_a_flag_of_a_measure_is_set_by_its_name():
 def test_bad_input(small, changed, argv, said):
     with pytest.raises(InputError, match=said):
         experiments.main([small(**changed), *argv])
-
-
-def test_what_a_table_costs_is_said_before_it_starts(capsys):
-    experiments.main(["presets/tables/sbo.yaml", "--scale", "paper", "--hardware", "8xH100", "--dry_run"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[:3]] == ["pairs_nsp", "single", "single_sbo"]
-    days = [float(line.split(": ")[1].split(" days")[0]) for line in lines[:3]]
-    assert lines[3].startswith("All rows with 5 seeds: ")
-    assert float(lines[3].split("seeds: ")[1].split(" days")[0]) == pytest.approx(5 * sum(days), abs=0.1)
 
 
 def test_on_several_gpus_a_row_is_launched_on_all(monkeypatch):

@@ -49,7 +49,7 @@ def test_rows_of_a_made_up_test_set_find_their_schemas(tmp_path):
 @pytest.mark.parametrize("seed", range(2))
 def test_rewritten_rows_find_their_schemas(tmp_path, seed):
     """200 rewritten hypotheses from a generator; at most two find another schema."""
-    write_wsc(tmp_path, tmp_path / "glue", share=0.5, seed=seed)
+    write_wsc(tmp_path, tmp_path / "glue", seed=seed)
     schemas, draw = wsc.read_wsc(tmp_path / "train.jsonl")[:200], random.Random(seed)
     rows = [
         (s.text, rewritten(s.text[: s.start].split(), s.query.split(), s.text[s.end :].split(), draw, changes=True))
@@ -90,14 +90,6 @@ def test_another_phrase_or_pronoun_becomes_a_schema_of_its_own(cellar, hypothesi
     assert (schema.query, schema.text[schema.start : schema.end]) == (query, pronoun)
     assert row.origin == wnli.ORIGINS[found] and schema.label is None and schema.where == "test.tsv, row 1"
     assert len(row.marked) == (2 if found == 1 else 0)
-
-
-def test_a_text_that_wsc_lacks_is_read_for_its_pronoun(cellar):
-    text = "The kettle stood on the stove until it sang; nobody heard it but the cat."
-    rows = [(CELLAR, "Alma wanted to open the cellar."), (text, "Nobody heard the stove but the cat.")]
-    known, own = wnli.align_rows(rows, cellar, "test.tsv")
-    assert known.origin == wnli.ORIGINS[0] and own.origin == wnli.ORIGINS[3]
-    assert own.schema.query == "the stove" and own.schema.start == text.rindex("it but")
 
 
 def test_texts_that_differ_in_spacing_keep_their_own_positions(tmp_path):

@@ -236,13 +236,6 @@ def test_losses_by_hand():
     assert wsc.wsc_loss(query, others, "cross_entropy").item() == pytest.approx(-math.log(exps[0] / sum(exps)))
 
 
-def test_prediction():
-    query = torch.tensor(-1.0)
-    assert wsc.margin(query, torch.tensor([-2.0, -1.0])) == 0  # a tie goes to the query, as in fairseq
-    assert wsc.margin(query, torch.tensor([-2.0, -0.9])).item() == pytest.approx(-0.1)
-    assert wsc.margin(query, torch.tensor([])) == torch.inf
-
-
 @pytest.mark.parametrize("form", ["margin", "cross_entropy"])
 def test_gradient_does_not_depend_on_accumulation(tokenizer, features, model, form):
     def gradient(batches):
@@ -260,21 +253,6 @@ def test_gradient_does_not_depend_on_accumulation(tokenizer, features, model, fo
     assert max(float(grad.abs().max()) for grad in once) > 1e-2
     for at_once, in_halves in zip(once, twice, strict=True):
         torch.testing.assert_close(at_once, in_halves, rtol=1e-4, atol=1e-6)
-
-
-def test_schemas_that_are_not_positive_have_no_loss(tokenizer, features, model):
-    def run(labels):
-        examples = [{**example, "label": label} for example, label in zip(features, labels, strict=True)]
-        return wsc.run_batch(model, wsc.WscCollator(tokenizer)(examples))
-
-    everything, predictions = run([1, 1, 1, 1])
-    some, same = run([1, 0, IGNORED, 1])
-    of_two = sum(run([int(number == positive) for number in range(4)])[0].item() for positive in (0, 3))
-    assert some.item() == pytest.approx(of_two, rel=1e-6) and 0 < some.item() < everything.item()
-    assert predictions.equal(same) and len(predictions) == 4
-    none, _ = run([0, 0, 0, IGNORED])
-    none.backward()
-    assert none.item() == 0 and all(not parameter.grad.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("form", ["margin", "cross_entropy"])
