@@ -113,7 +113,7 @@ def test_scores_of_a_run_whose_weights_are_dropped_stay_checked(flags, finished)
 def test_damaged_test_scores_are_named(flags, finished):
     for content in (b"", b"PK", (finished / "test_scores.npz").read_bytes()[:-30]):
         (finished / "test_scores.npz").write_bytes(content)
-        with pytest.raises(InputError, match=r"test_scores.npz is damaged \(.*\): move it away to have the tests"):
+        with pytest.raises(InputError, match=r"test_scores.npz is damaged \(.*\): move it away to score the"):
             finetune_glue.main(flags("--do_predict"))
     (finished / "test_scores.npz").unlink()
     finetune_glue.main(flags("--do_predict"))

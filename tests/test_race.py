@@ -253,13 +253,6 @@ def test_long_options_are_cut_and_counted(tokenizer):
     assert batch["input_ids"][0, 0, 25 + 2 : length].tolist() == [*article, tokenizer.eos_token_id]
 
 
-def test_the_card_says_what_the_model_was_shown():
-    whole, no_article = race.dataset_card("all", False), race.dataset_card("middle", True)
-    assert (whole["name"], whole["hub_id"], whole["hub_config"]) == ("RACE", "ehovy/race", "all")
-    assert (no_article["name"], no_article["hub_id"]) == ("race (without_article, level middle)", None)
-    assert set(no_article["hub_metrics"]) == {"accuracy", "middle"}
-
-
 def test_the_hubs_columns(monkeypatch):
     row = {"example_id": "high1.txt", "article": "a  b", "question": "_?", "options": list("wxyz"), "answer": "C"}
     asked = []

@@ -159,10 +159,7 @@ def test_holm_by_hand():
     ("gain", "p", "least", "claim", "said"),
     [
         (1.0, 0.05, 0.008, None, "better"),
-        (-1.0, 0.01, 0.008, None, "worse"),
-        (1.0, 0.01, 0.008, "better", "reproduced"),
         (-1.0, 0.01, 0.008, "worse", "reproduced"),
-        (-1.0, 0.01, 0.008, "better", "reversed"),
         (1.0, 0.01, 0.008, "worse", "reversed"),
         (1.0, 0.051, 0.008, "better", "within noise"),
         (1.0, 0.1, 0.1, "better", "too few seeds"),

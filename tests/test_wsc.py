@@ -1,5 +1,6 @@
 """WNLI by WSC: finding pronouns, fairseq's candidates, scores of masked phrases, losses summed over schemas."""
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -7,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, RobertaForSequenceClassification
+from transformers import RobertaForSequenceClassification
 
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
@@ -169,44 +169,12 @@ def test_features_of_byte_level_bpe(tokenizer):
     assert [sum(target != IGNORED for target in targets) for targets in made] == [3, 4]
 
 
-@pytest.fixture(scope="module")
-def wordpiece():
-    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "the", "cat", "##s", "leave", "at", "night", ",", "and"]
-    backend = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-
-def test_features_of_wordpiece(wordpiece):
-    night_schema = wsc.Schema(0, "At night, they leave.", 10, 14, "The cats", False, "rows.jsonl:1")
-    made = wsc.build_features(night_schema, ["night"], wordpiece)
-    assert wordpiece.convert_ids_to_tokens([t for t in made["targets"][0] if t != IGNORED]) == ["the", "cat", "##s"]
-    shown = wordpiece.convert_ids_to_tokens(made["input_ids"][1])
-    assert shown == ["at", "night", ",", "[MASK]", "leave", "[UNK]"]
-    assert made["label"] == 0
-    with pytest.raises(InputError, match="no tokens for the phrase"):
-        wsc.build_features(night_schema, ["\x00"], wordpiece)  # the normalizer drops control characters
-
-
 def test_training_uses_positives_with_another_candidate(tokenizer, features):
     negative, unknown = ({**features[0], "label": label} for label in (0, IGNORED))
     alone = wsc.build_features(SCHEMAS[0][0], [], tokenizer)
     kept, left_out = wsc.training_features([negative, features[1], alone, unknown, negative, features[2]])
     assert kept == features[1:3]
     assert left_out == {"negative": 2, "without a label": 1, "without another candidate": 1}
-
-
-def test_collator(tokenizer, features):
-    batch = wsc.WscCollator(tokenizer)([features[0], {**features[1], "label": 0}])
-    assert batch["group_sizes"].tolist() == [3, 2] and batch["labels"].tolist() == [1, 0]
-    rows = features[0]["input_ids"] + features[1]["input_ids"]
-    width = max(map(len, rows))
-    assert batch["input_ids"].shape == batch["targets"].shape == batch["attention_mask"].shape == (5, width)
-    assert batch["attention_mask"].sum(dim=1).tolist() == [len(ids) for ids in rows]
-    for ids, padded, targets in zip(rows, batch["input_ids"].tolist(), batch["targets"].tolist(), strict=True):
-        assert padded == ids + [tokenizer.pad_token_id] * (width - len(ids))
-        assert targets[len(ids) :] == [IGNORED] * (width - len(ids))
 
 
 def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
@@ -273,14 +241,6 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form):
     assert (wsc.run_batch(model, wsc.WscCollator(tokenizer)(asked))[1] < 0).all()
 
 
-def test_features_that_cannot_be_made(tokenizer, wordpiece):
-    with pytest.raises(InputError, match="tokens with phrase 'The cat', more than 9; shorten"):
-        wsc.build_features(SCHEMAS[0][0], [], tokenizer, max_length=9)
-    maskless = PreTrainedTokenizerFast(tokenizer_object=wordpiece.backend_tokenizer, pad_token="[PAD]")
-    with pytest.raises(InputError, match="has no mask token"):
-        wsc.build_features(SCHEMAS[0][0], [], maskless)
-
-
 def test_a_checkpoint_needs_its_head(model, config, tmp_path):
     model.save_pretrained(tmp_path / "mlm")  # the file has no decoder weight, which is tied to the embedding
     loaded = wsc.load_masked_lm(str(tmp_path / "mlm"))
@@ -292,3 +252,12 @@ def test_a_checkpoint_needs_its_head(model, config, tmp_path):
     random = wsc.load_masked_lm(str(tmp_path / "mlm"), random_weights=True)
     assert random.lm_head.decoder.weight is random.roberta.embeddings.word_embeddings.weight
     assert not torch.equal(random.lm_head.dense.weight, model.lm_head.dense.weight)
+
+
+def test_features_that_cannot_be_made(tokenizer):
+    with pytest.raises(InputError, match="tokens with phrase 'The cat', more than 9; shorten"):
+        wsc.build_features(SCHEMAS[0][0], [], tokenizer, max_length=9)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.mask_token = None
+    with pytest.raises(InputError, match="has no mask token"):
+        wsc.build_features(SCHEMAS[0][0], [], tokenizer)
