@@ -4,8 +4,8 @@
     accelerate launch finetune_glue.py --config presets/glue/rte.yaml --model_name_or_path runs/mine --data_dir glue
 
 Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
-the official TSV files. The same command resumes an interrupted run and skips finished runs. Each value is in the
-preset, with its source; any flag overrides it. The row of Table 5: `python tools/glue_table.py`.
+the official TSV files. The same command resumes. Presets name the source of each value; any flag overrides it. The row
+of Table 5: `python tools/glue_table.py`.
 """
 
 import dataclasses
@@ -31,8 +31,7 @@ from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.tasks import answers, glue, glue_scores, protocol, qnli_ranking, seeds, summary_text, wnli, wsc
-from roberta_recipe.tasks.stored_scores import scores_of_tests
+from roberta_recipe.tasks import glue, glue_scores, protocol, qnli_ranking, summaries, wnli, wsc
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 
@@ -52,13 +51,9 @@ class GlueArguments(protocol.FinetuneArguments):
     _argument_group_name = "GLUE"
 
     task_name: str | None = setting(None, "One of " + ", ".join(TASKS) + ".", "fixed")
-    data_dir: str | None = setting(
-        None, "Folder of GLUE's official TSV files; without it, nyu-mll/glue on the Hub.", "content"
-    )
+    data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")
     other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.", "free", shown=True)
-    sweep: bool = setting(
-        False, "The paper's grid (Table 10): 3 rates x 2 batches, each with all seeds, 10 epochs.", "free"
-    )
+    sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, 10 epochs, all seeds.", "free")
     predict_with: Literal["best", "ensemble"] = setting(
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds.", "free"
     )
@@ -72,9 +67,7 @@ class GlueArguments(protocol.FinetuneArguments):
     wsc_loss: Literal["margin", "cross_entropy"] = setting(
         "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better.", "fixed", shown=True
     )
-    spacy_model: str = setting(
-        "en_core_web_lg", "WNLI: spaCy's model that finds noun phrases, a package or a folder.", "fixed"
-    )
+    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's parser, a package or a folder.", "fixed")
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -83,13 +76,13 @@ def main(argv: list[str] | None = None) -> Summary:
     set_up_logging()
     environment.set_up_process()
 
-    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     publisher = hub.publisher(training_args)
-    task = glue.with_files_of(TASKS[args.task_name], args.data_dir)
+    task = TASKS[args.task_name]
 
-    # 2. Examples, and whether validation can be believed.
+    # 2. Examples, and validation examples that are in the training set.
     with training_args.main_process_first():  # one process downloads
         data = read_data(args, training_args, task)
     overlap = glue.duplicates(data["train"], data[task.splits_of("validation")[0]])
@@ -99,7 +92,7 @@ def main(argv: list[str] | None = None) -> Summary:
     form = FORMS[form_name(args, task)](args, task, data, tokenizer)
     found = announce(args, task, data, form, overlap)
 
-    # 4. Every run of the protocol that is not finished yet.
+    # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, task, data, form, tokenizer, found)
     runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
@@ -110,9 +103,9 @@ def main(argv: list[str] | None = None) -> Summary:
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
-        print(summary_text.table(summary, paper_line(args.task_name, args.qnli_form)))
+        print(summaries.table(summary, paper_line(args.task_name)))
 
-    # 6. The test set, as the server takes it.
+    # 6. The test set, in the server's format.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
     environment.leave_process_group()
@@ -126,31 +119,20 @@ def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.Finet
 
 
 def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    """Raise `InputError` for values out of range and for flags that exclude each other."""
     if args.task_name not in TASKS:
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
-    glue.check_metrics(args.task_name, TASKS[args.task_name])
+    task = TASKS[args.task_name]
+    glue.check_metrics(args.task_name, task)
     if args.predict_with == "ensemble" and not training_args.do_predict:
-        raise InputError("predict_with=ensemble says how the test set is predicted: add --do_predict")
+        raise InputError("predict_with=ensemble has no effect without --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:
         raise InputError("wnli is trained on SuperGLUE's WSC: name the folder of its train.jsonl, ... with wsc_dir")
     if args.task_name == "wnli" and args.head_dropout is not None:
-        raise InputError(
-            f"head_dropout={args.head_dropout} has no effect on wnli, whose head is the masked-LM one: leave it out"
-        )
+        raise InputError(f"head_dropout={args.head_dropout} has no effect on wnli's masked-LM head: leave it out")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
-        raise InputError(f"qnli_form=ranking is QNLI's, and task_name is {args.task_name}")
-    task = TASKS[args.task_name]
+        raise InputError(f"qnli_form=ranking has no effect on task_name={args.task_name}: leave it out")
     protocol.check_arguments(args, training_args, task.metric, form_name(args, task) == "classification")
-    protocol.check_validation_files(*(files_of(args, kind) for kind in ("train", "validation")))
-
-
-def files_of(args: GlueArguments, kind: str) -> list[Path]:
-    """The local files of the "train" or the "validation" splits."""
-    if args.task_name == "wnli":
-        return [Path(args.wsc_dir, WSC_FILES[kind])]
-    task = TASKS[args.task_name]
-    return [Path(args.data_dir, task.folder, task.splits[split][0]) for split in task.splits_of(kind) if args.data_dir]
 
 
 def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, glue.Examples]:
@@ -164,9 +146,8 @@ def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, 
             data[split] = read_split(args, task, args.task_name, split)
     if args.task_name == "mnli" and training_args.do_predict:
         data["ax"] = read_split(args, glue.AX, "ax", "test")
-    if args.max_train_samples:
-        whole, count = data["train"], args.max_train_samples
-        data["train"] = dataclasses.replace(whole, texts=whole.texts[:count], labels=whole.labels[:count])
+    whole, count = data["train"], args.max_train_samples
+    data["train"] = dataclasses.replace(whole, texts=whole.texts[:count], labels=whole.labels[:count])
     return data
 
 
@@ -176,21 +157,21 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
     _, rows = task.splits[split]
     if rows is not None and len(examples) != rows and not args.other_rows:
         raise InputError(
-            f"{name}, {split}: {counted(len(examples), 'row')}, and GLUE's has {rows:,}; if the data are meant to be "
-            "others, --other_rows true"
+            f"{name}, {split}: {counted(len(examples), 'row')}, and GLUE's has {rows:,}; for other data, "
+            "--other_rows true"
         )
     return examples
 
 
 def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examples:
-    """WNLI: SuperGLUE's schemas to train and validate on (WNLI's own training set has most of them twice), or a schema
-    for each row of WNLI's test set, and how those were found."""
+    """WNLI: SuperGLUE's schemas to train and validate on (WNLI's training set has most of them twice); for the test
+    set, a schema for each of WNLI's rows."""
     schemas, counts = wsc.read_wsc(Path(args.wsc_dir, WSC_FILES[split])), {}
     if split == "test":
         rows = read_split(args, task, "wnli", split)
         labels = rows.labels
         aligned = wnli.align_rows(rows.texts, schemas, f"WNLI's {task.splits[split][0]}")
-        schemas, counts = [row.schema for row in aligned], Counter(f"test rows with {row.found}" for row in aligned)
+        schemas, counts = [row.schema for row in aligned], Counter(f"test rows with {row.origin}" for row in aligned)
     elif unlabelled := [schema.where for schema in schemas if schema.label is None]:
         raise InputError(f"{unlabelled[0]} has no label, and {split} needs labels")
     else:
@@ -201,16 +182,16 @@ def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examp
 
 @dataclass
 class Form:
-    """How a task is put to the model. `scores` are (rows, ...) as `loss_sum` gives them beside the loss."""
+    """A task's model, features, loss and predictions. `scores` are (rows, ...), as `loss_sum` returns them."""
 
     build_model: Callable[[], torch.nn.Module]
     features: dict[str, list[dict]]  # by split
-    counts: dict[str, int]  # of what was cut or left out
+    counts: dict[str, int]  # truncated and dropped examples
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     # (split, its scores, the same model's validation scores) -> class numbers, or scores from 0 to 5
     predictions: Callable[[str, np.ndarray, np.ndarray], np.ndarray]
-    averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # what an ensemble takes the mean of
+    averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # an ensemble averages these
 
 
 def form_name(args: GlueArguments, task: glue.Task) -> str:
@@ -237,24 +218,18 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
 
 
 def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
-    """STS-B: a number, trained on scores scaled to [0, 1] by squared error (fairseq: --regression-target)."""
-    features, cut = make_features(args, task, data, tokenizer)
-    return Form(
+    """STS-B: one output, squared error on scores scaled to [0, 1] (fairseq: --regression-target)."""
+    return dataclasses.replace(
+        as_classification(args, task, data, tokenizer),
         build_model=lambda: build_model(args, ["score"]),
-        features=features,
-        counts=cut,
-        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=regression_loss,
         predictions=lambda split, scores, _: 5 * scores,
+        averaged=lambda scores: scores,
     )
 
 
 def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
-    """QNLI of the test setting (section 5.1): the sentences of a question are compared with each other."""
-    logger.info(
-        "Ranking     the candidates of a question are the pairs of its own split; the paper mines them from the "
-        "training set, and does not say how"
-    )
+    """QNLI's test setting (section 5.1): the sentences of a question are ranked against each other."""
     features, cut = make_features(args, task, data, tokenizer)
     questions = {split: [texts[0] for texts in examples.texts] for split, examples in data.items()}
     features["train"], left_out = qnli_ranking.group_features(
@@ -282,26 +257,18 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
     parse, counts, features = load_spacy(args.spacy_model, "WNLI"), Counter(), {}
     encode = tokenization.text_tokenizer(tokenizer)
+
+    def candidates(schema: wsc.Schema) -> list[str]:
+        return wsc.noun_phrases(schema.text, parse(schema.text), schema.query)
+
     for split, examples in data.items():
         counts.update(examples.counts)
-        if own := [schema for schema in examples.schemas if schema.idx < 0]:
-            listed = "; ".join(f"{schema.where.rpartition(', ')[2]}: {schema.query!r}" for schema in own[:5])
-            logger.warning(
-                f"WNLI: {len(own)} test rows ask for phrases that WSC lacks, and are scored with these: {listed}"
-            )
         features[split] = [
-            wsc.build_features(
-                schema,
-                wsc.noun_phrases(schema.text, parse(schema.text), schema.query),
-                tokenizer,
-                args.max_seq_length,
-                encode,
-            )
+            wsc.build_features(schema, candidates(schema), tokenizer, args.max_seq_length, encode)
             for schema in examples.schemas[: len(examples)]
         ]
     features["train"], left_out = wsc.training_features(features["train"])
     counts.update({f"schemas {why}": count for why, count in left_out.items()})
-
     return Form(
         build_model=lambda: wsc.load_masked_lm(args.model_name_or_path, args.random_weights),
         features=features,
@@ -327,7 +294,6 @@ def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
-        # what `pipeline` makes of the logits: a checkpoint to start from may say otherwise
         problem_type="regression" if len(labels) == 1 else "single_label_classification",
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
@@ -338,7 +304,7 @@ def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
 def make_features(
     args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer
 ) -> tuple[dict[str, list[dict]], dict[str, int]]:
-    """Model inputs of every example, two texts as a pair, and how many were cut. Scores are scaled to [0, 1]."""
+    """Model inputs of every example, two texts as a pair, and how many were truncated. Scores are scaled to [0, 1]."""
     features, cut, encode = {}, {}, tokenization.text_tokenizer(tokenizer)
     for split, examples in data.items():
         labels, features[split], longer = examples.labels or [0] * len(examples), [], 0
@@ -358,33 +324,29 @@ def make_features(
 
 
 def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: Form, overlap: dict) -> dict:
-    """Log what will run, in a few lines; return the counts."""
+    """Log the task, the data and the grid in a few lines; return the counts."""
     validation = data[task.splits_of("validation")[0]]
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
-    counts = "; ".join(f"{name}: {count:,}" for name, count in form.counts.items() if count) or "none cut"
-    grid = (
-        f"Grid        rates {', '.join(map(str, SWEEP_RATES))} x batches {', '.join(map(str, SWEEP_BATCHES))}, 10 "
-        "epochs each: learning_rate, global_batch_size, max_steps, num_train_epochs, warmup_steps given do not count\n"
-    )
+    counts = "; ".join(f"{name}: {count:,}" for name, count in {**form.counts, **skipped}.items() if count)
     logger.info(
         f"Task        {args.task_name}: {', '.join(task.labels) or 'scores from 0 to 5'}; best epoch by {task.metric}\n"
-        f"Rows        {rows}" + (f"; {sum(skipped.values()):,} broken rows skipped" if skipped else "") + "\n"
-        f"Features    {form_name(args, task)}; {counts}\n"
+        f"Rows        {rows}\n"
+        f"Features    {form_name(args, task)}; {counts or 'none cut'}\n"
         f"Duplicates  {overlap['in_train']:,} of {len(validation):,} validation examples are in the training set, "
-        f"{overlap['with_the_same_label']:,} with the same label\n" + (grid if args.sweep else "")
+        f"{overlap['with_the_same_label']:,} with the same label"
     )
     return {"duplicates": overlap, "features": {**form.counts, **skipped}}
 
 
 def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, found: dict) -> protocol.Job:
-    """The task as the protocol takes it."""
+    """The task for the protocol."""
     validation = task.splits_of("validation")
-    wanted = {split: data[split].labels for split in validation}
+    labels = {split: data[split].labels for split in validation}
     names = [split for split in data if split.startswith(("test", "ax"))]
     rows = [[split, examples.texts, examples.labels] for split, examples in data.items() if split not in names]
     tests = [[split, data[split].texts] for split in names]
-    if args.task_name == "wnli":  # with the phrases that the parser found, and where they stand
+    if args.task_name == "wnli":  # with the parser's phrases and their positions
         rows, tests = ([[split, *row, form.features[split]] for split, *row in some] for some in (rows, tests))
     return protocol.Job(
         name=args.task_name,
@@ -401,9 +363,9 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
         degenerate=lambda scores: len(np.unique(form.predictions(validation[0], scores, scores).round(3))) == 1,
         answers=lambda scores: answers_of(task, form, validation[0], scores, data),
-        scored_examples={split: len(labels) for split, labels in wanted.items()},
-        baseline=seeds.constant_answer(
-            wanted, task.labels, lambda split, answers: glue_scores.scores(task.metrics, answers, wanted[split])
+        scored_examples={split: len(of_split) for split, of_split in labels.items()},
+        baseline=summaries.majority_answer(
+            labels, task.labels, lambda split, answers: glue_scores.scores(task.metrics, answers, labels[split])
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
@@ -411,18 +373,16 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
     )
 
 
-def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[seeds.Run]:
+def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[summaries.Run]:
     """The paper's grid, each setting with every seed."""
     folder = os.path.join(training_args.output_dir, glue.SWEEP_FOLDER)
-    return seeds.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
+    return summaries.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
 
 
-def paper_line(name: str, qnli_form: str = "classification") -> str:
-    """The paper's figures of a task; for a ranking, also a note that its threshold is tuned on the validation set."""
+def paper_line(name: str) -> str:
+    """The paper's figures of a task; empty for a task of your own."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
-    paper = f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)" if known else ""
-    tuned = "Questions with a single pair: their threshold is tuned on the validation rows that it scores"
-    return f"{paper}\n{tuned}" if qnli_form == "ranking" else paper
+    return f"RoBERTa: {known} (large: Table 5, median of five; base: fairseq's README)" if known else ""
 
 
 def classification_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -447,14 +407,18 @@ def measure(
     return glue_scores.scores(task.metrics, predictions, data[split].labels)
 
 
-def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data) -> list[answers.Answer]:
-    """The answer to each example of a split; a probability where each example is answered by itself."""
+def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data) -> list[dict]:
+    """The answer to each example of a split, the worst first; with its probability except for rankings."""
     labels, predictions = data[split].labels, form.predictions(split, scores, scores)
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
-    if not task.labels:
-        return answers.of_numbers(examples, labels, predictions)
-    probabilities = form.averaged(scores) if scores.ndim == 2 else None
-    return answers.of_classes(examples, task.labels, labels, predictions, probabilities)
+    if task.labels:
+        probabilities = form.averaged(scores) if scores.ndim == 2 else None
+        return summaries.class_answers(examples, task.labels, labels, predictions, probabilities)
+    rows = [
+        {**example, "label": label, "prediction": predicted, "error": abs(predicted - label)}
+        for example, label, predicted in zip(examples, labels, predictions, strict=True)
+    ]
+    return sorted(rows, key=lambda row: -row["error"])
 
 
 def write_submission(
@@ -463,29 +427,30 @@ def write_submission(
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
     of the best setting."""
     picked = picked_setting(summary)
-    chosen = seeds.of_setting(runs, picked)
+    chosen = summaries.of_setting(runs, picked)
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
-    tests = scores_of_tests(chosen, job.test_rows)
+    tests = summaries.all_test_scores(chosen, job.test_rows)
     of_validation = mean_over_runs(form, [validation_scores(run.output_dir) for run in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)
         print(f"ensemble    validation {task.metric} {100 * metrics[task.metric]:.1f}")
-    own = {split: f"{Path(task.splits[split][0]).stem}_predictions.tsv" for split in task.splits_of("test")}
-    of_task = task if task.submission else dataclasses.replace(task, words=True, submission=own)
-    files = {split: (of_task, file) for split, file in of_task.submission.items()}
+    if not task.submission:
+        own = {split: f"{Path(task.splits[split][0]).stem}_predictions.tsv" for split in task.splits_of("test")}
+        task = dataclasses.replace(task, words=True, submission=own)
+    files = {split: (task, file) for split, file in task.submission.items()}
     if args.task_name == "mnli":
         files["ax"] = glue.AX, glue.AX.submission["test"]
-    for split, (of_file, file) in files.items():
-        scores = mean_over_runs(form, [scores_by_split[split] for scores_by_split in tests])
+    for split, (of_task, file) in files.items():
+        scores = mean_over_runs(form, [of_run[split] for of_run in tests])
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
-        glue.write_predictions(path, glue.answers(of_file, predictions))
+        glue.write_predictions(path, glue.answers(of_task, predictions))
         print(f"submission  {path}: {counted(len(predictions), 'row')} from {counted(len(chosen), 'run')}")
 
 
 def mean_over_runs(form: Form, scores: list[np.ndarray]) -> np.ndarray:
-    """What an ensemble predicts from. Of a single run, the order of classes stays that of its scores."""
+    """The scores of an ensemble, or of a single run."""
     return np.mean([form.averaged(array) for array in scores], axis=0)
 
 

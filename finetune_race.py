@@ -4,8 +4,7 @@
     accelerate launch finetune_race.py --config presets/race/paper.yaml --model_name_or_path runs/mine --data_dir RACE
 
 Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Data come from the Hub (ehovy/race) or from
-`data_dir`, the official files. The same command resumes an interrupted run and skips finished runs. Each value is
-in the preset, with its source; any flag overrides it.
+`data_dir`, the official files. The same command resumes. Presets name the source of each value; any flag overrides it.
 """
 
 import sys
@@ -25,7 +24,7 @@ from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
-from roberta_recipe.tasks import answers, protocol, race, seeds, summary_text
+from roberta_recipe.tasks import protocol, race, summaries
 from roberta_recipe.training import environment
 
 DEFAULT = "presets/race/paper.yaml"
@@ -54,12 +53,12 @@ def main(argv: list[str] | None = None) -> Summary:
     set_up_logging()
     environment.set_up_process()
 
-    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     publisher = hub.publisher(training_args)
 
-    # 2. Examples, and whether validation can be believed.
+    # 2. Examples, and validation examples that are in the training set.
     splits = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     left_out: dict[str, list[str]] = {split: [] for split in splits}  # passages without questions
     with training_args.main_process_first():  # one process downloads
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> Summary:
     features = {split: race.features(questions, tokenizer, *cut) for split, questions in data.items()}
     found = announce(args, data, left_out, features, overlap)
 
-    # 4. Every run of the protocol that is not finished yet.
+    # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, data, features, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
-        print(summary_text.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
+        print(summaries.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
     environment.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
@@ -106,9 +105,6 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
             f"--max_option_length {args.max_seq_length // 4}"
         )
     protocol.check_arguments(args, training_args, "accuracy", classifies=True)
-    if args.data_dir:
-        files = (race.files_of(Path(args.data_dir), split, levels_of(args)) for split in ("train", "validation"))
-        protocol.check_validation_files(*files)
 
 
 def levels_of(args: RaceArguments) -> tuple[str, ...]:
@@ -122,7 +118,7 @@ def read_split(args: RaceArguments, split: str, left_out: list[str] | None = Non
     else:
         questions = race.read_hub(split, levels_of(args))
     count = args.max_train_samples
-    if split == "train" and count and count < len(questions):
+    if split == "train" and count is not None and count < len(questions):
         questions = [questions[number * len(questions) // count] for number in range(count)]
     return questions
 
@@ -133,34 +129,23 @@ def build_model(args: RaceArguments) -> torch.nn.Module:
 
 
 def announce(args: RaceArguments, data, left_out, features: dict[str, race.Features], overlap: int) -> dict:
-    """Log what will run, in a few lines; return the counts."""
+    """Log the task and the data in a few lines; return the counts."""
     rows = ", ".join(f"{split} {len(questions):,}" for split, questions in data.items())
     lines = [f"Task        RACE, {args.level}; best epoch by accuracy", f"Rows        {rows} questions"]
     counts: dict[str, dict] = {}
     for split, questions in data.items():
         for level in dict.fromkeys(question.level for question in questions):
             of_level = np.array([question.level == level for question in questions])
-            lengths, cut = features[split].lengths[of_level], features[split].articles_cut[of_level]
-            without = [name for name in left_out[split] if name.startswith(f"{level}/")]
-            asked = {question.passage for question in questions if question.level == level}
             counts[f"{split}_{level}"] = row = {
-                "passages": len(asked) + len(without),
-                "passages_without_questions": len(without),
+                "passages_without_questions": sum(name.startswith(f"{level}/") for name in left_out[split]),
                 "questions": int(of_level.sum()),
-                "median_tokens": int(np.median(lengths)),
-                "p95_tokens": int(np.percentile(lengths, 95)),
-                "longest": int(lengths.max()),
-                "questions_with_article_cut": int(cut.sum()),
+                "questions_with_article_cut": int(features[split].articles_cut[of_level].sum()),
                 "options_cut": int(features[split].options_cut[of_level].sum()),
             }
             lines.append(
-                f"Passages    {split}, {level}: {row['passages']:,}"
-                + (f"; no question, and so no example, in {len(without)}: {', '.join(without[:5])}" if without else "")
-            )
-            lines.append(
-                f"Lengths     {split}, {level}: median {row['median_tokens']} tokens, 95% up to {row['p95_tokens']}, "
-                f"longest {row['longest']:,}; article cut to fit {args.max_seq_length} in {cut.mean():.1%}; "
-                f"question with option cut to {args.max_option_length} in {row['options_cut']:,} sequences"
+                f"Features    {split}, {level}: {row['passages_without_questions']} passages have no questions; "
+                f"article cut to fit {args.max_seq_length} in {row['questions_with_article_cut']:,} of "
+                f"{row['questions']:,} questions, {row['options_cut']:,} options cut to {args.max_option_length}"
             )
     lines.append(
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have an article of training"
@@ -170,7 +155,7 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
 
 
 def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
-    """The task as the protocol takes it."""
+    """The task for the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     test_rows = durable.fingerprint(rows.pop("test", None))
     right = [question.answer for question in data["validation"]]
@@ -191,7 +176,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         degenerate=lambda scores: len(np.unique(scores.argmax(-1))) == 1,
         answers=lambda scores: answers_of(data["validation"], scores),
         scored_examples={"validation": len(right)} | (levels if args.level == "all" else {}),
-        baseline=seeds.constant_answer(
+        baseline=summaries.majority_answer(
             {"validation": right},
             race.LETTERS,
             lambda split, letters: measure(data[split], np.eye(len(race.LETTERS))[letters]),
@@ -217,15 +202,15 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
     return {"accuracy": float(right.mean()), **of_levels}
 
 
-def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[answers.Answer]:
-    """The answer to each question; its article is in the file that its id names."""
+def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[dict]:
+    """The answer to each question, the worst first; its article is in the file that its id names."""
     examples = [
         {"id": question.id, "question": question.question, **dict(zip(race.LETTERS, question.options, strict=True))}
         for question in questions
     ]
     probabilities = torch.from_numpy(scores).double().softmax(-1).numpy()
     labels = [question.answer for question in questions]
-    return answers.of_classes(examples, race.LETTERS, labels, scores.argmax(-1), probabilities)
+    return summaries.class_answers(examples, race.LETTERS, labels, scores.argmax(-1), probabilities)
 
 
 if __name__ == "__main__":

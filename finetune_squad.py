@@ -5,8 +5,8 @@
     python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
 
 Any checkpoint that AutoModelForQuestionAnswering loads, with a fast tokenizer. Data come from the Hub (rajpurkar/squad,
-rajpurkar/squad_v2), or in the official JSON format. The same command resumes an interrupted run and skips
-finished runs. Each value is in the preset, with its source; any flag overrides it.
+rajpurkar/squad_v2), or in the official JSON format. The same command resumes. Presets name the source of each value;
+any flag overrides it.
 """
 
 import sys
@@ -27,7 +27,7 @@ from roberta_recipe.model import masked_lm
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
-from roberta_recipe.tasks import answers, protocol, squad, squad_files, squad_scores, summary_text
+from roberta_recipe.tasks import protocol, squad, squad_files, squad_scores, summaries
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.training import environment
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
@@ -69,12 +69,12 @@ def main(argv: list[str] | None = None) -> Summary:
     set_up_logging()
     environment.set_up_process()
 
-    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     publisher = hub.publisher(training_args)
 
-    # 2. Examples, and whether validation can be believed.
+    # 2. Examples, and validation examples that are in the training set.
     with training_args.main_process_first():  # one process downloads
         data = {split: read_split(args, split) for split in FILES}
     data["train"], misplaced = usable(args, data["train"])
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> Summary:
     windows = {split: make_windows(args, questions, tokenizer) for split, questions in data.items()}
     found = announce(args, data, windows, overlap, misplaced)
 
-    # 4. Every run of the protocol that is not finished yet.
+    # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, data, windows, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
@@ -98,9 +98,9 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in squad.PAPER[version(args)].items())
-        print(summary_text.table(summary, f"RoBERTa-large: {paper} (Table 6)", SHOWN[version(args)]))
+        print(summaries.table(summary, f"RoBERTa-large: {paper} (Table 6)", SHOWN[version(args)]))
 
-    # 6. Predictions of every run, as the official script reads them.
+    # 6. Predictions of every run, in the official script's format.
     if training_args.process_index == 0:
         for run in runs:
             write_predictions(args, run.output_dir, data["validation"], windows["validation"])
@@ -120,64 +120,49 @@ def version(args: SquadArguments) -> str:
 
 
 def by_classifier(args: SquadArguments) -> bool:
-    """Whether a classifier says which questions have an answer."""
+    """Whether the answerability classifier is used."""
     return args.version_2_with_negative and args.no_answer == "classifier"
 
 
 def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other."""
+    """Raise `InputError` for values out of range and for flags that exclude each other."""
     for name in ("max_query_length", "n_best_size", "max_answer_length"):
         if getattr(args, name) < 1:
             raise InputError(f"{name}={getattr(args, name)} must be at least 1")
-    for_context = args.max_seq_length - args.max_query_length - SPECIAL_TOKENS
-    if not 0 <= args.doc_stride < for_context:
+    length = args.max_seq_length
+    for_context = length - args.max_query_length - SPECIAL_TOKENS
+    if args.doc_stride >= for_context:  # the fix: at most BERT's shares of 512
+        stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
         raise InputError(
-            f"max_seq_length={args.max_seq_length} leaves {max(for_context, 0)} tokens to a context beside "
+            f"max_seq_length={length} leaves {max(for_context, 0)} tokens to a context beside "
             f"max_query_length={args.max_query_length} and special tokens, and doc_stride={args.doc_stride} must be "
-            f"less; what fits: {fitting_lengths(args)}"
+            f"less; what fits: --doc_stride {stride} --max_query_length {query}"
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
     if bool(args.train_file) != bool(args.validation_file):
         raise InputError("train_file and validation_file go together: neither split is used for the other")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
-    if all(files := [file_of(args, split) for split in FILES]):
-        protocol.check_validation_files(*([path] for path in files))
-
-
-def fitting_lengths(args: SquadArguments) -> str:
-    """Flags for `doc_stride`, and where it must change `max_query_length`, that fit `max_seq_length`: at most the
-    shares that BERT's and run_qa.py's values have of 512."""
-    length = args.max_seq_length
-    stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
-    keeps_query = length - args.max_query_length - SPECIAL_TOKENS > stride
-    return f"--doc_stride {stride}" + ("" if keeps_query else f" --max_query_length {query}")
-
-
-def file_of(args: SquadArguments, split: str) -> Path | None:
-    """The file of "train" or "validation"; None where the Hub has it."""
-    named = {"train": args.train_file, "validation": args.validation_file}[split]
-    if args.data_dir:
-        named = Path(args.data_dir, FILES[split].format(version(args)))
-    return named and Path(named)
 
 
 def read_split(args: SquadArguments, split: str) -> list[squad_files.Question]:
     """The questions of "train" or "validation", in the version that `args` name."""
-    if file := file_of(args, split):
-        return squad_files.read_file(file, args.version_2_with_negative)
+    file = {"train": args.train_file, "validation": args.validation_file}[split]
+    if args.data_dir:
+        file = Path(args.data_dir, FILES[split].format(version(args)))
+    if file:
+        return squad_files.read_file(Path(file), args.version_2_with_negative)
     return squad.read_hub(split, args.version_2_with_negative)
 
 
 def usable(args: SquadArguments, questions: list[squad_files.Question]) -> tuple[list[squad_files.Question], list[str]]:
-    """Questions to train on, and the ids of the questions left out: an answer's text is not at its answer_start."""
+    """The training questions, and the ids of those dropped because an answer's text is not at its answer_start."""
     misplaced = [question.id for question in questions if question.misplaced]
     if len(misplaced) == sum(bool(question.answers) for question in questions):
         raise InputError(
             f"no answer stands at its answer_start ({squad_files.listed(misplaced)}): it counts characters"
         )
-    left_out = set(misplaced)
-    return [question for question in questions if question.id not in left_out][: args.max_train_samples], misplaced
+    return [question for question in questions if not question.misplaced][: args.max_train_samples], misplaced
 
 
 def build_model(args: SquadArguments) -> torch.nn.Module:
@@ -193,8 +178,8 @@ def make_windows(args: SquadArguments, questions: list[squad_files.Question], to
 
 
 def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], overlap: int, misplaced: list[str]) -> dict:
-    """Log what will run, in a few lines; return the counts."""
-    answers = squad.recovery(data["train"], windows["train"])
+    """Log the task and the data in a few lines; return the counts."""
+    answers = squad.decoded_labels(data["train"], windows["train"])
     others = answers.pop("others")
     questions_cut = {split: made.questions_cut for split, made in windows.items()}
     unanswerable = {split: sum(not question.answers for question in questions) for split, questions in data.items()}
@@ -214,16 +199,8 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     )
     if misplaced:
         logger.warning(
-            f"Left out    {len(misplaced):,} training questions, whose answer's text is not at its answer_start: "
+            f"Left out    {len(misplaced):,} training questions with an answer that is not at its answer_start: "
             f"{squad_files.listed(misplaced)}"
-        )
-    right = answers["verbatim"] + sum(squad_scores.exact(found, wanted) for _, wanted, found in others)
-    if right < answers["answers"] / 2:
-        raise InputError(
-            f"the tokenizer {args.tokenizer_name or args.model_name_or_path!r} loses the answers: of "
-            f"{answers['answers']:,} training answers, {right:,.0f} come back from their labels as an exact match"
-            f"{example}. No model scores more; name another tokenizer with tokenizer_name, or a longer max_seq_length "
-            "where answers are in no window"
         )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}
@@ -233,10 +210,10 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
 def job_of(
     args: SquadArguments, data, windows: dict[str, squad.Windows], tokenizer: PreTrainedTokenizerBase, found: dict
 ) -> protocol.Job:
-    """The task as the protocol takes it."""
+    """The task for the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     questions = data["validation"]
-    predicted = of_last_scores(lambda scores: predict(args, questions, windows["validation"], scores))
+    predicted = cache_last(lambda scores: predict(args, questions, windows["validation"], scores))
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
@@ -253,15 +230,15 @@ def job_of(
         degenerate=lambda scores: degenerate(args, predicted(scores), questions),
         answers=lambda scores: answers_of(args, predicted(scores), questions),
         scored_examples={"validation": len(questions)},
-        baseline=no_answer_to_all(questions) if args.version_2_with_negative else None,
+        baseline=always_no_answer(questions) if args.version_2_with_negative else None,
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
     )
 
 
 def span_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over windows of the mean of two cross-entropies, scores (batch, seq_len, 2)); a window without the answer
-    points at its first token (BERT)."""
+    """(sum over windows of the mean of start and end cross-entropy, scores (batch, seq_len, 2)); the label of a window
+    without the answer is its first token (BERT)."""
     wanted = [batch.pop("start_positions"), batch.pop("end_positions")]
     batch.pop("labels")
     output = model(**batch)
@@ -286,14 +263,13 @@ def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 
 
 def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(batch, seq_len, 2) start and end logits, without those of padding, whose length differs between batches."""
+    """(batch, seq_len, 2) start and end logits; those of padding, which differs between micro-batches, are masked."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, masked_lm.UNSEEN_LOGIT)
 
 
-def of_last_scores(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """`function` with a cache of its last result: finding spans takes a while, and the best epoch is measured, judged
-    and written down."""
+def cache_last(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
+    """`function` with a cache of its last result: the spans of the best epoch are needed four times."""
     last: list[Any] = [None, None]  # scores, result
 
     def cached(scores: np.ndarray) -> Any:
@@ -312,8 +288,8 @@ def predict(args: SquadArguments, questions, windows: squad.Windows, scores: np.
 
 
 def measure(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> dict[str, float]:
-    """The official scores as shares of 1; for 2.0 with their threshold, and the best scores over all thresholds."""
-    of_spans = official(args, predicted, None, questions)  # every question has its span, which a threshold may withhold
+    """The official scores from 0 to 1; for 2.0 with their threshold, and the best scores over all thresholds."""
+    of_spans = official(args, predicted, None, questions)
     if not args.version_2_with_negative:
         return shares(of_spans)
     threshold = HALF if by_classifier(args) else of_spans["best_f1_thresh"]
@@ -332,19 +308,19 @@ def official(args: SquadArguments, predicted, threshold: float | None, questions
 
 
 def shares(scores: dict[str, float]) -> dict[str, float]:
-    """Percentages as shares of 1; counts and thresholds as they are."""
+    """Percentages as shares of 1; counts and thresholds unchanged."""
     return {name: value if name.endswith(("total", "thresh")) else value / 100 for name, value in scores.items()}
 
 
 def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> bool:
-    """Whether a run says of all questions of 2.0 that they have an answer, or of all that they have none."""
+    """Whether all questions of 2.0 are answered, or none is."""
     threshold = measure(args, predicted, questions).get("threshold")
     return threshold is not None and len({spans.answer(threshold) == "" for spans in predicted.values()}) == 1
 
 
-def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> list[answers.Answer]:
-    """The answer to each question with its scores, by F1, then by how sure the model was."""
-    threshold, found = measure(args, predicted, questions).get("threshold"), []
+def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> list[dict]:
+    """The answer to each question with its scores; the worst first, and of these the most probable."""
+    threshold, rows = measure(args, predicted, questions).get("threshold"), []
     for question in questions:
         spans, right = predicted[question.id], [text for text, _ in question.answers]
         text = spans.answer(threshold)
@@ -352,14 +328,13 @@ def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], question
         exact = squad_scores.best_of(squad_scores.exact, text, gold)
         f1 = squad_scores.best_of(lambda a, b: squad_scores.f1(a, b, args.version_2_with_negative), text, gold)
         sure = next((entry["probability"] for entry in squad.n_best(spans) if entry["text"] == text), 0.0)
-        columns = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(right))}
-        columns |= {"prediction": text, "probability": sure, "f1": f1, "exact_match": exact}
-        found.append(answers.Answer(columns, (1 - f1, 1 - exact, sure)))
-    return found
+        row = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(right))}
+        rows.append(row | {"prediction": text, "probability": sure, "f1": f1, "exact_match": exact})
+    return sorted(rows, key=lambda row: (row["f1"], row["exact_match"], -row["probability"]))
 
 
-def no_answer_to_all(questions: list[squad_files.Question]) -> Baseline:
-    """What the empty answer to every question of 2.0 scores."""
+def always_no_answer(questions: list[squad_files.Question]) -> Baseline:
+    """The scores of an empty answer to every question of 2.0."""
     answers = squad_files.gold_answers(questions)
     scores = squad_scores.score_2(dict.fromkeys(answers, ""), answers)
     return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}

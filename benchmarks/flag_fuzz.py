@@ -138,8 +138,8 @@ def prepare(folder: Path) -> None:
     as_yaml(folder / "preset.yaml", settings)
     source = {"name": "stories", "files": "text/train.jsonl", "validation_files": "text/valid.jsonl"}
     as_yaml(folder / "corpus.yaml", {"sources": [source], "language": "en"})
-    write_squad(folder / "squad", share=0.0002)
-    write_race(folder / "race", share=0.001)
+    write_squad(folder / "squad")
+    write_race(folder / "race")
     for uid in ("passive_1", "passive_2"):
         write_paradigm(folder / "blimp", uid, pairs=2)
     listed = {"output_dir": "experiments", "config": "preset.yaml", "flags": {"max_steps": 2}, "seeds": [1]}

@@ -65,7 +65,7 @@ def on_rows(path: Path, schemas: list[wsc.Schema]) -> str:
     aligned = wnli.align_rows([(line[1], line[2]) for line in lines[1:]], schemas, path.name)
     counts: Counter[str] = Counter()
     for row, line in zip(aligned, lines[1:], strict=True):
-        counts[row.found] += 1
+        counts[row.origin] += 1
         label, kind = row.schema.label, "labels of the phrase"
         if label is None and all(schema.label is not None for schema in row.marked):
             label = not any(schema.label for schema in row.marked) if row.marked else None

@@ -27,8 +27,8 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT, resolve_path
 from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml, parse_value
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
-from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.training import optimizers, pretraining
+from tools.significance import MOST_SEEDS
 
 ROW_NAME = "row.json"
 SEED = "{seed}"  # in the value of a row's flag: the seed of the row
@@ -448,7 +448,6 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
         pretraining.check_model(filled[0])
         pretraining.check_cooldown(*filled)
     optimizers.check(filled[-1])
-    flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     if (minutes := resolved.get("max_train_minutes")) is not None:
         raise InputError(f"max_train_minutes={minutes} in the preset: remove it; stop the runner and start it again")
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}

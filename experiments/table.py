@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from experiments.checks import check_rows
 from experiments.lists import AGAIN, MEASURES, Experiment, ExperimentList
-from roberta_recipe import durable, significance
+from roberta_recipe import durable
 from roberta_recipe.log import counted, duration
 from roberta_recipe.publishing.card import device_of
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
-from roberta_recipe.significance import PAIRS, Comparison, with_error
+from roberta_recipe.standard_error import with_error
+from tools import significance
+from tools.significance import PAIRS, Comparison
 
 NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
 Records = list[tuple[Experiment, list[dict[str, Any]]]]  # finished rows and their run records

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-from roberta_recipe import durable, significance
+from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
@@ -52,8 +52,9 @@ from roberta_recipe.record import (
     read_record,
     validation_blocks,
 )
-from roberta_recipe.significance import perplexity_with_error, with_error
+from roberta_recipe.standard_error import perplexity_with_error, with_error
 from roberta_recipe.tasks import glue, race, squad
+from tools import significance
 
 NOT_RUN = "not run"
 ADVICE = "add it with that version"

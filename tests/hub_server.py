@@ -1,16 +1,11 @@
 """A Hub on loopback: it answers what huggingface_hub asks of huggingface.co to make repositories, commit to them (small
 files in the commit, large files by the git-lfs protocol) and download from them.
-
-    python tests/hub_server.py 8765
-
-Then, in another shell: export HF_ENDPOINT=http://127.0.0.1:8765 HF_HUB_DISABLE_XET=1 HF_TOKEN=secret
 """
 
 import base64
 import hashlib
 import json
 import re
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -27,8 +22,8 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, users: dict[str, str], port: int = 0):
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, users: dict[str, str]):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.users = users
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
         self.commits: list[tuple[str, str, str]] = []  # (repository, branch, message)
@@ -170,10 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {})
 
     def validate(self, body):
-        if "license: bogus" in json.loads(body)["content"]:
-            self._answer(400, {"error": "bad", "errors": [{"message": '"license" must be one of [mit, ...]'}]})
-        else:
-            self._answer(200, {"errors": [], "warnings": []})
+        self._answer(200, {"errors": [], "warnings": []})
 
     def preupload(self, body, repo, branch):
         if self._may_write(repo) and (files := self._files(repo, branch)) is not None:
@@ -200,16 +192,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"transfer": "basic", "objects": objects})
 
     def put_large(self, body, oid):
-        if hashlib.sha256(body).hexdigest() != oid:
-            self._answer(400, {"error": "the content has another SHA-256"})
-            return
         self.server.large[oid] = body
         self._answer(200, {})
 
     def verify(self, body):
-        asked = json.loads(body)
-        right = len(self.server.large.get(asked["oid"], b"")) == asked["size"]
-        self._answer(200 if right else 404, {"error": "not there"})
+        self._answer(200, {})
 
     def commit(self, body, repo, branch):
         if not self._may_write(repo) or self._files(repo, branch) is None:
@@ -267,14 +254,3 @@ def _git_oid(data: bytes) -> str:
 
 def _head(files: dict[str, bytes]) -> str:
     return hashlib.sha1("".join(f"{name}{_git_oid(data)}" for name, data in sorted(files.items())).encode()).hexdigest()
-
-
-if __name__ == "__main__":
-    with HubServer({"secret": "me"}, port=int(sys.argv[1])) as server:
-        print(server.url, flush=True)
-        shown = 0
-        while True:
-            threading.Event().wait(0.2)
-            for line in server.log[shown:]:
-                print(line, flush=True)
-            shown = len(server.log)

@@ -4,13 +4,11 @@ is the same run with and without it."""
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import end_well, forked_ranks
+from conftest import end_well
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_files import blimp_rows, write_blimp, write_paradigm
@@ -24,7 +22,6 @@ from roberta_recipe.record import read_record
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import blimp as tool
-from tools import compare, evaluate
 
 SENTENCES = [
     "The cat sees a small dog in the garden.",
@@ -89,32 +86,26 @@ def check_scores(model, tokenizer, sentences):
     return scores
 
 
-def narrowed(model, tokenizer):
-    group = pseudo_likelihood.encode(tokenizer, SENTENCES)[0]
-    copies = pseudo_likelihood.masked_copies(group, tokenizer.mask_token_id, ("pll",))
-    return pseudo_likelihood.narrowest(model, lambda ids: model(input_ids=ids).logits, copies)
-
-
 # Scores
 
 
 def test_scores_equal_the_plain_loop(model_dir, tokenizer, bert, wordpiece):
-    """Ten sentences, a RoBERTa with byte-level BPE and a BERT with WordPiece, both methods; each works at the masked
-    position alone from behind its last attention on."""
+    """Three families, two tokenizers, both methods; the decoder runs at one position, or where it cannot, at all."""
+    torch.manual_seed(0)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 80}
+    distilbert = larger(DistilBertForMaskedLM(DistilBertConfig(vocab_size=len(wordpiece), **shape)))
+    distilbert.get_output_embeddings = distilbert.get_input_embeddings  # takes ids, not states
     roberta = larger(AutoModelForMaskedLM.from_pretrained(model_dir))
-    for model, own in ((roberta, tokenizer), (bert, wordpiece)):
-        assert narrowed(model, own) is model.base_model.encoder.layer[-1].attention.output
+    for model, own in ((roberta, tokenizer), (bert, wordpiece), (distilbert, wordpiece)):
+        copies = pseudo_likelihood.masked_copies(
+            pseudo_likelihood.encode(own, SENTENCES)[0], own.mask_token_id, ("pll",)
+        )
+        decoder = pseudo_likelihood.decoder_of(model, lambda ids, model=model: model(input_ids=ids).logits, copies)
+        assert decoder is (None if model is distilbert else model.get_output_embeddings())
         scores = check_scores(model, own, SENTENCES)
         assert np.ptp(scores[0]) > 10 and (np.abs(scores[0] - scores[1]) > 0.01).sum() > 5
         alone = pseudo_likelihood.score(model, own, SENTENCES, ("within_word",))
         assert not alone[0].any() and alone[1] == pytest.approx(scores[1], abs=1e-4)
-
-
-def test_bf16_moves_scores_a_little(model_dir, tokenizer):
-    """The head still runs at the masked position alone, which is found out in fp32."""
-    model = larger(AutoModelForMaskedLM.from_pretrained(model_dir))
-    whole, half = (pseudo_likelihood.score(model, tokenizer, SENTENCES, bf16=bf16) for bf16 in (False, True))
-    assert half == pytest.approx(whole, rel=0.02) and (half != whole).all()
 
 
 @settings(max_examples=15)
@@ -126,49 +117,16 @@ def test_scores_of_random_sentences_equal_the_plain_loop(wordpiece, sentences):
     check_scores(model, wordpiece, sentences)
 
 
-def test_other_families_are_right_too(wordpiece, monkeypatch):
-    """One whose layers are built otherwise is narrowed at its output embedding, and one where that fails too takes the
-    whole forward."""
-    torch.manual_seed(0)
-    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 80}
-    model = larger(DistilBertForMaskedLM(DistilBertConfig(vocab_size=len(wordpiece), **shape)))
-    assert narrowed(model, wordpiece) is model.vocab_projector
-    check_scores(model, wordpiece, SENTENCES)
-    monkeypatch.setattr(model, "get_output_embeddings", lambda: model.get_input_embeddings())  # takes ids, not states
-    assert narrowed(model, wordpiece) is None
-    check_scores(model, wordpiece, SENTENCES)
-
-
-def test_what_a_word_is(tokenizer, wordpiece):
-    """What the pre-tokenizer splits off: contractions and punctuation are words of their own; no word spans a blank."""
-
-    def words(own, sentence):
-        (group,) = pseudo_likelihood.encode(own, [sentence])
-        found = {}
-        tokens = own.convert_ids_to_tokens(group.ids[0])
-        for token, word in zip(tokens, group.words[0].tolist(), strict=True):
-            found.setdefault(word, []).append(token.removeprefix("##"))
-        special = found.pop(-1)
-        assert len(special) == 2
-        return ["".join(tokens) for tokens in found.values()]
-
-    assert words(tokenizer, "She can't see.") == ["She", "Ġcan", "'t", "Ġsee", "."]
-    assert words(wordpiece, "She can't see.") == ["She", "can", "'", "t", "see", "."]
+def test_a_word_is_a_piece_of_the_pre_tokenizer_and_spans_no_space(tokenizer):
+    (group,) = pseudo_likelihood.encode(tokenizer, ["She can't see."])
+    tokens = tokenizer.convert_ids_to_tokens(group.ids[0])
+    words: dict[int, str] = {}
+    for token, word in zip(tokens, group.words[0].tolist(), strict=True):
+        words[word] = words.get(word, "") + token
+    assert list(words.values()) == ["<s></s>", "She", "Ġcan", "'t", "Ġsee", "."]
     # word ids that never change, as of a pre-tokenizer that does not split
     offsets = [(0, 0), (0, 3), (4, 6), (6, 7), (0, 0)]
     assert pseudo_likelihood._words("She see.", [None, 0, 0, 0, None], offsets, [1, 0, 0, 0, 1]) == [-1, 1, 2, 2, -1]
-
-
-def test_equal_copies_are_computed_once(tokenizer):
-    """Two sentences that differ in a single token share the copy in which it is masked."""
-    sentences = ["The cat sees the river.", "The dog sees the river."]
-    (group,) = pseudo_likelihood.encode(tokenizer, sentences)
-    copies = pseudo_likelihood.masked_copies(group, tokenizer.mask_token_id, pseudo_likelihood.METHODS)
-    scored = int((group.words >= 0).sum())
-    assert len(copies.copy) == 2 * scored and len(copies.ids) < scored
-    assert (copies.ids[np.arange(len(copies.ids)), copies.positions] == tokenizer.mask_token_id).all()
-    for copy, sentence, target in zip(copies.copy, copies.sentence, copies.target, strict=True):
-        assert group.ids[sentence, copies.positions[copy]] == target
 
 
 def test_processes_share_the_sentences(model_dir, tokenizer, monkeypatch):
@@ -192,7 +150,7 @@ def test_processes_share_the_sentences(model_dir, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("sentence", ["A <mask> here.", "  ", "long " * 80])
 def test_sentences_that_cannot_be_scored(tokenizer, sentence):
-    with pytest.raises(InputError, match="take it out"):
+    with pytest.raises(InputError, match="cannot score the sentence"):
         pseudo_likelihood.encode(tokenizer, ["Fine.", sentence.strip()], max_length=64)
 
 
@@ -220,15 +178,6 @@ def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
     assert blimp.Pairs([], [], dict.fromkeys(blimp.PHENOMENON, 1000)).partial == ""
 
 
-def test_pairs_from_the_hub(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        blimp, "load_from_hub", lambda name, uid, **k: asked.append((name, uid, k["split"])) or blimp_rows(uid, 2)
-    )
-    assert len(blimp.read(None).good) == 134
-    assert asked[0] == ("nyu-mll/blimp", "anaphor_gender_agreement", "train") and len(set(asked)) == 67
-
-
 def test_bad_pairs(tmp_path, data_dir):
     with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
         blimp.read(str(tmp_path / "absent"))
@@ -237,13 +186,12 @@ def test_bad_pairs(tmp_path, data_dir):
     (row,) = blimp_rows("passive_1", 1)
     path = data_dir / "passive_1.jsonl"
     for change, said in (
-        ({"sentence_good": None}, "sentence_good is None"),
-        ({"sentence_bad": " "}, "sentence_bad is ' '"),
-        ({"UID": "pasive_1"}, "'pasive_1' is none of BLiMP's 67 paradigms; did you mean 'passive_1'"),
-        ({"linguistics_term": "binding"}, "linguistics_term 'binding' is not that of passive_1"),
+        ({"sentence_good": None}, "is not a row of BLiMP"),
+        ({"sentence_bad": " "}, "has an empty sentence"),
+        ({"UID": "pasive_1"}, "in none of BLiMP's paradigms"),
     ):
         path.write_text(json.dumps(row | change))
-        with pytest.raises(InputError, match=re.escape(f"{path}, line 1: ") + ".*" + re.escape(said)):
+        with pytest.raises(InputError, match=re.escape(f"{path}, line 1") + ".*" + re.escape(said)):
             blimp.read(str(data_dir))
     path.write_text("{")
     with pytest.raises(InputError, match="line 1 is not JSON"):
@@ -280,20 +228,6 @@ def test_means_of_random_outcomes(data):
     assert 0 <= low <= high <= 1 and scores == blimp.summarise(found, samples=200)
 
 
-def test_the_bootstrap_is_over_pairs_within_paradigms():
-    """Its width is that of independent pairs: sqrt(sum of p (1 - p) / n) / paradigms."""
-    found = {uid: np.repeat([0.0, 1.0], [30, 70]) for uid in blimp.PHENOMENON}
-    low, high = blimp.summarise(found, samples=4000)["mean_of_paradigms_interval"]
-    assert (high - low) / 2 == pytest.approx(1.96 * (0.7 * 0.3 / 100 / 67) ** 0.5, rel=0.1)
-
-
-def test_published_figures_say_what_they_are_means_of():
-    lines = minimal_pairs.lines({})
-    figures = {line[0]: line[2:4] for line in lines}
-    assert figures["GPT-2"] == ("83.0", "-") and figures["RoBERTa-base, 10 M words"] == ("-", "69.5")
-    assert len(lines) == 7 and all("filtered" in line[1] for line in lines if "RoBERTa" in line[0])
-
-
 # Command line
 
 
@@ -321,28 +255,6 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
     assert "| not run |" in capsys.readouterr().out
 
 
-def test_bad_models(model_dir, data_dir, tmp_path, tokenizer, monkeypatch, wordpiece):
-    argv = ["--data_dir", str(data_dir), "--model_name_or_path"]
-    with monkeypatch.context() as there, pytest.raises(InputError, match="no tokenizer at"):
-        there.chdir(tmp_path)
-        tool.main([*argv, str(tmp_path / "absent")])
-    assert not (tmp_path / "runs").exists()  # where the scores of a model go that is no folder
-    wordpiece.save_pretrained(tmp_path / "wordpiece")
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(InputError, match="is RobertaTokenizer, a slow one"):
-        tool.main([*argv, model_dir])
-    monkeypatch.undo()
-    settings_path = tmp_path / "model" / "tokenizer_config.json"
-    without = {k: v for k, v in json.loads(settings_path.read_text()).items() if k != "mask_token"}
-    model = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**model, "vocab_size": 10}))
-    with pytest.raises(InputError, match="other sizes"):
-        tool.main([*argv, model_dir])
-    settings_path.write_text(json.dumps({**without, "tokenizer_class": "PreTrainedTokenizerFast"}))
-    with pytest.raises(InputError, match="has no mask token"):
-        tool.main([*argv, model_dir])
-
-
 def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     train_mlm.main(["--config", preset, "--max_steps", "1"])
     tool.main(["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(data_dir), "--random_seeds", "0"])
@@ -352,14 +264,6 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     assert minimal_pairs.EXPLAINED in shown
 
 
-def test_no_sentence_of_blimp_is_in_the_repository(root):
-    listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout
-    assert listed and not [path for path in listed.splitlines() if path.endswith(".jsonl")]
-    for words in (("Katherine", "can't help herself"), ("Who should Derek", "hug after shocking Richard")):
-        found = subprocess.run(["git", "-C", root, "grep", "-F", " ".join(words)], capture_output=True, check=False)
-        assert found.returncode == 1, found
-
-
 # While training
 
 
@@ -367,12 +271,11 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_path, capsys, precision):
-    """With dropout, over a resume, with the curve in log, record, trackers' metrics and on stderr."""
+def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_path, capsys):
+    """With dropout; the curve is in log and record and on stderr, and in fp32 although training is in bf16."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
     config.to_json_file(tmp_path / "config.json")
-    flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--bf16", str(precision == "bf16")]
+    flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--bf16", "true"]
     flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_total_limit", "1"]
     plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
     capsys.readouterr()
@@ -390,26 +293,11 @@ def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_pa
         score for _, score in points
     ]
     assert plain["blimp_at_steps"] == [] and "eval_blimp" not in plain["metrics"]
-    same, lines = compare.compare(*(compare.read_run(tmp_path / name) for name in ("plain", "with")))
-    assert same, lines
     # the last figure is that of the finished model alone, by the command, in fp32
     found = tool.main(
         ["--model_name_or_path", str(tmp_path / "with"), "--data_dir", str(data_dir), "--random_seeds", "0"]
     )
     assert found["scores"]["pll"]["mean_of_paradigms"] == points[-1][1]
-    flags = ["--config", preset, "--bf16", "false", "--blimp_dir", str(data_dir)]
-    metrics, _ = evaluate.main([*flags, "--model_name_or_path", str(tmp_path / "with")])
-    assert metrics["eval_blimp"] == points[-1][1]
-
-
-def test_a_run_that_gets_it_at_a_resume(preset, data_dir, tmp_path):
-    flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--eval_strategy", "steps"]
-    flags += ["--eval_steps", "2"]
-    plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
-    (tmp_path / "plain" / "run_record.json").unlink()
-    shutil.rmtree(tmp_path / "plain" / "checkpoint-4")
-    again = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain"), "--blimp_dir", str(data_dir)])
-    assert again["state_digests"] == plain["state_digests"] and [s for s, _ in again["blimp_at_steps"]] == [4]
 
 
 def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tmp_path):
@@ -418,23 +306,8 @@ def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tm
         train_mlm.main(["--config", preset, "--blimp_dir", str(tmp_path / "absent")])
     (row,) = blimp_rows("passive_1", 1)
     (data_dir / "passive_1.jsonl").write_text(json.dumps(row | {"sentence_good": "word " * 200}))
-    with pytest.raises(InputError, match="at most 64 tokens with this model; take it out"):
+    with pytest.raises(InputError, match="fit the model's length \(64\)"):
         train_mlm.main(["--config", preset, "--blimp_dir", str(data_dir)])
-
-
-def ended(ranks, tmp_path):
-    """The record of a run of two processes."""
-    end_well(ranks)
-    return read_record(tmp_path / "two" / "run_record.json", (), "")
-
-
-@pytest.mark.slow
-def test_two_processes_score_as_one(preset, data_dir, tmp_path):
-    flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]
-    one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
-    two = [*flags, "--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]
-    record = ended(forked_ranks(lambda _: train_mlm.main(two), tmp_path), tmp_path)
-    assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
 
 
 @pytest.mark.slow
@@ -444,17 +317,6 @@ def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
     one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
     two = [*flags, "--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]
     ranks = deepspeed_ranks("zero3", lambda _: train_mlm.main(two), tmp_path)
-    record = ended(ranks, tmp_path)
+    end_well(ranks)
+    record = read_record(tmp_path / "two" / "run_record.json", (), "")
     assert record["metrics"]["eval_blimp"] == pytest.approx(one["metrics"]["eval_blimp"], abs=0.02)
-
-
-def test_an_output_folder_that_is_a_file_is_told_before_the_work(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match=r"output_dir=.*taken is a file"):
-        tool.main(["--model_name_or_path", "none", "--output_dir", str(tmp_path / "taken")])
-
-
-def test_checking_flags_makes_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert str(tool.parse(["--model_name_or_path", "run", "--output_dir", "run"]).output_dir) == "run"
-    assert not (tmp_path / "run").exists()

@@ -254,7 +254,7 @@ def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
 def test_the_fine_tuning_comparisons_measure_both_sides(monkeypatch, model_dir, tmp_path):
     """The model of this test has 64 positions, and the stock way pads to 128 and 384."""
     write_glue(tmp_path, rows={"train": 12, "dev": 2, "test": 2})
-    write_squad(tmp_path, share=0.0001)
+    write_squad(tmp_path)
     for name, value in {
         "FINETUNE_BATCH": 4,
         "STOCK_LENGTH": 60,

@@ -21,7 +21,7 @@ from conftest import Forked, run_python
 import train_mlm
 from experiments import checks, lists
 from experiments import run as experiments
-from roberta_recipe import durable, hardware, significance
+from roberta_recipe import durable, hardware, standard_error
 from roberta_recipe.errors import InputError, RunError
 from tools import compare, words
 
@@ -148,9 +148,8 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     printed = capsys.readouterr().out
     for key in ("bits_per_word", "bits_per_short_word"):
         figures = [durable.read_json(tmp_path / f"out/low/seed-{seed}/words.json")[key] for seed in (1, 2)]
-        assert (
-            f" | {significance.with_error(sum(figures) / 2, abs(figures[0] - figures[1]) / 2)} | - | - | - |" in printed
-        )
+        mean, half = sum(figures) / 2, abs(figures[0] - figures[1]) / 2
+        assert f" | {standard_error.with_error(mean, half)} | - | - | - |" in printed
     assert {record: record.stat().st_mtime_ns for record in found} == before
     measured = tmp_path / "out/low/seed-1/words.json"
     values = durable.read_sealed(measured)

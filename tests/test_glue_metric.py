@@ -1,13 +1,14 @@
 """Metrics against scikit-learn and scipy, and as modules of `evaluate`."""
 
+import ast
 import math
+import sys
 
 import evaluate
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
-from conftest import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,12 +65,11 @@ def test_each_task_has_its_metrics_in_python_and_from_its_path(root, tmp_path, m
         glue_metric.Glue("glue")
 
 
-def test_it_loads_from_its_path_where_the_repository_cannot_be_imported(root, tmp_path):
-    path = root / "roberta_recipe/tasks/glue_metric.py"
-    script = f"""
-import evaluate, importlib.util
-assert importlib.util.find_spec("roberta_recipe") is None
-print(evaluate.load({str(path)!r}, "cola", cache_dir="c").compute(predictions=[0, 1], references=[0, 1]))
-"""
-    done = run_python("-I", "-c", script, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "home")})
-    assert done.returncode == 0 and "'matthews_correlation': 1.0" in done.stdout, done.stderr
+@pytest.mark.parametrize(("name", "others"), [("glue_metric", {"glue_scores"}), ("squad_metric", {"squad_scores"})])
+def test_a_metric_module_needs_nothing_else_of_the_repository(root, name, others):
+    """`evaluate` copies a module and its relative imports only."""
+    for module, wanted in ((name, {"datasets", "evaluate", *others}), (*others, {"numpy", *sys.stdlib_module_names})):
+        tree = ast.parse((root / f"roberta_recipe/tasks/{module}.py").read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert {name.split(".")[0] for name in names} <= wanted

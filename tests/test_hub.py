@@ -13,6 +13,7 @@ import yaml
 from conftest import run_python
 from hub_server import HubServer
 from huggingface_hub import ModelCard
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import finetune_glue
 import train_mlm
@@ -56,7 +57,6 @@ def read_all(folder):
 
 LOAD = """
 from transformers import AutoModelForMaskedLM, AutoTokenizer
-import torch
 tokenizer = AutoTokenizer.from_pretrained("me/small")
 model = AutoModelForMaskedLM.from_pretrained("me/small")
 print(model(**tokenizer("the cat", return_tensors="pt")).logits.sum().item())
@@ -75,9 +75,9 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     files, out = server.repositories["me/small"]["main"], tmp_path / "run"
     messages = [message for _, _, message in server.commits]
     step_2 = "Training in progress, step 2"
-    assert messages == ["In training", "Settings", step_2, f"{step_2}, checkpoint", "Trained for 4 steps"]
+    assert messages == ["In training", step_2, f"{step_2}, checkpoint", "Trained for 4 steps"]
     whole = {"last-checkpoint/optimizer.pt", "last-checkpoint/recipe_state.json", "last-checkpoint/manifest.json"}
-    assert {*whole, "preset.yaml", "model.safetensors"} <= server.held[3]
+    assert {*whole, "model.safetensors"} <= server.held[2]
     wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
     wanted |= {"preset.yaml", "run_record.json", "loss_curve.png"}
     assert wanted <= set(files) and not [name for name in files if "training_args" in name or "checkpoint" in name]
@@ -92,20 +92,16 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     (elsewhere / "load.py").write_text(LOAD)
     loaded = run_python(elsewhere / "load.py", cwd=elsewhere, env={"HF_HOME": str(elsewhere / "hf")})
     assert loaded.returncode == 0, loaded.stderr
-    from_disk = LOAD.replace("me/small", str(out))
-    (elsewhere / "disk.py").write_text(from_disk)
-    assert run_python(elsewhere / "disk.py", cwd=elsewhere).stdout == loaded.stdout
+    text = AutoTokenizer.from_pretrained(out)("the cat", return_tensors="pt")
+    total = AutoModelForMaskedLM.from_pretrained(out)(**text).logits.sum().item()
+    assert float(loaded.stdout) == pytest.approx(total, rel=1e-5)
 
 
 def test_the_card_says_what_the_record_says(server, preset, tmp_path):
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small")
     card = card_of(server.repositories["me/small"]["main"])
     head = yaml.safe_load(str(card).split("---")[1])
-    assert (head["library_name"], head["pipeline_tag"], "roberta" in head["tags"]) == (
-        "transformers",
-        "fill-mask",
-        True,
-    )
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "fill-mask")
     (index,) = head["model-index"]
     measured = {m["type"]: m["value"] for result in index["results"] for m in result["metrics"]}
     assert index["name"] == "small"
@@ -123,7 +119,7 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         "![loss over steps](loss_curve.png)",
     ):
         assert wanted in card.text, wanted
-    assert [message for _, _, message in server.commits] == ["In training", "Settings", "Trained for 4 steps"]
+    assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
     assert "num_train_epochs" not in card.text and "held-out tokens measured on" in card.text
     assert head["language"] == "en" and "recipe on train.parquet: " in card.text
     assert str(tmp_path) not in str(card)  # no path of this machine
@@ -143,8 +139,6 @@ def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_pat
     server.private.clear()
     with pytest.raises(InputError, match="me/small is there already, and public"):
         push_tool.main([*push, "--private"])
-    with pytest.raises(InputError, match=r"the Hub refuses me/small: Invalid metadata .*license"):
-        push_tool.main(["--model", str(tmp_path / "run"), "--repo", "small", "--license", "bogus"])
     head = card_of(server.repositories["me/small"]["main"]).data.to_dict()
     assert (head["license"], head["language"]) == ("mit", ["en"])
 
@@ -157,11 +151,9 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
     push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small"])
     assert server.drops == [] and sum(line.endswith("dropped") for line in server.log) == 6
     assert len(server.commits) == 1
-    assert (
-        server.repositories["me/small"]["main"]["model.safetensors"]
-        == (tmp_path / "run/model.safetensors").read_bytes()
-    )
-    assert "trying again" in capsys.readouterr().err
+    files = server.repositories["me/small"]["main"]
+    assert files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+    assert "retry in" in capsys.readouterr().err
 
     server.drops = [("POST", "/commit/")] * 4
     with pytest.raises(RunError, match=r"cannot be reached for me/small .*nothing here is lost"):
@@ -169,17 +161,17 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
 
 
 def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, monkeypatch):
-    push = hub.Publisher.push_preset
+    push = hub.Publisher.push_checkpoint
 
-    def dropping(*args):
-        server.drops = [("POST", "/commit/")]
-        push(*args)
+    def dropping(publisher, folder, step):
+        server.drops = [("POST", "/commit/")] if step == 1 else []
+        push(publisher, folder, step)
 
-    monkeypatch.setattr(hub.Publisher, "push_preset", dropping)
-    saving = ["--save_strategy", "steps", "--save_steps", "2", "--hub_always_push", "true"]
+    monkeypatch.setattr(hub.Publisher, "push_checkpoint", dropping)
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--hub_always_push", "true", "--max_steps", "3"]
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
-    assert record["steps"] == 4 and "a push while training failed, and training continues" in capsys.readouterr().err
-    assert [message for _, _, message in server.commits][1:] == ["Training in progress, step 2", "Trained for 4 steps"]
+    assert record["steps"] == 3 and "a push while training failed, and training continues" in capsys.readouterr().err
+    assert [message for _, _, message in server.commits][1:] == ["Training in progress, step 2", "Trained for 3 steps"]
 
 
 def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
@@ -224,54 +216,32 @@ def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset,
 
 def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):
     push = ("--push_to_hub", "true", "--hub_model_id")
-    with pytest.raises(InputError, match=r"the token may not write to you/small .*repository of your own"):
+    with pytest.raises(InputError, match=r"the Hub refuses you/small \(403: You don.t have .*may write there"):
         train(preset, *push, "you/small")
-    with pytest.raises(InputError, match="'me/small/er' is no name for a repository"):
+    with pytest.raises(InputError, match=r"the Hub refuses me/small/er .*Repo id must be"):
         train(preset, *push, "me/small/er")
     server.repositories["you/theirs"] = {"main": {}}
-    with pytest.raises(InputError, match="the token may not write to you/theirs"):
+    with pytest.raises(InputError, match="the Hub refuses you/theirs"):
         train(preset, *push, "you/theirs")
     server.repositories["me/taken"] = {"main": {"model.safetensors": b"of somebody", "config.json": b"{}"}}
     with pytest.raises(InputError, match=r"the name me/taken is taken.*2 files of something else"):
         train(preset, *push, "me/taken")
-    server.repositories["me/odd"] = {"main": {"README.md": b"---\na: [\n---\n", "config.json": b"{}"}}
-    with pytest.raises(InputError, match="the name me/odd is taken"):
-        train(preset, *push, "me/odd")
-    for token, message in (("hf_wrongSecret", "does not know the token.*that may write to"), ("", "does not know"),
+    for token, message in (("hf_wrongSecret", "401: Invalid user.*may write there"), ("", "the Hub refuses"),
                            ("hf_Sécret", "contains invalid characters")):  # fmt: skip
         monkeypatch.setenv("HF_TOKEN", token)
         for name in ("me/small", "small"):
             with pytest.raises(InputError, match=message) as refused:
                 train(preset, *push, name)
             assert "cret" not in str(refused.value)
-    for flag in ("--hub_token", "--hub_tokn"):
-        with pytest.raises(InputError, match=flag[2:]) as refused:
-            train(preset, f"{flag}=hf_Secret", "--output_dir", tmp_path / "other")
-        assert "Secret" not in str(refused.value) and not (tmp_path / "other").exists()
+    with pytest.raises(InputError, match="hub_token") as refused:
+        train(preset, "--hub_token=hf_Secret", "--output_dir", tmp_path / "other")
+    assert "Secret" not in str(refused.value) and not (tmp_path / "other").exists()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
         train(preset, *push, "me/small")
     assert not (tmp_path / "run" / "run_record.json").exists() and server.commits == []
     assert server.repositories["me/taken"]["main"]["model.safetensors"] == b"of somebody"
-
-
-@pytest.mark.parametrize(
-    ("error", "wanted"),
-    [  # what hf_xet raises for a server's answer; the loopback server does not speak its protocol
-        (ConnectionError("HTTP status client error (401 Unauthorized) for url"), "does not know the token"),
-        (PermissionError("HTTP status client error (403 Forbidden)"), "may not write"),
-        (PermissionError("token refresh failed"), "does not know the token"),
-        (ConnectionError("HTTP status server error (503 Service Unavailable)"), None),
-        (ConnectionError("connection reset"), None),
-    ],
-)
-def test_errors_of_the_xet_client(error, wanted):
-    if wanted:
-        with pytest.raises(InputError, match=wanted):
-            hub._refused_or_broken(error, "me/small")
-    else:
-        assert hub._refused_or_broken(error, "me/small")
 
 
 def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
@@ -308,16 +278,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     rows = [f"{n}\tThe cat sees a dog.\tA dog is {['red', 'seen'][n % 2]}.\t{answers[n % 2]}" for n in range(24)]
     for split, some in (("train", rows), ("dev", rows[::-1])):
         (folder / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "\n".join(some) + "\n")
-    argv = [
-        "--task_name",
-        "rte",
-        "--data_dir",
-        str(tmp_path),
-        "--other_rows",
-        "true",
-        "--model_name_or_path",
-        model_dir,
-    ]
+    argv = ["--task_name", "rte", "--data_dir", str(tmp_path), "--other_rows", "true"]
+    argv += ["--model_name_or_path", model_dir]
     argv += ["--max_steps", "-1", "--num_train_epochs", "1", "--warmup_steps", "0", "--use_cpu", "--seeds", "1", "2"]
     argv += ["--max_seq_length", "32", "--output_dir", str(tmp_path / "rte"), "--push_to_hub", "true"]
     argv += ["--disable_tqdm", "true"]
@@ -343,11 +305,8 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     (metric,) = result["metrics"]
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
     assert head["pipeline_tag"] == "text-classification"
-
     with pytest.raises(InputError, match="keep=none leaves no weights to push"):
         finetune_glue.main([*argv, "--keep", "none"])
-    with pytest.raises(InputError, match="hub_strategy=checkpoint: fine-tuning pushes the best run"):
-        finetune_glue.main([*argv, "--hub_strategy", "checkpoint"])
 
 
 def made_up_summary(**dataset):
@@ -376,11 +335,8 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     )
     assert scored in card.text and "Majority answer: the score of the most frequent right answer" in card.text
     assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
-    with pytest.raises(InputError, match=r"has no summary\.json"):
+    with pytest.raises(InputError, match=r"summary\.json is missing"):
         push_tool.main([*push, str(tmp_path / "none")])
-    (tmp_path / "sense" / "summary.json").write_text('{"task": "rte", "resolved_args": {}}')
-    with pytest.raises(InputError, match="has no 'settings': it was written by another version"):
-        push_tool.main([*push, str(tmp_path / "sense")])
     with pytest.raises(InputError, match="holds no finished run"):
         push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
 
@@ -389,64 +345,29 @@ CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "
 
 
 def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
-    """Name, data, task type and metrics come from the job, settings from the flags' declarations; the card knows no
-    task."""
+    """Name, data, task type and metrics come from the job, settings from the flags' declarations."""
     summary = made_up_summary(note="with labels of our own")
     settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
-    settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "max_steps": -1}
+    settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "global_batch_size": 16}
     record = {
         **{"task": "same sense", "metric": "kappa", "metrics": {"kappa": 0.6, "total": 100}, "degenerate": False},
         **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
         **{"scored_examples": {"validation_a": 1250, "validation_b": 30}, "baseline": None},
-        **{"resolved_args": {**settings, "global_batch_size": 16}, "tokens_seen": 1000, "tokens_per_second": 10},
-        **{"shown_args": [name for name in settings if name not in ("hidden", "model_name_or_path")]},
-        **{"train_seconds": 100.0, "versions": {"torch": "2"}, "commit": "abc", "fingerprint": {"weights": "a" * 16}},
+        **{"resolved_args": settings, "tokens_seen": 1000, "tokens_per_second": 10, "train_seconds": 100.0},
+        **{"shown_args": ["max_seq_length", "seed", "temperature", "layer_decay", "bf16"]},
+        **{"versions": {"torch": "2"}, "commit": "abc", "fingerprint": {"weights": "a" * 16}},
         **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
     }
     shown = cards.fine_tuned("me/sense", CONFIG, record, summary)
-    (result,) = shown.data.to_dict()["model-index"][0]["results"]
-    assert result["task"] == {"type": "text-classification"}
+    head = shown.data.to_dict()
+    (result,) = head["model-index"][0]["results"]
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
-    assert "| Same sense? | validation, 277 examples | kappa |" in shown.text
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
-    assert "nyu-mll" not in str(shown) and "huggingface.co/datasets" not in str(shown) and "total" not in str(shown)
+    assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]
     table = shown.text.split("## Training")[1].split("10 steps")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
-    assert names == ["", "---", "max_seq_length", "seed", "learning_rate", "temperature"]
-
-    of_hub = {**record, "dataset": {**record["dataset"], "hub_id": "me/sense", "hub_config": "all", "note": ""}}
-    alone = cards.fine_tuned("me/sense", CONFIG, of_hub, None)  # a run without a summary
-    assert "; commit abc. `preset" in alone.text
-    assert "Made with torch 2. `preset" in cards.fine_tuned("me/sense", CONFIG, {**record, "commit": None}, None).text
-    assert (
-        "| validation_a, 1,250 examples; validation_b, 30 examples | kappa | 60.0 | 60.0 to 60.0 | 1 | - |"
-        in alone.text
-    )
-    assert "on Same sense? ([me/sense](https://huggingface.co/datasets/me/sense)) by the protocol" in alone.text
-    (result,) = alone.data.to_dict()["model-index"][0]["results"]
-    assert (result["dataset"]["type"], result["dataset"]["config"]) == ("me/sense", "all")
-    assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.6, "name": "kappa, median of 1 seed"}]
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "base"),
-    [
-        ("runs/roberta_small", "a" * 16, None),  # a folder that has moved since
-        ("exp/roberta_small", "a" * 16, None),
-        ("FacebookAI/roberta-base", "a" * 40, "FacebookAI/roberta-base"),
-        ("FacebookAI/roberta-base", None, "FacebookAI/roberta-base"),
-        ("roberta-base", None, "roberta-base"),
-        ("roberta_small", None, None),
-        ("runs/roberta_small", None, None),
-        ("../roberta_small", None, None),
-        ("tests/data", None, None),
-        ("presets/mlm", None, None),  # below the repository
-    ],
-)
-def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch, name, weights, base):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tests" / "data").mkdir(parents=True)
-    record = {"resolved_args": {"model_name_or_path": name}, "fingerprint": {"weights": weights} if weights else {}}
-    assert cards._base_model(record) == ({"base_model": base} if base else {})
-    assert cards._start_name(record) == (base or name.split("/")[-1])
+    assert names == ["", "---", "max_seq_length", "seed", "temperature"]
+    alone = cards.fine_tuned("me/sense", CONFIG, record, None)  # other seeds are still training
+    splits = "validation_a, 1,250 examples; validation_b, 30 examples"
+    assert f"| {splits} | kappa | 60.0 | 60.0 to 60.0 | 1 | - |" in alone.text

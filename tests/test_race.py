@@ -12,19 +12,14 @@ from conftest import (
     PLACES,
     SUBJECTS,
     VERBS,
-    copied,
-    end_well,
-    forked_ranks,
     losses,
     make_documents,
-    run_python,
     second_of_training,
 )
-from safetensors.torch import load_file
 from transformers import AutoModelForMultipleChoice
 
 import finetune_race
-from roberta_recipe import durable, log
+from roberta_recipe import durable
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import race
@@ -108,63 +103,13 @@ def test_from_the_command_line(flags, tmp_path, data_dir, capsys):
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_long_parts_say_how_far_they_are(flags, capsys, monkeypatch):
-    monkeypatch.setattr(log, "SILENT_S", -1.0)  # each step is a long one
-    finetune_race.main(flags("--do_predict"))
-    said = capsys.readouterr().err
-    # three splits; an epoch and the test set
-    for part, splits in (("Tokenizing articles", 3), ("Tokenizing options", 3), ("Measuring", 2)):
-        assert said.count(f"{part} 100%, ETA 0 s") == splits, (part, said)
-
-
-def test_passages_without_questions_are_counted(flags, tmp_path, data_dir, capsys):
-    shutil.copytree(data_dir, tmp_path / "data")
-    empty = {"article": "A ship.", "questions": [], "options": [], "answers": [], "id": "high7.txt"}
-    write(tmp_path / "data" / "train" / "high", "7.txt", empty)
-    finetune_race.main(flags("--data_dir", tmp_path / "data", "--max_steps", 1))
-    said, counts = capsys.readouterr().err, record_of(tmp_path / "race")["features"]
-    assert "Passages    train, high: 9; no question, and so no example, in 1: high/7.txt" in said
-    assert "Passages    train, middle: 8\n" in said
-    high, middle = counts["train_high"], counts["train_middle"]
-    assert (high["passages"], high["passages_without_questions"], high["questions"]) == (9, 1, 24)
-    assert (middle["passages"], middle["passages_without_questions"], middle["questions"]) == (8, 0, 24)
-
-
-def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
-    """A copy of the script with `roberta_recipe` and a preset in an empty folder; then the same command line, which
-    finds its runs done. (With a launcher: tests/test_glue.py.)"""
-    script = copied("finetune_race.py", tmp_path / "mine")
-    shutil.copy(root / "presets" / "race" / "paper.yaml", script.parent / "mine.yaml")
-    argv = flags("--seeds", 1, 2, "--level", "high")
-    assert argv[0] == "--config"
-    done = run_python(script, "--config", "mine.yaml", *argv[2:], cwd=script.parent)
-    assert done.returncode == 0, done.stderr
-    assert "medians: accuracy" in done.stdout and "middle" not in done.stdout.replace("middle 86.5", "")
-    assert record_of(tmp_path / "race")["steps"] == 6
-    finetune_race.main(argv)
-    again = capfd.readouterr()
-    assert again.err.count("Done") == 2 and "  loss " not in again.err
-    assert len(list((tmp_path / "race").rglob("best/model.safetensors"))) == 1
-
-
-def test_two_processes_give_the_curve_of_one_process(flags, tmp_path):
-    finetune_race.main(flags("--output_dir", tmp_path / "single"))
-    argv = flags("--per_device_train_batch_size", 1)
-    end_well(forked_ranks(lambda rank: finetune_race.main(argv), tmp_path))
-    single, two = record_of(tmp_path / "single"), record_of(tmp_path / "race")
-    assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 6
-    assert two["metrics"] == single["metrics"] and two["tokens_seen"] == single["tokens_seen"]
-
-
 def test_any_accumulation_and_activation_checkpointing_give_one_curve(flags, tmp_path):
     curves = []
-    for others in ((4,), (2,), (1,), (4, "--activation_checkpointing", "true")):
+    for others in ((4,), (1, "--activation_checkpointing", "true")):
         out = tmp_path / str(len(curves))
         finetune_race.main(flags("--output_dir", out, "--per_device_train_batch_size", *others))
         curves.append(losses(record_of(out)))
-    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=1e-4)
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0] and curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
@@ -172,9 +117,8 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
     for split in ("train", "dev"):
         for number in range(3):
             row = passage(number, "learn")
-            for key in ("questions", "options", "answers"):
-                row[key] = row[key][:1]
-            write(tmp_path / "data" / split / "middle", f"{number}.txt", {**row, "split": split})  # not the same file
+            row |= {key: row[key][:1] for key in ("questions", "options", "answers")}
+            write(tmp_path / "data" / split / "middle", f"{number}.txt", row)
     longer = ["--max_steps", 120, "--eval_strategy", "steps", "--eval_steps", 60, "--learning_rate", 3e-3]
     longer += ["--global_batch_size", 3, "--per_device_train_batch_size", 3]
     found = finetune_race.main(flags("--data_dir", tmp_path / "data", "--level", "middle", *longer))
@@ -212,7 +156,6 @@ def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir
             alone = tokenizer(questions[number].with_option(option)).input_ids
             assert ids.tolist() == [*alone, 2, 2]  # an empty passage
     finetune_race.main(flags("--without_article", "true"))
-    assert record_of(tmp_path / "race")["features"]["train_high"]["longest"] < 50
 
 
 def test_scores_come_from_the_stored_model(flags, tmp_path, data_dir, tokenizer):
@@ -262,7 +205,7 @@ def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
     found: list[str] = []
     questions = race.read_folder(tmp_path, "train", ("high",), found)
     assert found == ["high/0.txt", "high/2.txt", "high/5.txt"]
-    assert [question.passage for question in questions[::3]] == [f"high/{number}.txt" for number in (1, 3, 4)]
+    assert [question.id for question in questions[::3]] == [f"high/{number}.txt, question 1" for number in (1, 3, 4)]
     assert len(questions) == 9 and questions == race.read_folder(tmp_path, "train", ("high",))
 
 
@@ -305,32 +248,9 @@ def test_long_options_are_cut_and_counted(tokenizer):
     assert made.options_cut.tolist() == [2]
     assert [len(option) for option in made.rows[0]["options"]][:2] == [24, 24]
     article, length = made.rows[0]["article"].tolist(), made.rows[0]["length"]
-    assert not made.articles_cut[0] and made.lengths[0] > length == 24 + len(article) + 4
+    assert not made.articles_cut[0] and length == 24 + len(article) + 4
     batch = race.RaceCollator(tokenizer, 64)(made.rows)
     assert batch["input_ids"][0, 0, 25 + 2 : length].tolist() == [*article, tokenizer.eos_token_id]
-
-
-def test_articles_are_stored_once(tokenizer, data_dir):
-    made = race.features(race.read_folder(data_dir, "train", ("high",)), tokenizer, 64, 24)
-    bases = {id(row["article"].base if row["article"].base is not None else row["article"]) for row in made.rows}
-    assert len(bases) == COUNTS["train"] and len(made.rows) == 3 * COUNTS["train"]
-
-
-def test_the_card_says_what_the_model_was_shown():
-    whole, no_article = race.dataset_card("all", False), race.dataset_card("middle", True)
-    assert (whole["name"], whole["hub_id"], whole["hub_config"]) == ("RACE", "ehovy/race", "all")
-    assert (no_article["name"], no_article["hub_id"]) == ("race (without_article, level middle)", None)
-    assert set(no_article["hub_metrics"]) == {"accuracy", "middle"}
-
-
-def test_a_slice_is_taken_evenly(data_dir, flags):
-    args = finetune_race.RaceArguments(data_dir=str(data_dir), max_train_samples=12)
-    some = finetune_race.read_split(args, "train")
-    assert (
-        len(some) == 12 == len({question.id for question in some})
-        and sum(question.level == "high" for question in some) == 6
-    )
-    assert len(finetune_race.read_split(args, "validation")) == 24
 
 
 def test_the_hubs_columns(monkeypatch):
@@ -349,7 +269,6 @@ def test_the_hubs_columns(monkeypatch):
 # Bad input
 
 ROW = passage(0, "bad")
-NO_QUESTIONS = {"questions": [], "options": [], "answers": []}
 
 
 @pytest.mark.parametrize(
@@ -357,21 +276,14 @@ NO_QUESTIONS = {"questions": [], "options": [], "answers": []}
     [
         ("{", r"middle/8.txt is not JSON"),
         ("[]", r"8.txt is not a passage of RACE \(article, questions, options, answers\)"),
-        ({**ROW, "answers": ["A", "E", "B"]}, r"middle/8.txt, question 2: answer 'E' is none of A, B, C, D"),
-        ({**ROW, "answers": ["A", 1, "B"]}, r"question 2: answer 1 is none of"),
-        ({**ROW, "answers": ["A", "", "B"]}, r"question 2: answer '' is none of"),
-        ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: the options are .*, and must be 4 texts"),
+        ({**ROW, "answers": ["A", "E", "B"]}, r"middle/8.txt, question 2: .* and answer 'E'"),
+        ({**ROW, "answers": ["A", "", "B"]}, r"question 2: .* and answer ''"),
+        ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: .* not options \['a', 'a', 'a'\]"),
+        ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: .* not options 'abcd'"),
         ({**ROW, "answers": ["A", "B"]}, r"8.txt is not a passage of RACE .*ValueError"),
-        ({**ROW, "article": " \n"}, r"question 1: article, question and options must be Unicode texts"),
-        ({**ROW, "answers": None}, r"8.txt is not a passage of RACE .*TypeError"),
-        ({**ROW, "questions": []}, r"8.txt is not a passage of RACE .*ValueError"),
-        ({**ROW, **NO_QUESTIONS, "article": None}, r"8.txt is not a passage of RACE .*AttributeError"),
-        ({**ROW, **NO_QUESTIONS}, r"middle: 1 passage, and none has a question"),
-        ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: the options are 'abcd'"),
-        ({**ROW, "options": [None, ["a"] * 4, ["a"] * 4]}, r"question 1: the options are None"),
-        ({**ROW, "article": "half \ud83d"}, r"question 1: article, question and options must be Unicode texts"),
-        ("[" * 10**5, r"8.txt is not JSON"),
-        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: article, question and options must be Unicode texts"),
+        ({**ROW, "article": " \n"}, r"question 1: an article"),
+        ({**ROW, "article": "half \ud83d"}, r"question 1: an article"),
+        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: an article"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, content, said):
@@ -380,18 +292,10 @@ def test_bad_questions_are_named(tmp_path, content, said):
         race.read_folder(tmp_path, "train", ("middle",))
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "dev" / "high").mkdir(parents=True)
-    (tmp_path / "dev" / "high" / "1.txt").write_bytes(b'{"article": "\xff"}')
-    with pytest.raises(InputError, match=r"1.txt is not UTF-8 text"):
-        race.read_folder(tmp_path, "validation", ("high",))
-
-
 BAD = {
     "no folder": (["--data_dir", "/nowhere"], r"/nowhere/train/middle has no \*.txt.*--level middle or high"),
     "option length": (["--max_option_length", 60], "max_option_length=60 must be from 1 to 59"),
     "no option": (["--max_option_length", 0], "max_option_length=0 must be from 1"),
-    "samples": (["--max_train_samples", 0], "max_train_samples=0"),
     "positions": (["--max_seq_length", 65], "max_seq_length=65 is more than the 64 positions"),
 }
 
@@ -414,11 +318,3 @@ def test_presets_are_the_papers_and_fairseqs(root):
         assert (training.learning_rate, args.global_batch_size, args.seeds) == (1e-5, 16, [1, 2, 3, 4, 5])
         assert (args.max_seq_length, args.max_option_length, training.max_grad_norm) == (512, 128, 0)
         assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
-
-
-def test_from_a_classifier_the_body_is_kept(model_dir, tmp_path):
-    args = finetune_race.RaceArguments(model_name_or_path=model_dir, head_dropout=0.0)
-    model = finetune_race.build_model(args)
-    name = "roberta.encoder.layer.0.attention.self.query.weight"
-    assert model.state_dict()[name].equal(load_file(f"{model_dir}/model.safetensors")[name])
-    assert model.dropout.p == 0.0

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import write_summary
-from roberta_recipe.tasks.seeds import Run, summarise
+from roberta_recipe.tasks.summaries import Run, summarise
 
 EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
 

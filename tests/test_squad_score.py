@@ -105,20 +105,6 @@ def test_what_cannot_be_scored_is_named(score, texts, odds, said):
         score(GOLD, texts, odds)
 
 
-def test_bad_command_lines(score, tmp_path):
-    score(GOLD, TEXTS)
-    files = ["--predictions", str(tmp_path / "predictions.json"), "--validation_file", "x"]
-    for argv, said in (
-        (files[:2], "required: --validation_file"),
-        ([*files, "--data_dir", "x"], "unknown argument '--data_dir'"),
-        ([*files, "--null_odds", "x"], "null_odds=x goes with version 2.0: add --version_2_with_negative"),
-        (files, "x is missing"),
-        (["--predictions", "none.json", "--validation_file", str(tmp_path / "validation_file.json")], "have no answer"),
-    ):
-        with pytest.raises(InputError, match=re.escape(said)):
-            squad_score.main(argv)
-
-
 def test_it_starts_without_the_libraries_of_training(root):
     loaded = "import tools.squad_score, sys; print(*{'torch', 'datasets', 'evaluate'} & sys.modules.keys())"
     done = run_python("-c", loaded, cwd=root)

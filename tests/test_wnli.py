@@ -42,14 +42,14 @@ def test_rows_of_a_made_up_test_set_find_their_schemas(tmp_path):
     lines = read_text(tmp_path / "glue" / "WNLI" / "test.tsv").splitlines()[1:]
     rows = wnli.align_rows([tuple(line.split("\t")[1:]) for line in lines], schemas, "test.tsv")
     assert [row.schema.idx for row in rows] == order and len(order) == 146
-    assert {row.found for row in rows} == {wnli.FOUND[0]}
+    assert {row.origin for row in rows} == {wnli.ORIGINS[0]}
     assert sum(row.cost > 0 for row in rows) >= 12  # rows that no literal comparison would find
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_rewritten_rows_find_their_schemas(tmp_path, seed):
     """200 rewritten hypotheses from a generator; at most two find another schema."""
-    write_wsc(tmp_path, tmp_path / "glue", share=0.5, seed=seed)
+    write_wsc(tmp_path, tmp_path / "glue", seed=seed)
     schemas, draw = wsc.read_wsc(tmp_path / "train.jsonl")[:200], random.Random(seed)
     rows = [
         (s.text, rewritten(s.text[: s.start].split(), s.query.split(), s.text[s.end :].split(), draw, changes=True))
@@ -73,7 +73,7 @@ def test_rewritten_rows_find_their_schemas(tmp_path, seed):
 )
 def test_a_rewritten_phrase_is_wscs(cellar, hypothesis, query):
     row = aligned(cellar, CELLAR, hypothesis)
-    assert (row.schema.query, row.found) == (query, "WSC's phrase") and row.schema in cellar
+    assert (row.schema.query, row.origin) == (query, "WSC's phrase") and row.schema in cellar
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,8 @@ def test_another_phrase_or_pronoun_becomes_a_schema_of_its_own(cellar, hypothesi
     row = aligned(cellar, CELLAR, hypothesis)
     schema = row.schema
     assert (schema.query, schema.text[schema.start : schema.end]) == (query, pronoun)
-    assert row.found == wnli.FOUND[found] and schema.label is None and schema.where == "test.tsv, row 1"
+    assert row.origin == wnli.ORIGINS[found] and schema.label is None and schema.where == "test.tsv, row 1"
     assert len(row.marked) == (2 if found == 1 else 0)
-
-
-def test_a_text_that_wsc_lacks_is_read_for_its_pronoun(cellar):
-    text = "The kettle stood on the stove until it sang; nobody heard it but the cat."
-    rows = [(CELLAR, "Alma wanted to open the cellar."), (text, "Nobody heard the stove but the cat.")]
-    known, own = wnli.align_rows(rows, cellar, "test.tsv")
-    assert known.found == wnli.FOUND[0] and own.found == wnli.FOUND[3]
-    assert own.schema.query == "the stove" and own.schema.start == text.rindex("it but")
 
 
 def test_texts_that_differ_in_spacing_keep_their_own_positions(tmp_path):
@@ -161,9 +153,7 @@ def test_phrases_that_can_name_a_query(phrase, query, extra):
 
 
 def test_what_cannot_be_a_row(cellar):
-    with pytest.raises(InputError, match=r"test.tsv, row 2: sentence1 'No word here.' has no pronoun"):
+    with pytest.raises(InputError, match=r"test.tsv, row 2: 'No word here.' has no pronoun"):
         wnli.align_rows([(CELLAR, "Alma wanted it."), ("No word here.", "x")], cellar, "test.tsv")
-    with pytest.raises(InputError, match=r"row 1: sentence2 '...' has no words"):
-        wnli.align_rows([(CELLAR, "...")], cellar, "test.tsv")
     with pytest.raises(InputError, match=r"wsc.jsonl has none of its texts; give SuperGLUE's WSC file of the same"):
         wnli.align_rows([("It rains.", "The sky rains.")], cellar, "test.tsv")

@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(f"{path.stat().st_size:>14,}  {path.name}" for path in files))
         return
     hub.find_model(model)  # refuses a folder without a finished run, before anything is asked of the Hub
-    mark = hub.mark_of(model)
-    repo, ours = hub.open_repo(args.repo, mark, args.private or None, args.revision, replace=args.replace)
-    publisher = hub.Publisher(repo, mark, args.revision)
+    run_id = hub.run_id(model)
+    repo, ours = hub.open_repo(args.repo, run_id, args.private or None, args.revision, replace=args.replace)
+    publisher = hub.Publisher(repo, run_id, args.revision)
     publisher.push(model, f"Upload {model.resolve().name}", results, replace=not ours, **metadata)
 
 

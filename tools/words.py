@@ -38,7 +38,7 @@ from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model import weights
-from roberta_recipe.significance import error_of_ratio, with_error
+from roberta_recipe.standard_error import error_of_ratio, with_error
 from roberta_recipe.training import environment, predictions
 
 SHARE = 0.15  # of the words of a window

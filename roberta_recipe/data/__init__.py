@@ -3,3 +3,5 @@
 corpus (sources and their files) -> documents (rows of a file) -> tokenization (sentences, ids) -> packing (blocks) ->
 stream or token_cache (blocks from text, or packed once) -> order (which block comes when) -> masking (batches).
 """
+
+IGNORED = -100  # the label of a position that is not predicted

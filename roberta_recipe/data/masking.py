@@ -14,13 +14,12 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.arithmetic import round_up
-from roberta_recipe.data import phrases
+from roberta_recipe.data import IGNORED, phrases
 from roberta_recipe.data.mask_units import Unit, Words, chosen_phrases, chosen_spans, chosen_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
 
-IGNORED = -100  # the label of a position that is not predicted
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
 CLUSTER = "cluster"  # of a validation example: the number of the document in which it begins
 

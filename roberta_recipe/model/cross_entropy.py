@@ -8,7 +8,7 @@ precision of the logits.
 
 import torch
 
-from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data import IGNORED
 
 LOGITS_AT_ONCE = 1 << 22  # fp32 copy and softmax take 34 MB, which stay in an H100's L2 cache
 

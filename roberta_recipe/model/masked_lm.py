@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.arithmetic import round_up
-from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import albert, architectures, weights
 from roberta_recipe.model.attention import MASKED_BY_PAIRS

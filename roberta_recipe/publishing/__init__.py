@@ -1,1 +1,1 @@
-"""What leaves the machine: a run's files on the Hub, its model card, its plots."""
+"""Publishing: uploads to the Hub, model cards, plots, Markdown tables."""

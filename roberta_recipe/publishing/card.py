@@ -1,8 +1,7 @@
-"""The model card of a finished run: a Jinja template for each kind of run, filled from its records (Mitchell et al.
-2019, arXiv 1810.03993).
+"""Model cards (Mitchell et al. 2019, arXiv 1810.03993): Jinja templates filled from run records, with the scores in the
+Hub's `model-index` form.
 
-Scores are in the Hub's `model-index` form as well. A task describes its dataset (`record.DatasetCard`), and each flag
-declares whether the card shows it (`args.Flag`).
+A task describes its dataset (`record.DatasetCard`), and each flag declares whether the card shows it (`args.Flag`).
 """
 
 import json
@@ -18,7 +17,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted
 from roberta_recipe.publishing import minimal_pairs
 from roberta_recipe.publishing.tables import plain, table
-from roberta_recipe.significance import perplexity_with_error, with_error
+from roberta_recipe.standard_error import perplexity_with_error, with_error
 
 ROBERTA_TOKENS = 2.1e12  # Table 9: 500K steps of 8K sequences of 512 tokens
 
@@ -29,9 +28,7 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
-_HUB_ID, _HUB_COMMIT = re.compile(r"[\w.-]+(/[\w.-]+)?"), re.compile("[0-9a-f]{40}")
-_KNOWN_ID = re.compile(r"(xlm-roberta|roberta|camembert|bert|albert)-(base|large|xlarge|xxlarge)[\w-]*")  # no namespace
-_SHARED = ("task", "metric", "dataset", "scored_examples", "baseline", "resolved_args", "shown_args")  # with a summary
+_HUB_ID, _HUB_COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile("[0-9a-f]{40}")
 _SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden size",
@@ -52,17 +49,23 @@ def pretrained(
     **metadata: Any,
 ) -> ModelCard:
     """The card of a pretraining run: `config` is its config.json, `summaries` are of fine-tunings from it, `metadata`
-    of the card's head."""
-    corpus = _corpus_name(record["resolved_args"])
-    results = _of_text(corpus, corpus, record["metrics"])
+    is for the card's YAML head."""
+    args = record["resolved_args"]
+    if args.get("train_file"):  # without the machine's path
+        corpus = ", ".join(Path(name).name for name in args["train_file"])
+    else:
+        corpus = Path(args["corpus"]).stem
+    results = _text_results(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
         measured = {f"eval_{key}": value for key, value in source.items()}
-        results += _of_text(f"{corpus}/{name}", f"{corpus}: {name}", measured)
-    results += [result for summary in summaries for result in _of_task(summary)]
+        results += _text_results(f"{corpus}/{name}", f"{corpus}: {name}", measured)
+    results += [result for summary in summaries for result in _task_results(summary)]
+    tokens = record["tokens_seen"]
     return _card(
         "pretrained.md.jinja", repo, config, record, results, revision,
         {"language": record["fingerprint"].get("language"), **metadata},
-        corpus=corpus, tokens_seen=_millions(record["tokens_seen"]), roberta_tokens=ROBERTA_TOKENS,
+        corpus=corpus, tokens_seen=f"{tokens / 1e9:,.1f} B" if tokens >= 1e10 else f"{tokens / 1e6:,.1f} M",
+        roberta_tokens=ROBERTA_TOKENS,
         corpus_rows=_corpus_rows(record), text_rows=_text_rows(record), score_rows=_score_rows(summaries),
         blimp_head=minimal_pairs.HEAD, blimp_explained=minimal_pairs.EXPLAINED,
         blimp_rows=minimal_pairs.lines({repo.split("/")[-1]: blimp_record}) if blimp_record else [],
@@ -77,14 +80,14 @@ def fine_tuned(
     revision: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """The card of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None for a run by
-    itself)."""
-    dataset, summary = record["dataset"], summary or _alone(record)
+    """The card of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None while others
+    are training)."""
+    dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
     language = {"language": "en"} if hub_id else {}  # GLUE, SQuAD and RACE
     return _card(
-        "fine_tuned.md.jinja", repo, config, record, _of_task(summary), revision, {**language, **metadata},
-        dataset=dataset, linked=hub_id and "/" in hub_id and _HUB_ID.fullmatch(hub_id), summary=summary,
+        "fine_tuned.md.jinja", repo, config, record, _task_results(summary), revision, {**language, **metadata},
+        dataset=dataset, linked=hub_id and _HUB_ID.fullmatch(hub_id), summary=summary,
         seeds=", ".join(f"seed {seed}: {records.percent(value)}" for seed, value in scores["seeds"].items()),
         degenerate=scores["degenerate_seeds"], score_rows=_score_rows([summary]),
     )  # fmt: skip
@@ -97,7 +100,7 @@ def announced(repo: str, **metadata: Any) -> ModelCard:
 
 
 def scored_on(summary: records.Summary, metric: str = "") -> str:
-    """Split and number of examples that the scores are of, or those of a single metric."""
+    """The split and the number of examples of the scores, or of a single metric."""
     counts = summary["scored_examples"]
     if metric in counts:
         return f"{next(iter(counts))}, {counted(counts[metric], 'example')}"
@@ -106,39 +109,27 @@ def scored_on(summary: records.Summary, metric: str = "") -> str:
 
 
 def of_baseline(summary: records.Summary, metric: str) -> str:
-    """What the same answer to every example scores by a metric, and which answer; "-" where there is no such figure."""
+    """The majority answer and its score; "-" where there is none."""
     baseline = summary["baseline"]
     value = baseline["metrics"].get(metric) if baseline else None
     return "-" if value is None else f"{records.percent(value)} (always {baseline['answer']})"
 
 
 def device_of(hardware: Machine) -> str:
-    """What a run ran on: its GPUs, or the cores of its processor, by its name where the record has it."""
+    """The GPUs of a run, or its processor and cores."""
     cores = hardware["cpu_cores"]
     on_cpu = f"{counted(cores, 'core')} of {hardware.get('processor') or hardware['machine']}"
     return ", ".join(hardware["gpus"]) or on_cpu
 
 
-def _base_model(record: records.RunRecord) -> dict[str, str]:
-    """For the head of the card, where the run started from a model of the Hub and not from a folder."""
-    args = record["resolved_args"]
-    return {"base_model": args["model_name_or_path"]} if _is_of_hub(record) and not args.get("random_weights") else {}
-
-
 def _is_of_hub(record: records.RunRecord) -> bool:
-    """Whether a run started from a model of the Hub. A fine-tuning has recorded the Hub's commit, or a shorter
-    fingerprint of a folder; of pretraining that was continued, only the name tells, and the folder where it is."""
+    """Whether a run started from a model of the Hub. A fine-tuning records the Hub's commit, or a shorter hash of a
+    folder; continued pretraining has the name only."""
     name, weights = record["resolved_args"].get("model_name_or_path") or "", record["fingerprint"].get("weights")
     if weights not in (None, "None"):
-        return bool(_HUB_ID.fullmatch(name) and _HUB_COMMIT.fullmatch(weights))
-    is_name = _HUB_ID.fullmatch(name) if "/" in name else _KNOWN_ID.fullmatch(name)
-    return bool(is_name) and name.split("/")[0] not in ("runs", ".", "..") and not resolve_path(name).exists()
-
-
-def _start_name(record: records.RunRecord) -> str | None:
-    """The checkpoint that a run started from: its id on the Hub, or its folder's name without the machine's path."""
-    name = record["resolved_args"].get("model_name_or_path")
-    return name if not name or _is_of_hub(record) else Path(name).name
+        return bool(_HUB_COMMIT.fullmatch(weights))
+    is_id = _HUB_ID.fullmatch(name) and name.split("/")[0] not in ("runs", ".", "..")
+    return bool(is_id) and not resolve_path(name).exists()
 
 
 def _card(
@@ -154,40 +145,34 @@ def _card(
     """The card by a template of this folder; `facts` are those of one kind of run."""
     args, name = record["resolved_args"], repo.split("/")[-1]
     head = "For" + config["architectures"][0].partition("For")[2]
+    start = args.get("model_name_or_path")
+    if start and _is_of_hub(record):
+        metadata = {"base_model": None if args.get("random_weights") else start, **metadata}
+    elif start:
+        start = Path(start).name  # without the machine's path
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=_PIPELINES.get(head),
         tags=[config["model_type"], "roberta-recipe"],
         model_name=name if results else None,
         eval_results=results or None,
-        **{**_base_model(record), **metadata},
+        **metadata,
+    )
+    used = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
+    training = (
+        f"{counted(record['steps'], 'step')}, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
+        f"hours on {device_of(record['hardware'])}, {record['tokens_per_second']:,} tokens/s. Made with {used}"
+        + (f"; commit {record['commit']}." if record["commit"] else ".")
     )
     shape = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
     return ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name(template)),
-        name=name, config=config, record=record, args=args, auto_class=f"AutoModel{head}", start=_start_name(record),
+        name=name, config=config, record=record, args=args, auto_class=f"AutoModel{head}", start=start,
         source=json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else ""),
         shape=[*shape, ("parameters", f"{record['parameters']:,}")],
         settings=[(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)],
-        training=_training(record), score_head=SCORE_HEAD, number="{:,}".format, plain=plain, table=table, **facts,
+        training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain, table=table, **facts,
     )  # fmt: skip
-
-
-def _training(record: records.RunRecord) -> str:
-    """Steps, tokens, hours, hardware and versions in two sentences."""
-    used = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    commit = f"; commit {record['commit']}" if record["commit"] else ""
-    return plain(
-        f"{counted(record['steps'], 'step')}, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device_of(record['hardware'])}, {record['tokens_per_second']:,} tokens/s. Made with {used}{commit}."
-    )
-
-
-def _corpus_name(args: dict[str, Any]) -> str:
-    """What the text is called: the corpus preset's name, or the names of the files, without the machine's path."""
-    if args.get("train_file"):
-        return ", ".join(Path(name).name for name in args["train_file"])
-    return Path(args["corpus"]).stem
 
 
 def _corpus_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
@@ -201,7 +186,7 @@ def _corpus_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
 
 
 def _passes(passes: float) -> str:
-    """Passes over a source's text; whole ones as long as it has not been read to its end."""
+    """Passes over a source; an integer until the source has been read to its end once."""
     if isinstance(passes, float):
         return f"{passes:.2f}"
     return f"{passes} to {passes + 1}" if passes else "less than 1"
@@ -220,7 +205,7 @@ def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
 
 
 def _score_rows(summaries: list[records.Summary]) -> list[tuple[Any, ...]]:
-    """Lines below `SCORE_HEAD`: each summary's validation splits together, then its tests."""
+    """Lines below `SCORE_HEAD`: each summary's validation splits together, then its test splits."""
     rows = []
     for summary in summaries:
         dataset, metric, tests = summary["dataset"], summary["metric"], summary.get("tests", {})
@@ -235,7 +220,7 @@ def _score_rows(summaries: list[records.Summary]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:
+def _text_results(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="fill-mask",
@@ -251,10 +236,9 @@ def _of_text(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalResult]
     ]
 
 
-def _of_task(summary: records.Summary) -> list[EvalResult]:
-    """The published medians of the picked setting; rows that are not a dataset's on the Hub are called `local/...`."""
+def _task_results(summary: records.Summary) -> list[EvalResult]:
+    """The published medians of the picked setting; a dataset that is not on the Hub is called `local/...`."""
     scores, dataset = records.picked_setting(summary), summary["dataset"]
-    seeds = len(scores["seeds"])
     return [
         EvalResult(
             task_type=dataset["task_type"],
@@ -263,7 +247,7 @@ def _of_task(summary: records.Summary) -> list[EvalResult]:
             dataset_config=dataset["hub_config"],
             dataset_split=dataset["split"],
             metric_type=dataset["hub_metrics"][metric],
-            metric_name=f"{metric}, median of {counted(seeds, 'seed')}",
+            metric_name=f"{metric}, median of {counted(len(scores['seeds']), 'seed')}",
             metric_value=round(value, 4),
         )
         for metric, value in scores["medians"].items()
@@ -271,8 +255,8 @@ def _of_task(summary: records.Summary) -> list[EvalResult]:
     ]
 
 
-def _alone(record: records.FinetuneRecord) -> records.Summary:
-    """A run by itself in the form of a summary."""
+def _summary_of_one(record: records.FinetuneRecord) -> records.Summary:
+    """A single run in the form of a summary."""
     args, value = record["resolved_args"], record["metrics"][record["metric"]]
     scores: records.SettingScores = {
         "learning_rate": args["learning_rate"],
@@ -283,9 +267,4 @@ def _alone(record: records.FinetuneRecord) -> records.Summary:
         "best_run": "",
         "medians": record["metrics"],
     }
-    shared = {name: record[name] for name in _SHARED}
-    return {**shared, "settings": [scores], "picked": 0}
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e9:,.1f} B" if count >= 1e10 else f"{count / 1e6:,.1f} M"
+    return {**record, "settings": [scores], "picked": 0}

@@ -1,6 +1,7 @@
 """BLiMP's scores as a table, beside the published figures (Warstadt et al. 2020, arXiv 1912.00582)."""
 
 import statistics
+from typing import NamedTuple
 
 from roberta_recipe.record import BlimpRecord, percent
 
@@ -11,14 +12,33 @@ EXPLAINED = (
     "the same pairs; chance is near 50, and not 50, as pairs differ in length."
 )
 SHOWN = {"pll": "pseudo-log-likelihood", "within_word": "within-word pseudo-log-likelihood"}
-_NONE = "-"
+
+
+class Published(NamedTuple):
+    """A published score, in per cent."""
+
+    name: str
+    score: float
+    mean_of: str  # "paradigms" or "phenomena": two different means
+    source: str
+
+
+_WARSTADT = "Warstadt et al. 2020, probabilities of whole sentences"
+_BABYLM = "BabyLM 2023, on pairs that were filtered by vocabulary"
+PUBLISHED = (
+    Published("human", 88.6, "paradigms", "Warstadt et al. 2020"),
+    Published("GPT-2", 83.0, "paradigms", _WARSTADT),
+    Published("LSTM", 69.8, "paradigms", _WARSTADT),
+    Published("Transformer-XL", 69.6, "paradigms", _WARSTADT),
+    Published("n-gram", 61.2, "paradigms", _WARSTADT),
+    Published("RoBERTa-base, 100 M words", 75.1, "phenomena", _BABYLM),
+    Published("RoBERTa-base, 10 M words", 69.5, "phenomena", _BABYLM),
+)
 
 
 def lines(records: dict[str, BlimpRecord]) -> list[tuple[str, ...]]:
-    """Lines below `HEAD`: the models of `records` by name, then the published figures."""
-    from roberta_recipe.tasks.blimp import PUBLISHED  # loads the trainers
-
-    found = []
+    """Rows below `HEAD`: the models of `records` by name, then the published figures."""
+    rows = []
     for name, record in records.items():
         pairs = f"{record['pairs']:,}" + f" (partial: {record['partial']})" * bool(record["partial"])
         for method, scores in record["scores"].items():
@@ -26,15 +46,15 @@ def lines(records: dict[str, BlimpRecord]) -> list[tuple[str, ...]]:
                 f"{percent(scores[mean])} ({' to '.join(map(percent, scores[f'{mean}_interval']))})"
                 for mean in ("mean_of_paradigms", "mean_of_phenomena")
             ]
-            found.append((name, SHOWN[method], *means, _of_random(record, method), pairs))
+            rows.append((name, SHOWN[method], *means, _of_random(record, method), pairs))
     for figure in PUBLISHED:
-        means = [f"{figure.score}" if figure.mean_of == which else _NONE for which in ("paradigms", "phenomena")]
-        found.append((figure.name, f"published: {figure.source}", *means, _NONE, _NONE))
-    return found
+        means = [f"{figure.score}" if figure.mean_of == which else "-" for which in ("paradigms", "phenomena")]
+        rows.append((figure.name, f"published: {figure.source}", *means, "-", "-"))
+    return rows
 
 
 def _of_random(record: BlimpRecord, method: str) -> str:
-    """The control's mean of paradigms: of one seed, or the mean and range of several."""
+    """The control's mean over paradigms, and its range over several seeds."""
     scores = [control[method]["mean_of_paradigms"] for control in record["random_weights"]]
     if not scores:
         return "not run"

@@ -1,12 +1,10 @@
-"""Plots of runs, made from their records."""
+"""Plots of loss and scores over steps, from run records."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from roberta_recipe.record import FinetuneRecord, PretrainingRecord
-
-_FEW_POINTS = 20
 
 
 def subplots(rows: int, columns: int, width: float, height: float, **others: Any) -> tuple[Any, Any]:
@@ -18,16 +16,12 @@ def subplots(rows: int, columns: int, width: float, height: float, **others: Any
 
 
 def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
-    """Training and validation loss of a run record over steps, with the line of the unigram entropy, as a PNG."""
+    """Training and validation loss over steps, the unigram entropy, and BLiMP where it was measured, as a PNG."""
     figure, axes = subplots(1, 1, 8, 4.5)
-    curves = record["loss_at_steps"]
-    axes.plot(
-        *columns(curves["train"]), color="tab:blue", alpha=0.6, linewidth=1, label="training", **_dots(curves["train"])
-    )
-    axes.plot(
-        *columns(curves["validation"]), color="tab:orange", marker="o", markersize=3, label="validation (fixed masks)"
-    )
-    entropy = record["unigram_entropy"]
+    curves, entropy = record["loss_at_steps"], record["unigram_entropy"]
+    train, validation = columns(curves["train"]), columns(curves["validation"])
+    axes.plot(*train, color="tab:blue", alpha=0.6, linewidth=1, label="training", **_markers(curves["train"]))
+    axes.plot(*validation, color="tab:orange", marker="o", markersize=3, label="validation (fixed masks)")
     axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
     if points := record.get("blimp_at_steps"):
         right = axes.twinx()
@@ -37,12 +31,11 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
         axes.set_zorder(1)  # the legend above both
         axes.patch.set_visible(False)
         axes.plot([], [], color="tab:green", marker="s", markersize=3, label="BLiMP (right)")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("masked-LM loss (nats)")
+    axes.set(xlabel="optimizer step", ylabel="masked-LM loss (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
-    final = record["metrics"]["eval_loss"]
-    axes.set_title(f"validation loss {final:.3f} after {record['tokens_seen'] / 1e6:,.1f} M tokens", fontsize=10)
+    final, tokens = record["metrics"]["eval_loss"], record["tokens_seen"]
+    axes.set_title(f"validation loss {final:.3f} after {tokens / 1e6:,.1f} M tokens", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -50,16 +43,13 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
     """Training loss, and the validation `metric` times 100, of fine-tuning runs over steps, as a PNG."""
     figure, (left, right) = subplots(1, 2, 10, 4)
     for record in records:
-        args = record["resolved_args"]
+        args, losses = record["resolved_args"], record["loss_at_steps"]["train"]
         label = f"seed {args['seed']}, rate {args['learning_rate']:g}, batch {args['global_batch_size']}"
-        losses = record["loss_at_steps"]["train"]
-        left.plot(*columns(losses), linewidth=1, alpha=0.8, **_dots(losses))
+        left.plot(*columns(losses), linewidth=1, alpha=0.8, **_markers(losses))
         steps, scores = columns(record["score_at_steps"])
         right.plot(steps, times_100(scores), marker="o", markersize=3, label=label)
-    left.set_ylabel("training loss")
-    right.set_ylabel(f"validation {metric} x 100")
-    for axes in (left, right):
-        axes.set_xlabel("optimizer step")
+    for axes, title in ((left, "training loss"), (right, f"validation {metric} x 100")):
+        axes.set(xlabel="optimizer step", ylabel=title)
         axes.grid(alpha=0.3)
     if len(records) <= 10:
         right.legend(fontsize=8)
@@ -67,13 +57,13 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
 
 
 def times_100(scores: list[float | None]) -> list[float]:
-    """Scores in per cent; a score that is no number as nan."""
+    """Scores in per cent; nan for None."""
     return [math.nan if score is None else 100 * score for score in scores]
 
 
-def _dots(points: list[list[float]]) -> dict[str, Any]:
-    """Marks on the points of a curve that has few: a line through one point is nothing."""
-    return {"marker": "o", "markersize": 3} if len(points) <= _FEW_POINTS else {}
+def _markers(points: list[list[float]]) -> dict[str, Any]:
+    """Point markers for a short curve: a line through one point is invisible."""
+    return {"marker": "o", "markersize": 3} if len(points) <= 20 else {}
 
 
 def columns(points: list[list[float]]) -> tuple[list[float], list[float]]:

@@ -1,6 +1,3 @@
-"""Fine-tuning (paper, section 5): the protocol of the three scripts, and a module or more for each benchmark.
-
-protocol (a run for each seed, the best epoch, the summary), seeds (median and spread), stored_scores (of test sets);
-glue (tasks, TSV files), with qnli_ranking and wsc (tasks in a form of their own), glue_scores and glue_metric; squad
-(windows, spans), squad_files, squad_scores, squad_metric, answerability; race.
-"""
+"""Fine-tuning (paper, section 5): protocol (one run per seed, best epoch) and summaries (median, spread, test scores);
+glue with glue_scores, glue_metric, qnli_ranking, wsc and wnli; squad with squad_files, squad_scores, squad_metric and
+answerability; race; blimp with pseudo_likelihood."""

@@ -1,7 +1,7 @@
-"""SQuAD 2.0's binary classifier beside the span head (paper, section 5.2): is the question answerable?
+"""SQuAD 2.0's answerability classifier beside the span head (paper, section 5.2).
 
-The model is the stock question-answering class with a further module. It saves the stock class's checkpoint, which
-`AutoModelForQuestionAnswering` loads, and the classifier's weights in a file beside it (`FILE`).
+The model is the stock question-answering class with one more module. Its checkpoint is the stock class's, with the
+classifier's weights in a separate file (`FILE`).
 """
 
 import functools
@@ -31,15 +31,14 @@ _PREFIX = "answerability."  # of the classifier's weights in the model's state
 
 @dataclass
 class JointOutput(QuestionAnsweringModelOutput):
-    """The stock output with the classifier's logit, in a field because data parallelism takes outputs apart by their
-    fields."""
+    """The stock output with the classifier's logit."""
 
     answerable: torch.Tensor | None = None  # (batch,)
 
 
 class Answerability(torch.nn.Module):
-    """(batch, seq_len, hidden) -> (batch,) logit that the question is answerable, from the first token: the shape of
-    RoBERTa's classification head with one output."""
+    """(batch, seq_len, hidden) -> (batch,) logit that the question is answerable: RoBERTa's classification head with
+    one output, on the first token."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -65,8 +64,7 @@ class WithAnswerability:
         self.answerability = Answerability(config)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Initialise as the stock class does, except the classifier, which draws its weights in its constructor, after
-        the others."""
+        """As the stock class, except for the classifier, which draws its weights in its constructor, after the rest."""
         own = self.answerability.modules() if hasattr(self, "answerability") else ()
         if module not in own:
             super()._init_weights(module)
@@ -78,24 +76,21 @@ class WithAnswerability:
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs) -> None:
         """The stock class's checkpoint, and `FILE` beside it."""
-        stock, own = {}, {}
-        for name, tensor in (self.state_dict() if state_dict is None else state_dict).items():
-            if name.startswith(_PREFIX):
-                own[name.removeprefix(_PREFIX)] = tensor.detach().cpu().contiguous()
-            else:
-                stock[name] = tensor
-        if is_main_process:  # before the rest, which may be told to push the folder
+        state = self.state_dict() if state_dict is None else state_dict
+        stock = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX)}
+        if is_main_process:
+            own = {name.removeprefix(_PREFIX): state[name].detach().cpu() for name in state.keys() - stock.keys()}
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save_file(own, Path(save_directory, FILE))
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=stock, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *args, fresh_classifier: bool = False, **kwargs) -> Any:
-        """Load as the stock class does, with the classifier's weights from `FILE` beside the checkpoint, or fresh.
-        Raises `InputError` where `FILE` is missing, damaged or of another size."""
+        """As the stock class, with the classifier's weights from `FILE`, or fresh. Raises `InputError` where `FILE` is
+        missing, damaged or of another size."""
         loaded = super().from_pretrained(name, *args, **kwargs)
         model = loaded[0] if kwargs.get("output_loading_info") else loaded
-        # the loader made the classifier without drawing its weights (`_init_weights`)
+        # the loader has created the classifier without drawing its weights
         model.answerability = Answerability(model.config).to(model.device, model.dtype).eval()
         if not fresh_classifier:
             file = find(name, **kwargs)
@@ -107,8 +102,8 @@ class WithAnswerability:
 
 
 def find(name: str | Path, **kwargs) -> str | None:
-    """The path of the classifier's file beside a checkpoint, a folder or a Hub id; None where there is no such file.
-    `kwargs` are those of `from_pretrained`."""
+    """The path of the classifier's file of a checkpoint (a folder or a Hub id), or None; `kwargs` as in
+    `from_pretrained`."""
     source = {key: kwargs[key] for key in ("cache_dir", "revision", "token") if key in kwargs}
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     return cached_file(str(name), FILE, **source, **optional)
@@ -116,7 +111,7 @@ def find(name: str | Path, **kwargs) -> str | None:
 
 @functools.cache
 def joint_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`stock` with the classifier. It keeps the name, which config.json has as the architecture."""
+    """`stock` with the classifier, under the same name, which becomes the architecture in config.json."""
     return type(stock.__name__, (WithAnswerability, stock), {})
 
 
@@ -139,13 +134,13 @@ class AutoModelWithAnswerability:
 
 def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The question-answering class of a config. Raises `ValueError` where transformers has none, and `InputError` for a
-    model whose first token does not see the question and the context."""
+    decoder, whose first token does not see the rest."""
     if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
         raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
     decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
     if config.is_encoder_decoder or decodes:
         raise InputError(
-            f"no_answer=classifier tells by the first token, which in a {config.model_type!r} model has not seen the "
-            "rest: --no_answer null_score"
+            f"no_answer=classifier reads the first token, which sees no other in a {config.model_type!r} model: "
+            "--no_answer null_score"
         )
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]

@@ -1,6 +1,6 @@
-"""BLiMP (Warstadt et al. 2020, arXiv 1912.00582): 67 paradigms of 1,000 pairs of sentences, one acceptable and one not
-that differs from it as little as can be; a model is right where the acceptable sentence has the higher score. RoBERTa's
-paper does not have it; it tells early what a small model has learnt of grammar (BabyLM: Warstadt et al. 2023).
+"""BLiMP (Warstadt et al. 2020, arXiv 1912.00582): 67 paradigms of 1,000 minimal pairs of sentences, one acceptable and
+one not; a model is right where the acceptable sentence has the higher score. It is not in RoBERTa's paper; it shows
+early how much grammar a small model has learnt (BabyLM: Warstadt et al. 2023).
 
 A masked LM's score is its pseudo-log-likelihood (`pseudo_likelihood`). Chance is not 50%: pairs differ in length, which
 alone gives 33 to 70 by paradigm, so the control is the same architecture with random weights on the same pairs.
@@ -16,93 +16,55 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, load_from_hub, parse_json, read_text, resolve_path
+from roberta_recipe.input_files import load_from_hub, parse_json, read_text, resolve_path, taken_apart
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import weights
-from roberta_recipe.presets import did_you_mean
 from roberta_recipe.record import BlimpScores
 from roberta_recipe.tasks import pseudo_likelihood
 
 HUB_ID = "nyu-mll/blimp"
 PAIRS = 1000  # in each official paradigm
 PAIRS_WHILE_TRAINING = 100  # of each paradigm: a standard error of 0.5 points of the mean over paradigms
-TIE_NATS = 1e-4  # scores that are closer are equal but for the rounding of fp32, and count half
+TIE_NATS = 1e-4  # closer scores differ by fp32 rounding only, and count half
 
 # The paper's 12 phenomena (table 2 there). The files' 13th term, `s-selection`, is argument structure.
 PARADIGMS: dict[str, tuple[str, ...]] = {
-    "anaphor_agreement": ("anaphor_gender_agreement", "anaphor_number_agreement"),
-    "argument_structure": (
-        *("animate_subject_passive", "animate_subject_trans", "causative", "drop_argument", "inchoative"),
-        *("intransitive", "passive_1", "passive_2", "transitive"),
-    ),
-    "binding": (
-        *("principle_A_c_command", "principle_A_case_1", "principle_A_case_2", "principle_A_domain_1"),
-        *("principle_A_domain_2", "principle_A_domain_3", "principle_A_reconstruction"),
-    ),
-    "control_raising": (
-        *("existential_there_object_raising", "existential_there_subject_raising", "expletive_it_object_raising"),
-        *("tough_vs_raising_1", "tough_vs_raising_2"),
-    ),
-    "determiner_noun_agreement": (
-        *("determiner_noun_agreement_1", "determiner_noun_agreement_2", "determiner_noun_agreement_irregular_1"),
-        *("determiner_noun_agreement_irregular_2", "determiner_noun_agreement_with_adj_2"),
-        *("determiner_noun_agreement_with_adj_irregular_1", "determiner_noun_agreement_with_adj_irregular_2"),
-        "determiner_noun_agreement_with_adjective_1",
-    ),
-    "ellipsis": ("ellipsis_n_bar_1", "ellipsis_n_bar_2"),
-    "filler_gap_dependency": (
-        *("wh_questions_object_gap", "wh_questions_subject_gap", "wh_questions_subject_gap_long_distance"),
-        *("wh_vs_that_no_gap", "wh_vs_that_no_gap_long_distance", "wh_vs_that_with_gap"),
-        "wh_vs_that_with_gap_long_distance",
-    ),
-    "irregular_forms": ("irregular_past_participle_adjectives", "irregular_past_participle_verbs"),
-    "island_effects": (
-        *("adjunct_island", "complex_NP_island", "coordinate_structure_constraint_complex_left_branch"),
-        *("coordinate_structure_constraint_object_extraction", "left_branch_island_echo_question"),
-        *("left_branch_island_simple_question", "sentential_subject_island", "wh_island"),
-    ),
-    "npi_licensing": (
-        *("matrix_question_npi_licensor_present", "npi_present_1", "npi_present_2", "only_npi_licensor_present"),
-        *("only_npi_scope", "sentential_negation_npi_licensor_present", "sentential_negation_npi_scope"),
-    ),
-    "quantifiers": (
-        *("existential_there_quantifiers_1", "existential_there_quantifiers_2", "superlative_quantifiers_1"),
-        "superlative_quantifiers_2",
-    ),
-    "subject_verb_agreement": (
-        *("distractor_agreement_relational_noun", "distractor_agreement_relative_clause"),
-        *("irregular_plural_subject_verb_agreement_1", "irregular_plural_subject_verb_agreement_2"),
-        *("regular_plural_subject_verb_agreement_1", "regular_plural_subject_verb_agreement_2"),
-    ),
+    phenomenon: tuple(uids.split())
+    for phenomenon, uids in {
+        "anaphor_agreement": "anaphor_gender_agreement anaphor_number_agreement",
+        "argument_structure": """animate_subject_passive animate_subject_trans causative drop_argument inchoative
+            intransitive passive_1 passive_2 transitive""",
+        "binding": """principle_A_c_command principle_A_case_1 principle_A_case_2 principle_A_domain_1
+            principle_A_domain_2 principle_A_domain_3 principle_A_reconstruction""",
+        "control_raising": """existential_there_object_raising existential_there_subject_raising
+            expletive_it_object_raising tough_vs_raising_1 tough_vs_raising_2""",
+        "determiner_noun_agreement": """determiner_noun_agreement_1 determiner_noun_agreement_2
+            determiner_noun_agreement_irregular_1 determiner_noun_agreement_irregular_2
+            determiner_noun_agreement_with_adj_2 determiner_noun_agreement_with_adj_irregular_1
+            determiner_noun_agreement_with_adj_irregular_2 determiner_noun_agreement_with_adjective_1""",
+        "ellipsis": "ellipsis_n_bar_1 ellipsis_n_bar_2",
+        "filler_gap_dependency": """wh_questions_object_gap wh_questions_subject_gap
+            wh_questions_subject_gap_long_distance wh_vs_that_no_gap wh_vs_that_no_gap_long_distance
+            wh_vs_that_with_gap wh_vs_that_with_gap_long_distance""",
+        "irregular_forms": "irregular_past_participle_adjectives irregular_past_participle_verbs",
+        "island_effects": """adjunct_island complex_NP_island coordinate_structure_constraint_complex_left_branch
+            coordinate_structure_constraint_object_extraction left_branch_island_echo_question
+            left_branch_island_simple_question sentential_subject_island wh_island""",
+        "npi_licensing": """matrix_question_npi_licensor_present npi_present_1 npi_present_2
+            only_npi_licensor_present only_npi_scope sentential_negation_npi_licensor_present
+            sentential_negation_npi_scope""",
+        "quantifiers": """existential_there_quantifiers_1 existential_there_quantifiers_2
+            superlative_quantifiers_1 superlative_quantifiers_2""",
+        "subject_verb_agreement": """distractor_agreement_relational_noun distractor_agreement_relative_clause
+            irregular_plural_subject_verb_agreement_1 irregular_plural_subject_verb_agreement_2
+            regular_plural_subject_verb_agreement_1 regular_plural_subject_verb_agreement_2""",
+    }.items()
 }
 PHENOMENON = {uid: phenomenon for phenomenon, uids in PARADIGMS.items() for uid in uids}
-_TERMS = {"s-selection": "argument_structure"}  # of the files, where the paper has another
-
-
-class Published(NamedTuple):
-    """A published score, in per cent."""
-
-    name: str
-    score: float
-    mean_of: str  # "paradigms" or "phenomena", which is not the same mean
-    source: str
-
-
-_WARSTADT = "Warstadt et al. 2020, probabilities of whole sentences"
-_BABYLM = "BabyLM 2023, on pairs that were filtered by vocabulary"
-PUBLISHED = (
-    Published("human", 88.6, "paradigms", "Warstadt et al. 2020"),
-    Published("GPT-2", 83.0, "paradigms", _WARSTADT),
-    Published("LSTM", 69.8, "paradigms", _WARSTADT),
-    Published("Transformer-XL", 69.6, "paradigms", _WARSTADT),
-    Published("n-gram", 61.2, "paradigms", _WARSTADT),
-    Published("RoBERTa-base, 100 M words", 75.1, "phenomena", _BABYLM),
-    Published("RoBERTa-base, 10 M words", 69.5, "phenomena", _BABYLM),
-)
 
 
 class Pairs(NamedTuple):
-    """Pairs of sentences, those of a paradigm side by side, in the order of `PHENOMENON`."""
+    """Pairs of sentences, grouped by paradigm, in the order of `PHENOMENON`."""
 
     good: list[str]
     bad: list[str]
@@ -110,15 +72,16 @@ class Pairs(NamedTuple):
 
     @property
     def partial(self) -> str:
-        """What is missing of the official 67 x 1,000 pairs; empty where nothing is."""
-        counts = self.counts.values()
-        spread = f"{min(counts):,}" + f" to {max(counts):,}" * (len(set(counts)) > 1)
-        said = [f"{spread} pairs a paradigm"] * (set(counts) != {PAIRS})
-        return "; ".join([*said, *[self.paradigms] * (len(counts) < len(PHENOMENON))])
+        """The difference from the official 67 x 1,000 pairs; empty where there is none."""
+        low, high = min(self.counts.values()), max(self.counts.values())
+        each = f"{low:,} pairs a paradigm" if low == high else f"{low:,} to {high:,} pairs a paradigm"
+        differences = [each] * ((low, high) != (PAIRS, PAIRS))
+        differences += [self.paradigms] * (len(self.counts) < len(PHENOMENON))
+        return "; ".join(differences)
 
     @property
     def paradigms(self) -> str:
-        """How many of the official paradigms there are, and which are missing."""
+        """The number of paradigms, and the first that are missing."""
         missing = [uid for uid in PHENOMENON if uid not in self.counts]
         named = f" (without {', '.join(missing[:3])}{', ...' * (len(missing) > 3)})" * bool(missing)
         return f"{len(self.counts)} of {len(PHENOMENON)} paradigms{named}"
@@ -130,69 +93,51 @@ class Pairs(NamedTuple):
 
 
 def read(data_dir: str | None, limit: int | None = None) -> Pairs:
-    """The pairs of a folder's *.jsonl in the official form, else (None) of the Hub; the first `limit` of each paradigm.
+    """The pairs in a folder's official *.jsonl, or (None) on the Hub; the first `limit` of each paradigm.
 
-    The first, and no sample: the official pairs were generated independently, so that their order says nothing, and
-    everybody's first 100 are the same pairs. Raises `InputError`.
+    The first are as good as a sample, as the official pairs were generated independently, and comparable: everybody's
+    first 100 are the same. Raises `InputError`.
     """
     if limit is not None and limit < 1:
         raise InputError(f"pairs={limit} must be at least 1; leave it out for all {PAIRS:,} of each paradigm")
-    rows: dict[str, list[tuple[str, str]]] = {}
+    pairs: dict[str, list[tuple[str, str]]] = {}
     for where, row in _rows_of_folder(resolve_path(data_dir)) if data_dir else _rows_of_hub():
-        uid, *sentences = check_row(row, where)
-        rows.setdefault(uid, []).append(tuple(sentences))
-    chosen = {uid: rows[uid][:limit] for uid in PHENOMENON if uid in rows}
-    flat = [pair for pairs in chosen.values() for pair in pairs]
+        with taken_apart(where, "a row of BLiMP (UID, sentence_good, sentence_bad)"):
+            uid, good, bad = (row[name].strip() for name in ("UID", "sentence_good", "sentence_bad"))
+        if uid not in PHENOMENON or not (good and bad):
+            raise InputError(f"{where}: {row} has an empty sentence, or is in none of BLiMP's paradigms; fix the row")
+        pairs.setdefault(uid, []).append((row["sentence_good"], row["sentence_bad"]))
+    chosen = {uid: pairs[uid][:limit] for uid in PHENOMENON if uid in pairs}
+    flat = [pair for of_paradigm in chosen.values() for pair in of_paradigm]
     return Pairs([good for good, _ in flat], [bad for _, bad in flat], {uid: len(c) for uid, c in chosen.items()})
 
 
 def _rows_of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of each line. Raises `InputError`."""
-    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    """(file and line, row) of each line."""
+    paths = sorted(folder.glob("*.jsonl"))
     if not paths:
         raise InputError(
             f"{folder} holds no *.jsonl: name the folder with BLiMP's files, one a paradigm (github.com/alexwarstadt/"
             f"blimp, data/), or leave it out to load {HUB_ID} from the Hub"
         )
     for path in paths:
-        lines = read_text(path).split("\n")
-        yield from (
-            (where, parse_json(line, where))
-            for number, line in enumerate(lines, 1)
-            if line.strip() and (where := f"{path}, line {number}")
-        )
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
 
 
 def _rows_of_hub() -> Iterator[tuple[str, Any]]:
-    """As `_rows_of_folder`, of the dataset on the Hub, which has a configuration for each paradigm."""
     for uid in PHENOMENON:
         rows = load_from_hub(HUB_ID, uid, split="train", instead="--data_dir, a folder of BLiMP's *.jsonl")
         yield from ((f"{HUB_ID} {uid}, row {number}", row) for number, row in enumerate(rows))
 
 
-def check_row(row: Any, where: str) -> tuple[str, str, str]:
-    """(paradigm, acceptable sentence, unacceptable sentence) of a row. Raises `InputError`."""
-    wanted = ("UID", "sentence_good", "sentence_bad", "linguistics_term")
-    values = [row.get(name) if isinstance(row, dict) else None for name in wanted]
-    for name, value in zip(wanted, values, strict=True):
-        if not is_text(value) or not value.strip():
-            raise InputError(f"{where}: {name} is {value!r}, and must be a text, as in BLiMP's files")
-    uid, good, bad, term = values
-    if uid not in PHENOMENON:
-        raise InputError(
-            f"{where}: UID {uid!r} is none of BLiMP's {len(PHENOMENON)} paradigms{did_you_mean(uid, PHENOMENON)}"
-        )
-    if _TERMS.get(term, term) != PHENOMENON[uid]:
-        raise InputError(f"{where}: linguistics_term {term!r} is not that of {uid} ({PHENOMENON[uid]}); fix the row")
-    return uid, good, bad
-
-
 def outcomes(pairs: Pairs, scores: Sequence[float]) -> dict[str, np.ndarray]:
     """By paradigm, (pairs,): 1 where the acceptable sentence has the higher score, 0.5 for a tie, else 0; `scores` are
     of `pairs.sentences`."""
-    of = dict(zip(pairs.sentences, scores, strict=True))
-    by = np.array([of[good] - of[bad] for good, bad in zip(pairs.good, pairs.bad, strict=True)])
-    right = np.where(np.abs(by) < TIE_NATS, 0.5, (by > 0).astype(float))
+    score = dict(zip(pairs.sentences, scores, strict=True))
+    margins = np.array([score[good] - score[bad] for good, bad in zip(pairs.good, pairs.bad, strict=True)])
+    right = np.where(np.abs(margins) < TIE_NATS, 0.5, (margins > 0).astype(float))
     ends = np.cumsum(list(pairs.counts.values()))[:-1]
     return dict(zip(pairs.counts, np.split(right, ends), strict=True))
 
@@ -200,9 +145,9 @@ def outcomes(pairs: Pairs, scores: Sequence[float]) -> dict[str, np.ndarray]:
 def summarise(by_pair: dict[str, np.ndarray], samples: int = 1000, seed: int = 0) -> BlimpScores:
     """Accuracies (0 to 1) by paradigm and phenomenon, their two means, and 95% intervals, as a record holds them.
 
-    The interval is a percentile bootstrap over the pairs within each paradigm: what it tells is how far other pairs of
-    the same paradigms would score, not other paradigms or other training seeds. Resampling n outcomes that are 0, a
-    half or 1 is a draw of their counts, so that all paradigms and samples are one call.
+    The interval is a percentile bootstrap over the pairs within each paradigm: it covers other pairs of the same
+    paradigms, not other paradigms or training seeds. Resampling outcomes of 0, 0.5 and 1 is a multinomial draw of their
+    counts.
     """
     counts = np.array([[np.sum(right == value) for value in (0.0, 0.5, 1.0)] for right in by_pair.values()])
     sizes = counts.sum(axis=1)
@@ -233,8 +178,8 @@ def _interval(values: np.ndarray) -> list[float]:
 def while_training(
     data_dir: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[Any], dict[str, float]]:
-    """A measure of a trainer's model at each evaluation, by the first 100 pairs of each paradigm. Raises `InputError`
-    for pairs that could not be scored then."""
+    """A metric of a trainer's model at each evaluation, on the first 100 pairs of each paradigm. Raises `InputError`
+    for sentences that cannot be scored."""
     pairs = read(data_dir, PAIRS_WHILE_TRAINING)
     pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.positions(model.config))
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}, {pairs.paradigms}, at each evaluation")
@@ -242,11 +187,11 @@ def while_training(
 
 
 def measure(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """{"blimp": mean over paradigms, 0 to 1} by the pseudo-log-likelihoods of a trainer's model, which is in evaluation
-    mode; called in all processes, which share the sentences. Nothing of it draws from a random state.
+    """{"blimp": mean over paradigms, 0 to 1} of a trainer's model in evaluation mode, by pseudo-log-likelihood; called
+    in all processes, which share the sentences. It draws no random numbers.
 
-    In fp32, whatever the run's precision, as bf16 makes ties: past the autocast that accelerate puts around the
-    model's own forward. DeepSpeed holds the weights in the run's precision, which is then that of the scores.
+    In fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. Under DeepSpeed, weights and scores
+    have the run's precision.
     """
     model, engine = trainer.model, trainer.model_wrapped
 

@@ -1,7 +1,7 @@
-"""GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): its tasks, the official TSV layout, the Hub's."""
+"""GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): table of tasks, official TSV files, submissions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,9 @@ import numpy as np
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import load_from_hub, read_text
-from roberta_recipe.log import logger
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.glue_scores import FUNCTIONS, GLUE_METRICS
-from roberta_recipe.tasks.seeds import name_on_split
+from roberta_recipe.tasks.glue_scores import GLUE_METRICS
+from roberta_recipe.tasks.summaries import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
 SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
@@ -22,13 +21,13 @@ _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}  # where the Hub
 def tsv_splits(
     train: int | None = None, validation: int | None = None, test: int | None = None
 ) -> dict[str, tuple[str, int | None]]:
-    """The usual files, with the number of rows of each (None: any number)."""
+    """The usual files, and the number of rows of each (None: any)."""
     return {"train": ("train.tsv", train), "validation": ("dev.tsv", validation), "test": ("test.tsv", test)}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is particular about a task: where its rows are, what they hold, how it is measured."""
+    """A task: its files, columns, labels and metrics."""
 
     folder: str  # of the official archive
     columns: tuple[str, ...]  # of the TSV: one text or two
@@ -40,7 +39,7 @@ class Task:
     headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of the splits whose files have no header
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
     words: bool = False  # labels of the submission are words, not class numbers
-    skip_broken: bool = False  # the official file has rows of another number of columns, which everybody drops
+    skip_broken: bool = False  # the official file has rows with another number of columns, which everybody drops
 
     @property
     def metric(self) -> str:
@@ -122,22 +121,17 @@ PAPER = {
 
 
 def check_metrics(name: str, task: Task) -> None:
-    """Raise `InputError` for an unknown metric, or a metric that does not fit the number of classes."""
+    """Raise `InputError` for an unknown metric, or one that does not fit the number of classes."""
     classes = len(task.labels)
-    for metric in task.metrics:
-        if metric not in FUNCTIONS:
-            raise InputError(f"{name}: {metric} is no metric of {', '.join(FUNCTIONS)}")
-        needs = {"accuracy": "classes", "pearson": "scores", "spearman": "scores"}.get(metric, "two classes")
-        if not {"classes": classes > 0, "scores": not classes, "two classes": classes == 2}[needs]:
-            found = f"{classes} classes" if classes else "scores"
-            fix = "accuracy" if classes else "pearson"
-            raise InputError(f"{name}: {metric} is of {needs}, and the task has {found}; metrics=({fix!r},)")
+    fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes, ("accuracy",))
+    if wrong := [metric for metric in task.metrics if metric not in fitting]:
+        raise InputError(f"{name}: {wrong[0]} is no metric of a task with {classes} classes: {', '.join(fitting)}")
 
 
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
-    """What the model card says of the data of the task `name`: GLUE's where `task` is in the table above, and the rows
-    are the official rows."""
-    known = name in TASKS and TASKS[name] == replace(task, splits=TASKS[name].splits)
+    """The model card's entry for the data of the task `name`: GLUE's where `task` is in `TASKS` with the official
+    rows."""
+    known = TASKS.get(name) == task
     official = known and not other_rows
     first, *others = task.splits_of("validation")
     metrics = [*task.metrics, *(name_on_split(metric, split) for split in others for metric in task.metrics)]
@@ -157,36 +151,19 @@ class Examples:
     """Rows of one split, in the file's order."""
 
     texts: list[tuple[str, ...]]
-    labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set without answers
+    labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set without labels
     skipped: int = 0  # broken rows
     schemas: Sequence[Any] = ()  # WNLI: the `wsc.Schema` of each row
-    counts: dict[str, int] = field(default_factory=dict)  # WNLI: of test rows, by how their schema was found
+    counts: dict[str, int] = field(default_factory=dict)  # WNLI: test rows by the origin of their schema
 
     def __len__(self):
         return len(self.texts)
 
 
-def with_files_of(task: Task, data_dir: str | None) -> Task:
-    """The task without the validation sets behind its first (MNLI's mismatched genres) that `data_dir` lacks; a warning
-    names each."""
-    absent = []
-    for split in task.splits_of("validation")[1:] if data_dir else []:
-        path = Path(data_dir, task.folder, task.splits[split][0])
-        if not path.is_file():
-            logger.warning(f"{path} is missing: nothing is measured on {split}")
-            absent.append(split)
-    return replace(task, splits={split: file for split, file in task.splits.items() if split not in absent})
-
-
 def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examples:
     """One split of the task that the Hub calls `name`. Raises `InputError` that names file, line and value."""
-    examples = _from_tsv(task, split, Path(data_dir)) if data_dir else _from_hub(task, name, split)
-    if not examples.texts:
-        raise InputError(f"{task.splits[split][0]} of {task.folder} has no rows")
-    return examples
-
-
-def _from_hub(task: Task, name: str, split: str) -> Examples:
+    if data_dir:
+        return _from_tsv(task, split, Path(data_dir))
     if not task.hub_columns:
         raise InputError(f"{name} is not on the Hub: name the folder that holds {task.folder}/ with --data_dir")
     instead = "the folder of the official TSV files with --data_dir"
@@ -197,55 +174,51 @@ def _from_hub(task: Task, name: str, split: str) -> Examples:
 
 def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
     path = data_dir / task.folder / task.splits[split][0]
-    hint = f": data_dir={data_dir} must hold GLUE's folders ({task.folder}) as they come"
-    lines = read_text(path, hint).removesuffix("\n").split("\n")  # quoting off: a tab ends a field, \n a row
-    rows = ((number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if lines != [""])
-    header = list(task.headers.get(split) or next(rows, (0, []))[1])
+    lines = read_text(path, f": data_dir={data_dir} must hold GLUE's folders").removesuffix("\n").split("\n")
+    # no quoting: a tab ends a field, a line feed a row
+    rows = ((number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1))
+    header = list(task.headers.get(split) or next(rows)[1])
     is_test = split.startswith("test")
-    wanted = [*task.columns, *([] if is_test else [task.label_column])]
-    if absent := [column for column in wanted if column not in header]:
-        raise InputError(f"{path}: no column {absent[0]!r} in its first line, which is {' '.join(header)!r}")
+    for column in [*task.columns, *([] if is_test else [task.label_column])]:
+        if column not in header:
+            raise InputError(f"{path}: no column {column!r} in its first line, which is {' '.join(header)!r}")
     positions = [header.index(column) for column in task.columns]
     examples, labels = Examples([], None), {}
     for number, fields in rows:
         if len(fields) != len(header):
             if not task.skip_broken:
-                raise InputError(f"{path}, line {number}: {len(fields)} columns, and {len(header)} are wanted")
+                raise InputError(f"{path}, line {number}: {len(fields)} columns instead of {len(header)}")
             examples.skipped += 1
             continue
         examples.texts.append(tuple(fields[position] for position in positions))
         if task.label_column in header:
             labels[number] = fields[header.index(task.label_column)]
-    if not is_test or len(set(labels.values())) > 1:  # the same for every test row is a placeholder
-        examples.labels = [_label(task, text, path, number) for number, text in labels.items()]
+    if not is_test or len(set(labels.values())) > 1:  # a test set with one label has a placeholder
+        examples.labels = [_label(task, text, f"{path}, line {number}") for number, text in labels.items()]
     return examples
 
 
-def _label(task: Task, text: str, path: Path, number: int) -> int | float:
+def _label(task: Task, text: str, where: str) -> int | float:
     """Class number, or score."""
-    if task.labels:
-        if text not in task.labels:
-            raise InputError(f"{path}, line {number}: label {text!r} is none of {', '.join(task.labels)}")
+    if task.labels and text in task.labels:
         return task.labels.index(text)
-    if not is_score(text):
-        raise InputError(f"{path}, line {number}: score {text!r} is no number from 0 to 5")
-    return float(text)
+    if not task.labels and is_score(text):
+        return float(text)
+    raise InputError(f"{where}: label {text!r} is none of {', '.join(task.labels) or 'the scores from 0 to 5'}")
 
 
 def duplicates(train: Examples, validation: Examples) -> dict[str, int]:
-    """How many validation examples are in the training set too, case and spaces aside, and with the same label.
-
-    Where a text comes twice in training with different labels, either counts as the same.
-    """
+    """How many validation examples are in the training set too, case and spaces aside, and how many of them with the
+    same label, or with one of its labels where a training text has several."""
     labels: dict[tuple[str, ...], set] = {}
     for texts, label in zip(train.texts, train.labels, strict=True):
         labels.setdefault(_normalised(texts), set()).add(label)
-    found = [
-        (labels[key], label)
-        for texts, label in zip(validation.texts, validation.labels, strict=True)
-        if (key := _normalised(texts)) in labels
-    ]
-    return {"in_train": len(found), "with_the_same_label": sum(label in known for known, label in found)}
+    counts = {"in_train": 0, "with_the_same_label": 0}
+    for texts, label in zip(validation.texts, validation.labels, strict=True):
+        in_train = labels.get(_normalised(texts), set())
+        counts["in_train"] += bool(in_train)
+        counts["with_the_same_label"] += label in in_train
+    return counts
 
 
 def _normalised(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -265,7 +238,7 @@ def submission_labels(task: Task) -> tuple[str, ...]:
 
 
 def is_score(text: str) -> bool:
-    """Whether a line of the submission is a score from 0 to 5."""
+    """Whether a text is a score from 0 to 5."""
     try:
         return 0 <= float(text) <= 5
     except ValueError:

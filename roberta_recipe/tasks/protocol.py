@@ -1,10 +1,10 @@
-"""The protocol of the three fine-tuning scripts (paper, section 5): shared arguments, a run for each seed, its best
-epoch, the summary. A script describes its task as a `Job`."""
+"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, one run per seed, its best epoch,
+the summary. A script describes its task as a `Job`."""
 
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
-from roberta_recipe.tasks import answers, stored_scores
-from roberta_recipe.tasks.seeds import Run, comparable, name_on_split, of_setting, runs_of, summarise
+from roberta_recipe.tasks import summaries
+from roberta_recipe.tasks.summaries import Run
 from roberta_recipe.training import (
     arguments,
     batch,
@@ -59,23 +59,23 @@ class Job:
 
     name: str  # of the task, in the records
     metric: str  # its highest value picks the epoch and the setting
-    dataset: DatasetCard  # of the model card
+    dataset: DatasetCard  # for the model card
     tokenizer: PreTrainedTokenizerBase
     build_model: Callable[[], torch.nn.Module]
     features: dict[str, list[dict]]  # by split: "train", the splits of `validation`, the splits of `tests`
-    validation: list[str]  # splits that are measured; the first picks the epoch
-    tests: list[str]  # splits that are scored only (`stored_scores`)
-    labelled_tests: list[str]  # those of them with known answers: `measure` gives their metrics, for the summary
+    validation: list[str]  # measured splits; the first picks the epoch
+    tests: list[str]  # scored splits (`summaries.TEST_SCORES`)
+    labelled_tests: list[str]  # those of them with labels: the summary has their metrics
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
     degenerate: Callable[[np.ndarray], bool]  # whether validation scores give one answer to everything
-    answers: Callable[[np.ndarray], list[answers.Answer]]  # of validation scores, an answer for each example
+    answers: Callable[[np.ndarray], list[dict[str, Any]]]  # of validation scores: rows of `summaries.write_answers`
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
-    baseline: Baseline | None  # see `seeds.constant_answer`
+    baseline: Baseline | None  # see `summaries.majority_answer`
     found: dict[str, Any]  # counts, for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
-    test_rows: str = ""  # fingerprint of the tests' rows: stored scores of other rows are not used
+    test_rows: str = ""  # hash of the test rows: stored scores of other rows are not used
 
     def about(self, *filled: Any) -> dict[str, Any]:
         """Fields that the run records and the summary share; `filled`: argument dataclasses."""
@@ -99,35 +99,26 @@ def read_arguments(cls: type, argv: list[str], default: str, description: str) -
 def check_arguments(
     args: FinetuneArguments, training_args: FinetuneTrainingArguments, metric: str, classifies: bool
 ) -> None:
-    """Raise `InputError` for values out of range and for what the protocol does not do. `metric` picks the best epoch;
-    `classifies`: the scores are logits of classes."""
+    """Raise `InputError` for values out of range, and for flags that the protocol would ignore. `metric` picks the best
+    epoch; `classifies`: the scores are logits of classes."""
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
     if not args.seeds or len(set(args.seeds)) < len(args.seeds):
         raise InputError(f"seeds={args.seeds} must be different numbers, one for each run")
     if training_args.seed != TrainingArguments.seed and args.seeds != [training_args.seed]:
-        raise InputError(f"seed={training_args.seed}: each run has one of seeds; --seeds {training_args.seed}")
-    if args.max_seq_length < 8:
-        raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
-    if args.max_train_samples == 0:
-        raise InputError("max_train_samples=0 must be at least 1")
-    if args.head_dropout is not None and args.head_dropout >= 1:
-        raise InputError(f"head_dropout={args.head_dropout} must be below 1")
-    if not 0 < args.layer_decay <= 1:
-        raise InputError(f"layer_decay={args.layer_decay} must be above 0 and at most 1 (one rate for all layers)")
-    if args.layer_decay < 1 and training_args.optim in optimizers.own():
+        raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
+    decay = args.layer_decay
+    if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.own()):
         raise InputError(
-            f"layer_decay={args.layer_decay} goes with adamw_torch and its like, not {training_args.optim}"
+            f"layer_decay={decay} must be above 0 and at most 1; below 1, with adamw_torch and its like, not "
+            f"{training_args.optim}"
         )
-    at_once, size = training_args.per_device_train_batch_size, args.global_batch_size
-    if size and at_once > size:
+    micro_batch, size = training_args.per_device_train_batch_size, args.global_batch_size
+    if size and micro_batch > size:
         raise InputError(
-            f"per_device_train_batch_size={at_once} is more than global_batch_size={size}: lower it to at most {size}, "
-            f"or train in batches of {at_once} with --global_batch_size {at_once}"
+            f"per_device_train_batch_size={micro_batch} is more than global_batch_size={size}: lower it to at most "
+            f"{size}, or train in batches of {micro_batch} with --global_batch_size {micro_batch}"
         )
-    steps, epochs = training_args.max_steps, training_args.num_train_epochs
-    if steps == 0 or (steps < 0 and epochs <= 0):
-        raise InputError(f"max_steps={steps} and num_train_epochs={epochs:g} train nothing: give one of the two")
     best, higher = training_args.metric_for_best_model, training_args.greater_is_better
     if (best or metric).removeprefix("eval_") != metric or higher is False:
         raise InputError(
@@ -140,32 +131,27 @@ def check_arguments(
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if training_args.publishes and args.keep == "none":
         raise InputError("keep=none leaves no weights to push: with push_to_hub, keep=best")
-    if training_args.publishes and "checkpoint" in training_args.hub_strategy.value:
-        raise InputError(
-            f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
-            "the best of all (end)"
-        )
+    if training_args.deepspeed_plugin:
+        raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
     heads.check_length(args.model_name_or_path, args.max_seq_length)
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
     optimizers.check(training_args)
     environment.check_machine(training_args)
-    if training_args.deepspeed_plugin:
-        raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
 
 
 def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer, without token types that the model lacks. Raises `InputError` for one without offsets, or with
-    more tokens than the model."""
+    """The tokenizer, without token types that the model lacks. Raises `InputError` for a slow tokenizer, and for one
+    with more tokens than the model."""
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
     config = weights.read_config(args.model_name_or_path)
     rows = getattr(config, "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise InputError(
-            f"the tokenizer {name!r} has {len(tokenizer):,} tokens and {args.model_name_or_path!r} {rows:,}: they do "
-            "not belong together; name the model's own with tokenizer_name"
+            f"the tokenizer {name!r} has {len(tokenizer):,} tokens, the model {args.model_name_or_path!r} {rows:,}: "
+            "name the model's own with tokenizer_name"
         )
     types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
     names = ["input_ids", "token_type_ids", "attention_mask"]  # without a mask, a row would depend on the others
@@ -176,26 +162,12 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_validation_files(train: Iterable[Path], validation: Iterable[Path]) -> None:
-    """Raise `InputError` where every validation file is a training file, byte for byte, under whatever name. Files that
-    are missing are left to their reader."""
-    trained_on, held_out = (
-        {durable.sha256(path): path for path in files if path.is_file()} for files in (train, validation)
-    )
-    if held_out and held_out.keys() <= trained_on.keys():
-        digest, path = next(iter(held_out.items()))
-        raise InputError(
-            f"{path} holds the same as {trained_on[digest]}: a score on the training data says nothing; validate on "
-            "other rows"
-        )
-
-
 def of_preset(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
     """The preset's learning rate and batch with every seed."""
     size = args.global_batch_size
     if size is None:
         size, _ = batch.derive_batch(training_args, None)
-    return runs_of([training_args.learning_rate], [size], args.seeds, training_args.output_dir)
+    return summaries.runs_of([training_args.learning_rate], [size], args.seeds, training_args.output_dir)
 
 
 def run_all(
@@ -215,7 +187,7 @@ def run_all(
     returns a background job that reads the folder.
     """
     if not job.features["train"]:
-        raise InputError(f"{job.name}: no training example is left, of which {job.found['features']}")
+        raise InputError(f"{job.name}: no training example is left: {job.found['features']}")
     if is_first_process():
         durable.make_folder(folder := runs[0].output_dir.parent)
         lock.take(folder)
@@ -237,7 +209,7 @@ def run_all(
         records.append(finetune(run, ahead, job, (args, training_args), resolved))
         if reading:
             futures.wait([reading])  # the weights may be dropped now
-        so_far = summarise(runs[:number], records, job.metric)
+        so_far = summaries.summarise(runs[:number], records, job.metric)
         if training_args.process_index == 0:
             drop_weights(args.keep, runs[:number], [row["best_run"] for row in so_far["settings"]])
         if after_run and runs[0].setting == runs[-1].setting and number < len(runs) and not was_finished:
@@ -266,7 +238,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
     resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}
     fingerprint = {**fixed_values(args), **fixed_values(training_args), **job.inputs}
     record = finished(run, fingerprint)
-    scored = not (training_args.do_predict and job.tests) or stored_scores.read(run, job.test_rows) is not None
+    scored = not (training_args.do_predict and job.tests) or summaries.read_test_scores(run, job.test_rows) is not None
     has_weights = (run.output_dir / BEST_NAME / finetune_trainer.WEIGHTS).is_file()
     if record and (scored or not has_weights):
         logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
@@ -328,28 +300,28 @@ def steps_of(training_args: FinetuneTrainingArguments, examples: int, batch_size
 
 
 def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:
-    """The best epoch's metrics on all validation splits, and its scores of the first; the tests' scores are stored.
-    Raises `InputError` where the stored epoch is not the epoch that was `picked` by its metric."""
+    """The best epoch's metrics on all validation splits, and its scores of the first; test scores are stored. Raises
+    `InputError` where the stored epoch has another metric than `picked`."""
     best, folder = trainer.load_best(), trainer.args.output_dir
     metrics = job.measure(job.validation[0], best, best)
-    if (found := comparable(metrics[job.metric])) != comparable(picked):
+    if (found := summaries.comparable(metrics[job.metric])) != summaries.comparable(picked):
         raise InputError(
-            f"{folder}/{BEST_NAME} is not the epoch that this run picked: its {job.metric} is {found}, and that of the "
-            f"best epoch was {picked}. Move {folder} away to have it run again"
+            f"{folder}/{BEST_NAME} is not the epoch that this run picked: its {job.metric} is {found}, not {picked}. "
+            f"Move {folder} away to run it again"
         )
     for split in job.validation[1:]:
         others = job.measure(split, trainer.scores(job.features[split]), best)
-        metrics |= {name_on_split(name, split): value for name, value in others.items()}
+        metrics |= {summaries.name_on_split(name, split): value for name, value in others.items()}
     if trainer.args.do_predict and job.tests:
         tests = {split: trainer.scores(job.features[split]) for split in job.tests}
         if trainer.is_world_process_zero():
-            stored_scores.write(Path(folder), job.test_rows, tests)
+            summaries.write_test_scores(Path(folder), job.test_rows, tests)
     return metrics, best
 
 
 def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
-    """Fingerprints of the tokenizer, the checkpoint, and the data `rows` (as JSON)."""
-    around = dict(tokenizer("a", "b"))  # the tokens around and between two texts, and their types
+    """Hashes of the tokenizer, the checkpoint, and the data `rows` (as JSON)."""
+    around = dict(tokenizer("a", "b"))  # special tokens around and between two texts, and token types
     of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), tokenization.files_fingerprint(tokenizer), around]
     ids_and_sides = [tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.truncation_side]
     return {
@@ -362,23 +334,22 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
 def finish(
     filled: Arguments, resolved: dict[str, Any], runs: list[Run], records: list[FinetuneRecord], job: Job
 ) -> Summary:
-    """The summary of all runs, also as `summary.json`; weights that `keep` does not want are dropped. The best run's
-    folder gets its answers to the validation examples."""
+    """The summary of all runs, also written as `summary.json`; drops weights by `keep`, and writes the best run's
+    answers to the validation examples."""
     args, training_args = filled
-    summary: Summary = {
-        **summarise(runs, records, job.metric),
-        **job.about(*filled),
-        "resolved_args": resolved,
-    }
+    scores = summaries.summarise(runs, records, job.metric)
+    summary: Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
     picked = picked_setting(summary)
     if training_args.do_predict and job.labelled_tests:
-        splits, chosen = {split: len(job.features[split]) for split in job.labelled_tests}, of_setting(runs, picked)
-        summary["tests"] = stored_scores.measure(chosen, job.test_rows, splits, job.measure, job.metric)
+        chosen = summaries.of_setting(runs, picked)
+        splits = {split: len(job.features[split]) for split in job.labelled_tests}
+        summary["tests"] = summaries.summarise_tests(chosen, job.test_rows, splits, job.measure, job.metric)
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
         if durable.fault(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
-            answers.write(best / answers.ANSWERS_NAME, job.answers(finetune_trainer.validation_scores(best)))
+            rows = job.answers(finetune_trainer.validation_scores(best))
+            summaries.write_answers(best / summaries.ANSWERS_NAME, rows)
         write_summary(summary, runs[0].output_dir.parent)
     return summary
 
@@ -392,7 +363,7 @@ def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
     run of other settings."""
     if not is_finished(run):
         return None
-    advice = f"move {run.output_dir} away to have it run again"
+    advice = f"move {run.output_dir} away to run it again"
     record = read_record(run.output_dir / RECORD_NAME, ("metrics", "fingerprint", "shown_args"), advice)
     if changed := durable.differences(record["fingerprint"], fingerprint):
         raise InputError(
@@ -403,7 +374,7 @@ def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
 
 
 def drop_weights(keep: str, runs: list[Run], best: list[str]) -> None:
-    """Delete the weights of runs, except those in the folders `best` or, with `keep` "none", of all. Records and scores
+    """Delete the weights of runs: all but those in the folders `best`, or all with `keep` "none". Records and scores
     stay."""
     for run in runs:
         if keep == "none" or (keep == "best" and str(run.output_dir) not in best):

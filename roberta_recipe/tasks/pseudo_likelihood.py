@@ -1,10 +1,9 @@
-"""Pseudo-log-likelihoods of sentences (Salazar et al. 2020, arXiv 1910.14659, equation 1): the sum, over a sentence's
-tokens, of the log-probability of each where it alone is masked; and their within-word form (Kauf and Ivanova 2023,
-arXiv 2305.10588), where the later tokens of the same word are masked too, so that a word of several tokens is not told
-by its own end.
+"""Pseudo-log-likelihoods of sentences under a masked LM (Salazar et al. 2020, arXiv 1910.14659, equation 1): the sum
+over tokens of the log-probability of each token when it alone is masked. In the within-word form (Kauf & Ivanova 2023,
+arXiv 2305.10588), the later tokens of the same word are masked too, so that no word is predicted from its own end.
 
-Exact, and as fast as one forward of each masked copy can be: copies of equal length are a batch without padding, equal
-copies are computed once, and the last layer and the head work at the masked position alone.
+Fast and exact: copies of equal length form a batch without padding, equal copies are computed once, and the decoder
+runs on the predicted position alone.
 """
 
 import contextlib
@@ -23,39 +22,39 @@ from roberta_recipe.training import predictions
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
 
-_BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # a processor's cache holds the activations of so many
-_SAME_LOGITS = 1e-3  # by which, and by which share of them, logits of two ways of computing them may differ
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # on a CPU, the activations should fit into its cache
+_TOLERANCE = 1e-3  # absolute and relative, between logits of the decoder at one position and of the whole forward
 
-Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor], torch.Tensor]  # input_ids (rows, length) -> logits (rows, length, vocabulary)
+Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ..., positions (rows,) -> logits (rows, vocabulary)
 
 
 class Sentences(NamedTuple):
-    """Sentences of the same number of tokens."""
+    """Sentences with the same number of tokens."""
 
-    numbers: np.ndarray  # (sentences,): which of all sentences
-    ids: np.ndarray  # (sentences, length), with special tokens around
-    words: np.ndarray  # (sentences, length): the number of each token's word; -1 for special tokens
+    numbers: np.ndarray  # (sentences,): index in the whole list
+    ids: np.ndarray  # (sentences, length), with special tokens
+    words: np.ndarray  # (sentences, length): index of each token's word; -1 for special tokens
 
 
 class Copies(NamedTuple):
-    """Masked copies of sentences of the same length, each once, and the predictions (items) that are read off them."""
+    """Distinct masked copies of sentences of one length, and the items (predictions) that are read from them."""
 
     ids: np.ndarray  # (copies, length)
-    positions: np.ndarray  # (copies,): what is predicted; further masks of a copy stand behind it
-    copy: np.ndarray  # (items,): the copy of each item, in rising order
-    sentence: np.ndarray  # (items,): which of all sentences
-    target: np.ndarray  # (items,): the token that was there
-    method: np.ndarray  # (items,): the number of one of METHODS
+    positions: np.ndarray  # (copies,): the predicted position, the first that is masked
+    copy: np.ndarray  # (items,): the copy of each item, ascending
+    sentence: np.ndarray  # (items,): index of the sentence
+    target: np.ndarray  # (items,): the original token
+    method: np.ndarray  # (items,): index in METHODS
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str], max_length: int | None = None
 ) -> list[Sentences]:
-    """`sentences` as the tokenizer writes a text by itself, grouped by length in tokens. Raises `InputError`.
+    """`sentences` as single texts, grouped by length in tokens. Raises `InputError`.
 
-    A word is what the tokenizer's own pre-tokenizer splits off, as in Kauf and Ivanova's code, and never goes across a
-    blank: with RoBERTa's, "can't." is the three words can, 't and the full stop; with BERT's, the four words can, the
-    apostrophe, t and the full stop; a pre-tokenizer that splits at blanks only leaves it whole.
+    A word is a piece of the tokenizer's own pre-tokenizer, as in Kauf and Ivanova's code, and never spans whitespace:
+    "can't." is can, 't and . for RoBERTa, can, ', t and . for BERT.
     """
     predictions.check_tokenizer(tokenizer)
     encoded = tokenizer(list(sentences), return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
@@ -63,10 +62,9 @@ def encode(
     for number, (sentence, ids) in enumerate(zip(sentences, encoded["input_ids"], strict=True)):
         special = encoded["special_tokens_mask"][number]
         if tokenizer.mask_token_id in ids or all(special) or len(ids) > (max_length or len(ids)):
-            limit = f", and at most {max_length} tokens with this model" if max_length else ""
             raise InputError(
-                f"the sentence {sentence!r}, of {len(ids)} tokens, cannot be scored: it must have some text, no "
-                f"{tokenizer.mask_token}{limit}; take it out"
+                f"cannot score the sentence {sentence!r} of {len(ids)} tokens: it must have text, no "
+                f"{tokenizer.mask_token}, and fit the model's length ({max_length or 'any'}); remove it"
             )
         words = _words(sentence, encoded.word_ids(number), encoded["offset_mapping"][number], special)
         by_length.setdefault(len(ids), []).append((number, ids, words))
@@ -74,20 +72,20 @@ def encode(
 
 
 def _words(sentence: str, word_ids: list[int | None], offsets: list[tuple[int, int]], special: list[int]) -> list[int]:
-    """The number of each token's word, -1 for special tokens."""
-    words, before, end = [], None, 0
-    for word_id, (start, its_end), is_special in zip(word_ids, offsets, special, strict=True):
-        # a blank that is a token of its own (its offsets are empty) begins a word, which the next token continues
-        after_blank = sentence[end:start].isspace() or sentence[start:its_end][:1].isspace()
-        words.append(words[-1] if words and word_id == before and not after_blank else len(words))
-        before, end = word_id, its_end
+    """The index of each token's word, -1 for special tokens."""
+    words, previous_id, previous_end = [], None, 0
+    for word_id, (start, end), is_special in zip(word_ids, offsets, special, strict=True):
+        # a whitespace token (its offsets are empty) begins a word, which the next token continues
+        after_space = sentence[previous_end:start].isspace() or sentence[start:end][:1].isspace()
+        words.append(words[-1] if words and word_id == previous_id and not after_space else len(words))
+        previous_id, previous_end = word_id, end
         if is_special:
             words[-1] = -1
     return words
 
 
 def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> Copies:
-    """A copy for each scored token of a group and each method, equal copies once."""
+    """A copy for each scored token and method; equal copies are merged."""
     rows, positions, sentences, targets, of_method = [], [], [], [], []
     for position in range(group.ids.shape[1]):
         scored = group.words[:, position] >= 0
@@ -107,29 +105,25 @@ def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> 
     _, first, copy = np.unique(as_bytes, return_index=True, return_inverse=True)
     order = np.argsort(copy, kind="stable")
     items = (np.concatenate(column)[order] for column in (sentences, targets, of_method))
-    # a copy's first mask is what it predicts, so equal copies predict the same position
     return Copies(all_rows[first], np.concatenate(positions)[first], copy[order], *items)
 
 
 @contextlib.contextmanager
-def at_one_position(module: torch.nn.Module | None, call: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Logits]:
-    """While open: a function of `input_ids` (rows, length) and positions (rows,) that gives logits (rows, vocabulary)
-    there. `call` gives a model's logits (rows, length, vocabulary); `module` of it, and so what comes after it, gets
-    the hidden states (rows, length, hidden size) of these positions alone."""
+def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterator[Logits]:
+    """A function that gives the logits at one position of each row. While the context is open, `decoder` gets the
+    hidden states of these positions alone; None: the whole forward."""
     wanted: list[torch.Tensor] = []
 
     def pick(_: torch.nn.Module, args: tuple) -> tuple:
         rows = torch.arange(len(wanted[-1]), device=wanted[-1].device)
-        return tuple(states[rows, wanted[-1]][:, None] for states in args)
+        return (args[0][rows, wanted[-1]][:, None],)
 
     def logits(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         wanted[:] = [positions]
-        found = call(input_ids)  # (rows, 1 or length, vocabulary)
-        if module is not None:
-            return found[:, 0]
-        return found[torch.arange(len(found), device=found.device), positions]
+        found = forward(input_ids)  # (rows, 1 or length, vocabulary)
+        return found[:, 0] if decoder is not None else found[torch.arange(len(found), device=found.device), positions]
 
-    handle = module.register_forward_pre_hook(pick) if module is not None else None
+    handle = decoder.register_forward_pre_hook(pick) if decoder is not None else None
     try:
         yield logits
     finally:
@@ -137,31 +131,17 @@ def at_one_position(module: torch.nn.Module | None, call: Callable[[torch.Tensor
             handle.remove()
 
 
-def narrowest(
-    model: PreTrainedModel, call: Callable[[torch.Tensor], torch.Tensor], probe: Copies
-) -> torch.nn.Module | None:
-    """From which module on a model can work at the predicted position alone: behind the last layer's attention where
-    the layers are as BERT's, else at the output embedding, else (None) nowhere. The first that gives the logits of the
-    whole forward for `probe` is taken, so that it is right for any family; all processes try all."""
+def decoder_of(model: PreTrainedModel, forward: Forward, probe: Copies) -> torch.nn.Module | None:
+    """The output embedding, where it can run on one position alone: None for a family where the logits of `probe` then
+    differ from those of the whole forward."""
     ids, positions = _on_device(model, probe.ids, probe.positions)
-    with at_one_position(None, call) as logits:
+    with at_one_position(None, forward) as logits:
         whole = logits(ids, positions)
-    right: list[torch.nn.Module] = []
-    for module in (_after_last_attention(model), model.get_output_embeddings()):
-        if module is None:
-            continue
-        with contextlib.suppress(Exception):  # what a family raises that is built otherwise
-            with at_one_position(module, call) as logits:
-                found = logits(ids, positions)
-            if torch.allclose(found, whole, rtol=_SAME_LOGITS, atol=_SAME_LOGITS):
-                right.append(module)
-    return right[0] if right else None
-
-
-def _after_last_attention(model: PreTrainedModel) -> torch.nn.Module | None:
-    """What takes the output of the last layer's attention and its residual, in layers as BERT's and RoBERTa's."""
-    layers = getattr(getattr(model.base_model, "encoder", None), "layer", None)
-    return getattr(getattr(layers[-1], "attention", None), "output", None) if layers else None
+    decoder = model.get_output_embeddings()
+    with contextlib.suppress(Exception), at_one_position(decoder, forward) as logits:
+        if torch.allclose(logits(ids, positions), whole, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return decoder
+    return None
 
 
 def _on_device(model: PreTrainedModel, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -175,7 +155,7 @@ def score(
     sentences: Sequence[str],
     methods: Sequence[Method] = METHODS,
     *,
-    call: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    call: Forward | None = None,
     process: int = 0,
     processes: int = 1,
     in_step: bool = False,
@@ -184,21 +164,21 @@ def score(
 ) -> np.ndarray:
     """(len(METHODS), sentences): the scores in nats, float64; zeros for a method that is not in `methods`.
 
-    `model` is in evaluation mode; `call` takes the place of its forward (`input_ids` to logits). With `bf16`, matrix
-    products are in it, and scores move by hundredths of a nat; the softmax is in fp32 always. Of several
-    `processes`, each computes its share of the batches, and their sum is the result; with `in_step` all make equally
-    many forwards, which ZeRO 3 needs. Raises `InputError`.
+    `model` is in evaluation mode; `call` replaces its forward. With `bf16`, matrix products are in it, and scores move
+    by hundredths of a nat; the softmax is in fp32 always. Of several `processes`, each computes its share of the
+    batches, and the result is their sum; with `in_step` all make equally many forwards, which ZeRO 3 needs. Raises
+    `InputError`.
     """
     groups = encode(tokenizer, sentences, weights.positions(model.config))
     call = call or (lambda input_ids: model(input_ids=input_ids).logits)
     few = Sentences(*(column[:2] for column in groups[-1]))
-    module = narrowest(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))
+    decoder = decoder_of(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))
     batch_tokens = _BATCH_TOKENS.get(model.device.type, _BATCH_TOKENS["cuda"])
     totals = np.zeros((len(METHODS), len(sentences)))
     tokens = sum(int((group.words >= 0).sum()) * group.ids.shape[1] for group in groups) * len(methods)
     bar = Bar(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
-    with at_one_position(module, call) as logits, precision, bar:
+    with at_one_position(decoder, call) as logits, precision, bar:
         for turn, batch in enumerate(_batches(groups, tokenizer.mask_token_id, methods, batch_tokens)):
             if turn % processes == process:
                 np.add.at(totals, (batch.method, batch.sentence), _log_probs(model, logits, batch))

@@ -1,12 +1,10 @@
-"""QNLI as pairwise ranking (paper, section 5.1, task-specific modifications: QNLI): the candidate sentences of a
-question are compared with each other, and a single (question, sentence) pair is classified as positive.
+"""QNLI as pairwise ranking (paper, section 5.1, task-specific modifications: QNLI): a score for each (question,
+sentence) pair, and the cross-entropy of the positive pair among the pairs of its question (MT-DNN, Liu et al. 2019b,
+arXiv 1901.11504, section 3).
 
-After Liu et al. 2019b (MT-DNN, arXiv 1901.11504, section 3): a score for each pair, and the cross-entropy of the
-positive pair among the pairs of its question.
-
-What differs: the candidates of a question are the pairs that its own split has for it. The paper says that candidates
-"are mined from the training set", and neither the paper nor fairseq's code says how. A question with a single pair has
-nothing to be compared with, and is decided by a threshold that is right most often on validation.
+Unlike the paper's, whose candidates "are mined from the training set" in a way that neither it nor fairseq's code
+describes, a question's candidates are its pairs in its own split. A question with a single pair is classified by a
+threshold tuned on validation.
 """
 
 from collections import Counter
@@ -82,10 +80,10 @@ def rank(scores: np.ndarray, questions: list[str], threshold: float) -> np.ndarr
 
 
 def threshold_for_singles(scores: np.ndarray, questions: list[str], labels: list[int]) -> float:
-    """The threshold that is right most often on pairs that are their question's only pair; the lowest of equals."""
+    """The threshold with the highest accuracy on pairs that are their question's only pair; the lowest of equals."""
     counts = Counter(questions)
     single = np.array([counts[question] == 1 for question in questions])
     values, positive = scores[single], np.array(labels)[single] == POSITIVE
-    tried = np.concatenate([[-np.inf], np.sort(values)])
-    right = [((values > threshold) == positive).mean() if len(values) else 1.0 for threshold in tried]
-    return float(tried[int(np.argmax(right))])
+    thresholds = np.concatenate([[-np.inf], np.sort(values)])
+    right = [((values > threshold) == positive).mean() if len(values) else 1.0 for threshold in thresholds]
+    return float(thresholds[int(np.argmax(right))])

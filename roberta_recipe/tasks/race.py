@@ -1,10 +1,9 @@
-"""RACE (paper, section 5.3): passages with questions of four options, each option with the passage as one sequence.
+"""RACE (paper, section 5.3): passages with four-option questions; each option and the passage form a sequence.
 
 The official layout: train|dev|test / middle|high / *.txt, a JSON object in each file (Lai et al. 2017, arXiv
 1704.04683).
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, read_input_json, taken_apart
-from roberta_recipe.log import Bar, counted
+from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.training.finetune_trainer import padded_to
 
@@ -43,11 +42,6 @@ class Question:
     options: tuple[str, ...]
     answer: int
 
-    @property
-    def passage(self) -> str:
-        """Level and file."""
-        return self.id.rpartition(", ")[0]
-
     def with_option(self, option: str) -> str:
         """Question and option as one text: the option fills the blank, or follows a question without a blank (fairseq's
         preprocess_RACE.py, which fills each `_`; here a run of `_` is one blank)."""
@@ -60,42 +54,31 @@ def fold(text: str) -> str:
     return " ".join(text.split())
 
 
-def files_of(data_dir: Path, split: str, levels: tuple[str, ...]) -> list[Path]:
-    """The files of "train", "validation" or "test", by level and number."""
-    folders = [data_dir / FOLDERS[split] / level for level in levels]
-    found = [path for folder in folders for path in folder.glob("*.txt") if not path.name.startswith(".")]
-    return sorted(found, key=lambda path: (levels.index(path.parent.name), len(path.stem), path.stem))
-
-
 def read_folder(
     data_dir: Path, split: str, levels: tuple[str, ...], left_out: list[str] | None = None
 ) -> list[Question]:
-    """The questions of "train", "validation" or "test", by level and number of the file.
-
-    Passages without questions (two of the official train/high) are added to `left_out`. Raises `InputError` that names
-    file and question, or a level in which no passage has a question.
-    """
+    """The questions of "train", "validation" or "test", by level and number of the file. Passages without questions
+    (two of the official train/high) are added to `left_out`. Raises `InputError` that names file and question."""
     questions: list[Question] = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
-        paths = files_of(data_dir, split, (level,))
+        paths = [path for path in folder.glob("*.txt") if not path.name.startswith(".")]
         if not paths:
             raise InputError(
-                f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders as they come "
-                f"({'|'.join(FOLDERS.values())}/{'|'.join(LEVELS)}); for a single level, --level middle or high"
+                f"{folder} has no *.txt: data_dir={data_dir} must hold RACE's folders (train|dev|test/middle|high); "
+                "for a single level, --level middle or high"
             )
-        passages = {f"{level}/{path.name}": _of_file(path, read_input_json(path), level) for path in paths}
-        if not any(passages.values()):
-            count = counted(len(paths), "passage")
-            raise InputError(f"{folder}: {count}, and none has a question; get RACE's files again")
-        questions += itertools.chain.from_iterable(passages.values())
-        if left_out is not None:
-            left_out += [name for name, asked in passages.items() if not asked]
+        for path in sorted(paths, key=lambda path: (len(path.stem), path.stem)):
+            of_file = _questions_of(path, level)
+            questions += of_file
+            if left_out is not None and not of_file:
+                left_out.append(f"{level}/{path.name}")
     return questions
 
 
-def _of_file(path: Path, row: Any, level: str) -> list[Question]:
+def _questions_of(path: Path, level: str) -> list[Question]:
     """The questions of a passage; none where its lists are empty. Raises `InputError`."""
+    row = read_input_json(path)
     with taken_apart(path, "a passage of RACE (article, questions, options, answers)"):
         article = fold(row["article"])  # here, so that all its questions share one string
         columns = zip(row["questions"], row["options"], row["answers"], strict=True)
@@ -118,19 +101,19 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
 
 
 def checked(name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str) -> Question:
-    """One question about a folded article. Raises `InputError` unless it has four options, a letter as its answer, and
-    texts."""
-    if not isinstance(options, list) or len(options) != len(LETTERS):
-        raise InputError(f"{where}: {name}: the options are {options!r}, and must be {len(LETTERS)} texts")
-    if not article or not all(map(is_text, (article, text, *options))):
-        raise InputError(f"{where}: {name}: article, question and options must be Unicode texts")
-    if answer not in tuple(LETTERS):
-        raise InputError(f"{where}: {name}: answer {answer!r} is none of {', '.join(LETTERS)}")
+    """One question about a folded article. Raises `InputError` unless it has texts, four options and a letter as its
+    answer."""
+    texts = (article, text, *options) if isinstance(options, list) else ()
+    if len(texts) != 2 + len(LETTERS) or not article or not all(map(is_text, texts)) or answer not in tuple(LETTERS):
+        raise InputError(
+            f"{where}: {name}: an article, a question, {len(LETTERS)} options (all Unicode texts) and one of "
+            f"{', '.join(LETTERS)} are needed, not options {options!r} and answer {answer!r}"
+        )
     return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
 
 
 def dataset_card(level: str, without_article: bool) -> DatasetCard:
-    """What the model card says of the data: RACE's where both levels and the articles are shown to the model."""
+    """The model card's entry for the data: RACE's where the model sees both levels and the articles."""
     changes = ["without_article"] * without_article + [f"level {level}"] * (level != "all")
     metrics = ("accuracy", *(LEVELS if level == "all" else (level,)))
     return {
@@ -146,12 +129,11 @@ def dataset_card(level: str, without_article: bool) -> DatasetCard:
 
 @dataclass
 class Features:
-    """Model inputs by question, and what was cut on the way."""
+    """Model inputs by question, and counts of truncated texts."""
 
     rows: list[dict[str, Any]]  # for `RaceCollator`
-    lengths: np.ndarray  # (questions,) tokens of the longest option's sequence, if nothing were cut
-    articles_cut: np.ndarray  # (questions,) whether the article is cut in any of the four sequences
-    options_cut: np.ndarray  # (questions,) how many of the four question-with-option texts are cut
+    articles_cut: np.ndarray  # (questions,) whether the article is truncated in any of the four sequences
+    options_cut: np.ndarray  # (questions,) how many of the four question-with-option texts are truncated
 
 
 def features(
@@ -161,10 +143,9 @@ def features(
     max_option_length: int,
     without_article: bool = False,
 ) -> Features:
-    """`<s> question option </s></s> article </s>` for each option: question and option are cut to `max_option_length`
-    tokens, the sequence to `max_seq_length` by cutting the article's end (its beginning where `truncation_side` is
-    left); special tokens always stay. (fairseq counts `<s>` and `</s>` among the 128, cuts the sequence's end, and so
-    loses the last `</s>` of a long sequence.)
+    """`<s> question option </s></s> article </s>` for each option: question and option are truncated to
+    `max_option_length` tokens, the article so that the sequence has `max_seq_length`. (fairseq counts `<s>` and `</s>`
+    among the 128, and loses the last `</s>` of a long sequence.)
 
     A row has token ids without special tokens, int32: `options` (four), `article`; `labels`, and `length` of the
     longest sequence. Articles are stored once for all their questions.
@@ -174,19 +155,18 @@ def features(
     texts = [question.with_option(option) for question in questions for option in question.options]
     with_options = list(_encode(texts, tokenizer, "options"))
     special = tokenizer.num_special_tokens_to_add(pair=True)
-    rows, lengths = [], np.zeros(len(questions), dtype=np.int64)
-    articles_cut, options_cut = np.zeros(len(questions), dtype=bool), np.zeros(len(questions), dtype=np.int64)
+    rows, articles_cut = [], np.zeros(len(questions), dtype=bool)
+    options_cut = np.zeros(len(questions), dtype=np.int64)
     for number, question in enumerate(questions):
         four = with_options[number * len(LETTERS) : (number + 1) * len(LETTERS)]
         article = ids[question.article][: 0 if without_article else None]
-        lengths[number] = special + len(article) + max(map(len, four))
         options_cut[number] = sum(len(option) > max_option_length for option in four)
         four = [option[:max_option_length] for option in four]
         longest = special + len(article) + max(map(len, four))
         articles_cut[number] = longest > max_seq_length
         row = {"options": four, "article": article, "labels": question.answer, "length": min(longest, max_seq_length)}
         rows.append(row)
-    return Features(rows, lengths, articles_cut, options_cut)
+    return Features(rows, articles_cut, options_cut)
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, what: str) -> Iterator[np.ndarray]:

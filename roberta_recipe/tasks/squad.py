@@ -1,4 +1,4 @@
-"""SQuAD (paper, section 5.2): windows with exact labels, spans from scores.
+"""SQuAD (paper, section 5.2): windows of long contexts with exact labels, and answer spans from logits.
 
 A position in a context counts the characters of a Python string.
 """
@@ -37,11 +37,11 @@ class Windows:
     features: list[dict[str, Any]]  # labels: 1 where the window has the answer, at start_positions to end_positions
     question: np.ndarray  # (windows,) number of the question
     offsets: list[np.ndarray]  # of each window: (tokens, 2) first character, last character + 1; -1 outside of context
-    questions_cut: int
+    questions_cut: int  # longer than `max_query_length`
 
 
-# of a model with the answerability classifier, for its card
-_BESIDE = (
+# for the card of a model with the answerability classifier
+_LOADING_NOTE = (
     "A separate classifier says whether a question has an answer, in `answerability.safetensors` (dense, tanh, one "
     "logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
 )
@@ -50,8 +50,7 @@ _BESIDE = (
 def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -> DatasetCard:
     """The model card's entry of version "1.1" or "2.0"; `own_files`: not the dataset on the Hub; `with_classifier`: the
     model has the answerability classifier beside it."""
-    beside = {"loading_note": _BESIDE} if with_classifier else {}
-    return {
+    card: DatasetCard = {
         "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
         "hub_id": None if own_files else HUB_DATASETS[version == "2.0"],
         "hub_config": None,
@@ -59,8 +58,8 @@ def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -
         "task_type": "question-answering",
         "hub_metrics": {metric: metric for metric in _PUBLISHED[version]},
         "note": "",
-        **beside,
     }
+    return {**card, "loading_note": _LOADING_NOTE} if with_classifier else card
 
 
 def read_hub(split: str, version_2: bool) -> list[Question]:
@@ -86,8 +85,8 @@ def windows(
     The labels of a window that has all of the first answer are the tokens that cover it, else 0, the first token.
     Questions of more than `max_query_length` tokens are cut at the end, and counted.
     """
-    made, cut, encode = Windows([], np.zeros(0, dtype=np.int32), [], 0), 0, _with_whole_offsets(tokenizer)
-    numbers: list[int] = []
+    encode = _with_whole_offsets(tokenizer)
+    features, numbers, all_offsets, cut = [], [], [], 0
     for first in Bar(range(0, len(questions), _TOGETHER), "Making windows", leave=False):
         some = questions[first : first + _TOGETHER]
         asked, shortened = _shorten([question.question for question in some], encode, max_query_length)
@@ -103,13 +102,13 @@ def windows(
         )
         if passage_first and encoded.sequence_ids(0)[0] is not None:
             raise InputError(
-                f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token before a pair, "
-                "and that stands for no answer; --passage_first false"
+                f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token, which stands for "
+                "no answer, before a pair; --passage_first false"
             )
         context = edges = None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
-            if question.context is not context:  # all questions of a paragraph come in a row
+            if question.context is not context:  # the questions of a paragraph are neighbours
                 context, edges = question.context, _words_of(question.context)
             inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
             offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
@@ -117,16 +116,15 @@ def windows(
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
-            made.features.append({**compact(encoded, row), **labels})
-            made.offsets.append(offsets)
+            features.append({**compact(encoded, row), **labels})
+            all_offsets.append(offsets)
             numbers.append(first + number)
-    made.question, made.questions_cut = np.array(numbers, dtype=np.int32), cut
-    return made
+    return Windows(features, np.array(numbers, dtype=np.int32), all_offsets, cut)
 
 
 def _with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """`text_tokenizer` with a token's space in its offsets (`_trimmed` leaves it out): byte-level `trim_offsets` takes
-    the first character of a word for a space that `add_prefix_space` puts before it."""
+    """`text_tokenizer` with `trim_offsets` off (`_trimmed` removes a token's space instead): byte-level trimming takes
+    a word's first character for the space of `add_prefix_space`."""
     encode = tokenization.text_tokenizer(tokenizer)
     backend = encode.backend_tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
     encode._tokenizer = Tokenizer.from_str(backend)
@@ -147,8 +145,8 @@ def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]
 
 
 def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
-    """For each position in the context, two arrays (characters + 1,): the first character from there on that is no
-    space, and the end of the last such character before it."""
+    """Two arrays (characters + 1,): the first non-space character from each position on, and the end of the last one
+    before it."""
     solid = np.array([not character.isspace() for character in context])
     positions = np.arange(len(context) + 1)
     forward = np.where(np.append(solid, True), positions, len(context))
@@ -157,8 +155,7 @@ def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Offsets without the spaces of a token (a byte-level token begins with its space); -1 where nothing of the context
-    is left."""
+    """Offsets without spaces (a byte-level token begins with its space); -1 for tokens without text of the context."""
     offsets = np.stack([forward[offsets[:, 0] * inside], backward[offsets[:, 1] * inside]], axis=1).astype(np.int32)
     offsets[~inside | (offsets[:, 0] >= offsets[:, 1])] = -1
     return offsets
@@ -178,9 +175,9 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
     return int(tokens[first]), int(tokens[last])
 
 
-def recovery(questions: list[Question], made: Windows) -> dict[str, Any]:
-    """The first answers as decoded from their labels: how many come back verbatim, the others with their text, and how
-    many are in no window as a whole."""
+def decoded_labels(questions: list[Question], made: Windows) -> dict[str, Any]:
+    """The first answers decoded from their labels: the number that are verbatim, the others with their text, and the
+    number that no window contains."""
     back: dict[int, str] = {}
     for number, feature, offsets in zip(made.question, made.features, made.offsets, strict=True):
         if feature["labels"]:
@@ -257,7 +254,7 @@ def _best_of_question(
 ) -> Spans:
     """The best spans over the question's `windows`, greedily: each leaves out all that overlap it in the context."""
     inside = [np.flatnonzero(made.offsets[window][:, 0] >= 0) for window in windows]
-    if not any(map(len, inside)):  # a context of characters that the tokenizer leaves out
+    if not any(map(len, inside)):  # the tokenizer drops all characters of the context
         return Spans(*np.zeros((3, 0)), [])
     starts, ends = np.concatenate([made.offsets[w][tokens] for w, tokens in zip(windows, inside, strict=True)]).T
     logits = np.concatenate([scores[w][tokens, :2] for w, tokens in zip(windows, inside, strict=True)])
@@ -265,7 +262,7 @@ def _best_of_question(
     longer = max_answer_length - 1
 
     def following(values: np.ndarray, behind: float) -> np.ndarray:
-        """(tokens, max_answer_length): for each token, its value and the values of the tokens that follow."""
+        """(tokens, max_answer_length): the values of each token and of the tokens that follow."""
         return sliding_window_view(np.append(values, np.full(longer, behind, values.dtype)), max_answer_length)
 
     last, same_window = following(ends, 0), following(window, -1) == window[:, None]

@@ -1,10 +1,9 @@
-"""SQuAD's files: questions with their answers, and the predictions that are scored against them.
+"""SQuAD's files: questions with their answers, and predictions to score.
 
-Imports no library of training, so that `tools/squad_score.py` starts at once. A position in a context counts the
+Imports no training library, so that `tools/squad_score.py` starts at once. A position in a context counts the
 characters of a Python string.
 """
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, parse_json, read_input_json, read_text, taken_apart
-from roberta_recipe.log import counted
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ def read_file(path: Path, version_2: bool | None) -> list[Question]:
         rows = list(_rows(_content(path)))
     questions = []
     for number, (context, entry) in enumerate(rows, 1):
-        name = entry.get("id")
-        entry["id"] = str(name) if type(name) is int else name  # as in GermanQuAD; keys of a predictions file are texts
-        if not is_text(entry["id"]):
-            raise InputError(f"{path}: question number {number} has no id that is a text or a whole number")
+        if type(entry.get("id")) is int:  # as in GermanQuAD; the keys of a predictions file are strings
+            entry["id"] = str(entry["id"])
+        if not is_text(entry.get("id")):
+            raise InputError(f"{path}: question number {number} has no id that is a string or an integer")
         questions.append(question_of(str(path), context, entry))
     return checked(questions, str(path), version_2)
 
@@ -70,57 +68,49 @@ def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 def question_of(where: str, context: Any, entry: dict[str, Any]) -> Question:
     """The question of an entry of `qas`. Raises `InputError` that names it."""
     where = f"{where}: question {entry['id']}"
-    if not is_text(context) or not context.strip():
-        raise InputError(f"{where} has no context")
-    if not is_text(entry.get("question")) or not entry["question"].strip():
-        raise InputError(f"{where} has no text")
-    answers = entry.get("answers")
-    if isinstance(answers, dict):  # a row of a table: a list of texts, a list of positions
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            pairs = zip(answers["text"], answers["answer_start"], strict=True)
-            answers = [{"text": text, "answer_start": start} for text, start in pairs]
-    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise InputError(f"{where}: answers must be a list, each with text and answer_start")
-    for answer in answers:
-        text, start = answer.get("text"), answer.get("answer_start")
-        if not is_text(text) or not text.strip():
-            raise InputError(f"{where} has an answer without text; an unanswerable question has an empty list")
-        if type(start) is not int or start < 0:
-            raise InputError(f"{where}: answer_start={start!r} must be the number of a character, from 0 on")
-    if entry.get("is_impossible", not answers) == bool(answers):
-        what = "answers, and is_impossible is true" if answers else "no answers, and is_impossible is false"
-        raise InputError(f"{where} has {what}")
-    found = tuple((answer["text"], answer["answer_start"]) for answer in answers)
-    return Question(entry["id"], entry["question"].strip(), context, found)
+    with taken_apart(where, "as in SQuAD: question, answers (a list, each with text and answer_start)"):
+        question, answers = entry["question"], entry["answers"]
+        if isinstance(answers, dict):  # a row of a table: a list of texts, a list of positions
+            pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))
+        else:
+            pairs = tuple((answer["text"], answer["answer_start"]) for answer in answers)
+    if not all(is_text(text) and text.strip() for text in (context, question, *(text for text, _ in pairs))):
+        raise InputError(
+            f"{where} has an empty context, text or answer, or one that is no Unicode string; an unanswerable question "
+            "has an empty list of answers"
+        )
+    if wrong := [start for _, start in pairs if type(start) is not int or start < 0]:
+        raise InputError(f"{where}: answer_start={wrong[0]!r} must be the number of a character, from 0 on")
+    if entry.get("is_impossible", not pairs) == bool(pairs):
+        raise InputError(f"{where} has {len(pairs)} answers, which contradicts is_impossible={entry['is_impossible']}")
+    return Question(entry["id"], question.strip(), context, pairs)
 
 
 def checked(questions: list[Question], where: str, version_2: bool | None) -> list[Question]:
-    """The same questions. Raises `InputError` for a repeated id, no questions at all, or data of the other version."""
-    if not questions:
-        raise InputError(f"{where} has no questions")
+    """The same questions. Raises `InputError` for a repeated id, no answers at all, or data of the other version."""
     seen = set()
     for question in questions:
         if question.id in seen:
             raise InputError(f"{where}: question id {question.id} comes twice; predictions are keyed by it")
         seen.add(question.id)
     unanswerable = [question.id for question in questions if not question.answers]
+    if len(unanswerable) == len(questions):
+        raise InputError(f"{where}: none of {len(questions)} questions has an answer")
     if unanswerable and version_2 is False:
         raise InputError(
             f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
             "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
         )
-    if len(unanswerable) == len(questions):
-        raise InputError(f"{where}: {counted(len(questions), 'question')}, and none has an answer")
     if version_2 and not unanswerable:
         raise InputError(
-            f"{where}: all {len(questions):,} questions have answers, so these are data of version 1.1; leave out "
+            f"{where}: all {len(questions):,} questions have answers, so this is version 1.1: leave out "
             "--version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
         )
     return questions
 
 
 def listed(names: list[str], at_most: int = 5) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more:,} more" if more > 0 else "")
 

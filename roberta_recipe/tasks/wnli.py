@@ -1,15 +1,13 @@
-"""WNLI's rows as Winograd schemas (GLUE: Wang et al. 2018, section 3.3): which pronoun is replaced, by which phrase.
+"""Alignment of WNLI's rows with SuperGLUE's Winograd schemas (GLUE: Wang et al. 2018, section 3.3).
 
-WNLI's sentence2 repeats a piece of sentence1 in which a phrase stands for a pronoun. Many rows rewrite the piece: other
-case, misspelt or missing words. SuperGLUE's WSC has most of the texts, with pronouns and phrases marked.
+WNLI's sentence2 repeats a piece of sentence1 with a phrase in place of a pronoun, and often rewrites it: other case,
+misspelt or missing words. SuperGLUE's WSC has most of the texts, with pronouns and phrases marked.
 
-The rule, for a row:
-1. Its text is that of the schemas that have the same words; case, accents, punctuation and spacing do not count, and
-   articles and possessive 's only where no schema has the same words with them.
-2. Its pronoun is the pronoun of the text at which sentence2 is aligned with the fewest differences, once any phrase may
-   stand for the pronoun; a phrase of WSC's counts as none, and a pronoun that WSC does not mark as half a difference.
-3. Its schema is the schema of that pronoun whose query the phrase can name. Where there is none, the row becomes a
-   schema of its own, with the phrase as its query.
+1. A row's schemas are those with the same words: without case, accents, punctuation and spacing, and, where none
+   matches, without articles and possessive 's.
+2. Its pronoun is the one where sentence2 aligns at the lowest cost with any phrase in its place; WSC's phrases are
+   free, and a pronoun that WSC does not mark costs extra.
+3. Its schema is that of the pronoun with a query that the phrase can name; else a new schema with the phrase as query.
 """
 
 import math
@@ -33,9 +31,9 @@ _LINKS = {"and", "or", "of", "in", "on", "at", "with", "from", "for", "by", "who
 
 _AGREEMENT = {"are": "is", "were": "was", "have": "has", "do": "does"}  # "they were" becomes "Yakutsk was"
 
-# What an alignment costs, in words: a word that sentence2 adds, leaves out or changes (and each further word of such a
-# gap); an article, or another pronoun that is replaced; a phrase that is written otherwise than WSC's, and each further
-# word; the first word of a phrase that WSC does not have; a pronoun that WSC does not mark in a text that it has.
+# Alignment costs, in words: a word that sentence2 adds, omits or changes (and each further word of such a gap); an
+# article, or another replaced pronoun; a spelling other than WSC's, the first and further words of a phrase that WSC
+# lacks; a pronoun that WSC does not mark.
 _ADDED, _LEFT_OUT, _CHANGED, _ARTICLE, _REPLACED = 1.0, 0.75, 1.0, 0.2, 0.5
 _ADDED_FURTHER, _LEFT_OUT_FURTHER = 0.5, 0.25
 _RESPELT, _FIRST, _FURTHER, _UNMARKED = 0.3, 0.6, 0.4, 0.5
@@ -43,7 +41,7 @@ _ALIKE = 0.75  # difflib's ratio, from which two words count as spellings of the
 
 
 class Word(NamedTuple):
-    """A word of a text: as it is compared, and its characters [start, end)."""
+    """A word of a text: its key for comparison, and its characters [start, end)."""
 
     key: str
     start: int
@@ -51,20 +49,20 @@ class Word(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """A row of WNLI as a schema: WSC's where `found` is `FOUND[0]`, else made from the row."""
+    """A row of WNLI as a schema: WSC's where `origin` is `ORIGINS[0]`, else made from the row."""
 
     schema: Schema
-    found: str  # one of FOUND
+    origin: str  # one of ORIGINS
     marked: tuple[Schema, ...]  # WSC's schemas of the same pronoun
     cost: float  # of the alignment, in words
 
 
-FOUND = ("WSC's phrase", "another phrase at WSC's pronoun", "another pronoun of WSC's text", "a text that WSC lacks")
+ORIGINS = ("WSC's phrase", "another phrase at WSC's pronoun", "another pronoun of WSC's text", "a text that WSC lacks")
 
 
 def align_rows(rows: Sequence[tuple[str, str]], schemas: Sequence[Schema], where: str) -> list[Aligned]:
-    """Each (sentence1, sentence2) of `rows` as a schema, by the rule above. Raises `InputError` that names the row of
-    the file `where` (from 1) whose sentence1 has no pronoun."""
+    """A schema for each (sentence1, sentence2) of `rows`. Raises `InputError` that names the row of the file `where`
+    (from 1) without a pronoun in sentence1."""
     by_text: list[dict[tuple[str, ...], list[Schema]]] = [{}, {}]
     for schema in schemas:
         for loose, known in enumerate(by_text):
@@ -72,16 +70,15 @@ def align_rows(rows: Sequence[tuple[str, str]], schemas: Sequence[Schema], where
     aligned = []
     for number, pair in enumerate(rows, 1):
         text, hypothesis = (join(sentence.split())[0] for sentence in pair)
-        if not words_of(hypothesis):
-            raise InputError(f"{where}, row {number}: sentence2 {hypothesis!r} has no words")
-        for loose, known in enumerate(by_text):
-            if of_text := known.get(_keys(words_of(text, bool(loose))), []):
-                break
-        found = _align(text, hypothesis, of_text, bool(loose), f"{where}, row {number}")
-        if found is None:
-            raise InputError(f"{where}, row {number}: sentence1 {text!r} has no pronoun that sentence2 could replace")
-        aligned.append(found)
-    if aligned and all(row.found == FOUND[-1] for row in aligned):
+        of_text = by_text[0].get(_keys(words_of(text)), [])
+        loose = not of_text
+        if loose:
+            of_text = by_text[1].get(_keys(words_of(text, True)), [])
+        row = _align(text, hypothesis, of_text, loose, f"{where}, row {number}")
+        if row is None:
+            raise InputError(f"{where}, row {number}: {text!r} has no pronoun that {hypothesis!r} could replace")
+        aligned.append(row)
+    if all(row.origin == ORIGINS[-1] for row in aligned):
         given = schemas[0].where.rpartition(":")[0]
         raise InputError(f"{where}: {given} has none of its texts; give SuperGLUE's WSC file of the same split")
     return aligned
@@ -89,8 +86,7 @@ def align_rows(rows: Sequence[tuple[str, str]], schemas: Sequence[Schema], where
 
 @lru_cache(maxsize=1 << 12)
 def words_of(text: str, loose: bool = False) -> list[Word]:
-    """The words of a text, which are compared without case, accents and punctuation; if `loose`, also without articles
-    and possessive 's."""
+    """The words of a text, with keys without case and accents; if `loose`, without articles and possessive 's."""
     words = []
     for found in _WORD.finditer(text):
         plain = unicodedata.normalize("NFKD", found[0].replace("’", "'").replace("`", "'").lower())
@@ -105,8 +101,8 @@ def _keys(words: Iterable[Word]) -> tuple[str, ...]:
 
 
 def _align(text: str, hypothesis: str, schemas: Sequence[Schema], loose: bool, where: str) -> Aligned | None:
-    """The best pronoun of a text for a hypothesis, with the schema of the phrase that stands there; None where there is
-    no pronoun. `schemas` have the words of `text`, but other characters."""
+    """The best pronoun of a text for a hypothesis, with the schema of the phrase there; None without a pronoun.
+    `schemas` have the words of `text`, but other characters."""
     words, wanted = words_of(text, loose), words_of(hypothesis)
     at: dict[int, list[Schema]] = {}  # by number of the pronoun's word
     for schema in schemas:
@@ -127,17 +123,17 @@ def _align(text: str, hypothesis: str, schemas: Sequence[Schema], loose: bool, w
     marked = tuple(at.get(position, ()))
     if same := [schema for schema in marked if extra_words(phrase, schema.query) is not None]:
         nearest = max(same, key=lambda schema: _likeness(phrase.lower(), schema.query.lower()))
-        return Aligned(nearest, FOUND[0], marked, cost)
+        return Aligned(nearest, ORIGINS[0], marked, cost)
     query, pronoun = re.sub(r"['’`]s$", "", phrase), words[position]
     schema = Schema(-1, text, pronoun.start, pronoun.end, query, None, where)
-    return Aligned(schema, FOUND[1 if marked else 2 if schemas else 3], marked, cost)
+    return Aligned(schema, ORIGINS[1 if marked else 2 if schemas else 3], marked, cost)
 
 
 def _phrase_at(
     position: int, words: Sequence[str], wanted: Sequence[str], queries: Sequence[str]
 ) -> tuple[float, tuple[int, int]]:
-    """The lowest cost of `wanted` as a run of `words` in which a phrase stands for the word at `position`, and the
-    phrase as words [first, last) of `wanted`."""
+    """The lowest cost of `wanted` as a run of `words` with a phrase in place of the word at `position`, and the phrase
+    as words [first, last) of `wanted`."""
     before = _costs_up_to(wanted, words[:position])
     after = _costs_up_to(wanted[::-1], words[:position:-1])[::-1]
     spans = [(first, last) for first in range(len(wanted)) for last in range(first + 1, len(wanted) + 1)]
@@ -153,7 +149,7 @@ def _phrase_at(
 
 
 def _of_phrase(phrase: Sequence[str], queries: Iterable[str]) -> float:
-    """What it costs that a phrase stands for a pronoun for which WSC has `queries`."""
+    """The cost of a phrase in place of a pronoun for which WSC has `queries`."""
     keys = tuple(key.removesuffix("'s") for key in phrase if key not in _ARTICLES)
     if not keys:  # an article alone is no phrase
         return _FIRST + _CHANGED
@@ -168,7 +164,7 @@ def _of_phrase(phrase: Sequence[str], queries: Iterable[str]) -> float:
 
 def _costs_up_to(wanted: Sequence[str], words: Sequence[str]) -> list[float]:
     """For each n from 0 to all of `wanted`: the cost of its first n words as an end of `words` (edit distance with
-    affine gaps, in which the words before that end cost nothing)."""
+    affine gaps; the words before that end are free)."""
     row = [0.0] * (len(words) + 1)  # by number of `words` that are used up
     added = [math.inf] * len(row)  # of these, where the last of `wanted` is added
     costs = [row[-1]]
@@ -186,7 +182,7 @@ def _costs_up_to(wanted: Sequence[str], words: Sequence[str]) -> list[float]:
 
 
 def _changed(key: str, word: str) -> float:
-    """What it costs that `key` stands where `word` did: less where they are spellings of the same word."""
+    """The cost of `key` in place of `word`: less for spellings of the same word."""
     if _AGREEMENT.get(key, key) == _AGREEMENT.get(word, word):
         return 0.0
     if word in _PRONOUNS:
@@ -202,11 +198,10 @@ def _likeness(first: str, second: str) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def extra_words(phrase: str, query: str) -> int | None:
-    """How many words a phrase has beyond a query that it can name; None where it cannot name it.
+    """The number of words that a phrase has beyond a query that it can name; None where it cannot name it.
 
-    Of the two, at most one has words that the other lacks, and their heads are alike ("Tatyana's mother" names
-    "mother", "the younger students" not "the older students"); of a name, words can be left out ("Nell" names
-    "Nell Raleigh").
+    At most one of the two has words that the other lacks, and their heads are alike ("Tatyana's mother" names "mother",
+    "the younger students" not "the older students"); names can be shortened ("Nell" for "Nell Raleigh").
     """
     (words, head), (others, other_head) = _content(phrase), _content(query)
     if not words or not others or ("and" in words) != ("and" in others):

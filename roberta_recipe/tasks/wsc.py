@@ -1,7 +1,7 @@
 """WNLI as a ranking of noun phrases (paper, section 5.1, task-specific modifications: WNLI).
 
-Each noun phrase of a SuperGLUE WSC text is put at the pronoun's position, masked, and the masked-LM head scores it; the
-queried phrase is the answer where no other candidate scores higher. Training uses positive rows only. Extraction and
+Each noun phrase of a SuperGLUE WSC text replaces the pronoun, masked, and is scored by the masked-LM head; the label is
+positive where no candidate scores higher than the queried phrase. Training uses positive rows only. Extraction and
 losses are those of fairseq's examples/roberta/wsc; the margin loss is that of Kocijan et al. (2019).
 """
 
@@ -17,15 +17,14 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from roberta_recipe.data import tokenization
-from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, read_text, resolve_path, taken_apart
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import UNSEEN_LOGIT, RobertaForMaskedLM
 
-# Words that are written onto the word before them, and brackets that are written onto the word after them.
+# Words without a space before them, and brackets without a space behind them.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
 _JOINS_RIGHT = {"(", "[", "“"}
 _PRONOUN_EDGES = '.,;:!?"“”'
@@ -34,7 +33,7 @@ _NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is 
 
 @dataclass(frozen=True)
 class Schema:
-    """A row of SuperGLUE's WSC: does the pronoun `text[start:end]` stand for `query`? `label` is None where unknown."""
+    """A row of SuperGLUE's WSC: whether the pronoun `text[start:end]` stands for `query`; `label` None: unknown."""
 
     idx: int
     text: str
@@ -48,19 +47,16 @@ class Schema:
 def read_wsc(path: str | Path) -> list[Schema]:
     """The rows of a SuperGLUE WSC file (JSON lines; `span2_index` counts words), spaced as running text.
 
-    Pronouns are found with other case, with punctuation on them, and up to two words beside their index. Queries that
-    their text does not have word for word ("A and B" of a longer list) are kept as they are, and listed in a warning.
-    Raises `InputError` that names file and line where a row is malformed, or its pronoun is not found.
+    Pronouns are found with other case, with punctuation on them, and up to two words beside their index. Raises
+    `InputError` that names file and line where a row is malformed, or its pronoun is not found.
     """
     path = resolve_path(path)
     lines = read_text(path, "; name a .jsonl file of SuperGLUE's WSC").split("\n")
     schemas = [_schema(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not schemas:
-        raise InputError(f"{path} has no rows; name a .jsonl file of SuperGLUE's WSC")
-    absent = [s for s in schemas if not _pattern(s.query).search(s.text)]
-    if absent:
-        listed = ", ".join(f"{s.where.rsplit(':', 1)[1]} ({s.query!r})" for s in absent)
-        logger.warning(f"{path}: {len(absent)} queries are not in their text and count as written, in lines {listed}")
+    if absent := [schema.where for schema in schemas if not _pattern(schema.query).search(schema.text)]:
+        logger.warning(
+            f"{len(absent)} queries are not verbatim in their text, and are used as they are: {absent[0]}, ..."
+        )
     return schemas
 
 
@@ -100,12 +96,10 @@ def join(words: Sequence[str]) -> tuple[str, list[int]]:
 
 
 def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
-    """The candidates in `text` beside the query, in the text's order; `parse` is a spaCy `Doc` of it, or what has the
-    same `noun_chunks` (`start`, `end`, in tokens) and tokens (`idx`, in characters, `text`, `pos_`).
+    """The candidates in `text` beside the query, in the text's order; `parse` is its spaCy `Doc`.
 
-    As in fairseq, candidates are noun chunks and runs of NOUN or of PROPN tokens, without phrases of PRON tokens only,
-    and without phrases that contain the query or lie in it, case aside. A phrase that occurs twice is two candidates;
-    a chunk around the pronoun ("his son") stays.
+    As in fairseq: noun chunks and runs of NOUN or of PROPN tokens, without phrases of PRON tokens only, and without
+    phrases that contain the query or are part of it, case aside. A phrase that occurs twice is two candidates.
     """
     tokens = list(parse)
     spans = {(chunk.start, chunk.end) for chunk in parse.noun_chunks}
@@ -125,12 +119,9 @@ def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
 
 
 def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:
-    """A checkpoint with its masked-LM head; a RoBERTa as this repository's class, which runs the head at masks only.
-    With `random_weights`, the checkpoint's architecture with fresh weights.
-
-    Raises `InputError` where there is no checkpoint, or where weights are missing (tied weights aside): a fresh head
-    scores by chance.
-    """
+    """A checkpoint with its masked-LM head, or its architecture with fresh weights; a RoBERTa as this repository's
+    class, which runs the head at masks only. Raises `InputError` where the head's weights are missing: a fresh head
+    scores by chance."""
     config = weights.read_config(model_name_or_path)
     ours = config.model_type == "roberta"
     cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
@@ -149,17 +140,15 @@ def build_features(
     max_length: int | None = None,
     encode: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, Any]:
-    """The text with the query, then with each candidate, at the pronoun's position, where it is masked.
+    """The text with the query, then with each candidate, masked at the pronoun's position.
 
-    `input_ids` and `targets` have a list for each phrase: `targets` holds the phrase's own ids where `input_ids` is
+    `input_ids` and `targets` have a list for each phrase: `targets` holds the phrase's ids where `input_ids` is
     `<mask>`, else -100. `label` is 1, 0, or -100 where unknown. The whole text is encoded at once, so that the space
-    before the phrase belongs to it. `encode`: the tokenizer's `text_tokenizer`, made once for many schemas. Raises
-    `InputError` where the text is longer than `max_length` tokens (by default the tokenizer's maximum), or a phrase has
-    no tokens.
+    before the phrase belongs to it. `encode`: a `text_tokenizer`, made once for many schemas. Raises `InputError` for a
+    text of more than `max_length` tokens (by default the tokenizer's maximum), and for a phrase without tokens.
     """
-    if tokenizer.mask_token_id is None or not tokenizer.is_fast:
-        lacks = "mask token" if tokenizer.is_fast else "character offsets (it is a slow tokenizer)"
-        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no {lacks}, which WNLI needs; name another")
+    if tokenizer.mask_token_id is None:
+        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token, which WNLI needs; name another")
     max_length = max_length or tokenizer.model_max_length
     inputs, targets, encode = [], [], encode or tokenization.text_tokenizer(tokenizer)
     for phrase in (schema.query, *candidates):
@@ -168,12 +157,11 @@ def build_features(
         ids = encoding["input_ids"]
         if len(ids) > max_length:
             raise InputError(
-                f"{schema.where}: {len(ids)} tokens with the phrase {phrase!r}, more than the {max_length} that fit: "
-                f"{text!r}; shorten the text"
+                f"{schema.where}: {len(ids)} tokens with phrase {phrase!r}, more than {max_length}; shorten the text"
             )
         start, end = schema.start, schema.start + len(phrase)
-        # Byte-level BPE's offsets leave out a token's space. A token that is only a space has (start, start), and
-        # belongs to the phrase, as the space of " the" does; special tokens have (0, 0), where no space can be.
+        # byte-level offsets leave out a token's space: a space token has (start, start), and belongs to the phrase;
+        # special tokens have (0, 0)
         inside = [
             first < end and (last > start or first == last == start > 0) for first, last in encoding["offset_mapping"]
         ]
@@ -189,7 +177,7 @@ def build_features(
 
 
 def training_features(features: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The features that can be learnt from (positive, with a candidate beside the query), and counts of the rest."""
+    """Features to train on (positive, with a candidate beside the query), and counts of the others."""
     kept, left_out = [], Counter()
     for row in features:
         if row["label"] != 1:
@@ -206,8 +194,7 @@ class WscCollator:
     """A batch of schemas from `build_features`. Each schema is a group of rows: the query's, then its candidates'.
 
     Returns int64 `input_ids`, `attention_mask` and `targets` (rows, longest row), `group_sizes` (schemas,) in rows, and
-    `labels` (schemas,), so that `num_items_in_batch` is the number of schemas in all micro-batches of a step. It needs
-    `remove_unused_columns=False`.
+    `labels` (schemas,), so that `num_items_in_batch` is the number of schemas in the effective batch.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -229,7 +216,7 @@ class WscCollator:
 def score(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """(rows,): the mean log-probability, in nats, of each row's masked tokens, which are all masked at once."""
+    """(rows,): the mean log-probability, in nats, of each row's masked tokens."""
     predicted = targets != IGNORED
     output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets)
     losses = getattr(output, "losses", None)
@@ -245,7 +232,7 @@ def wsc_loss(
     alpha: float = 5.0,
     beta: float = 0.4,
 ) -> torch.Tensor:
-    """A schema's loss from the scores of its query () and of the other candidates (candidates,).
+    """The loss of a schema from the scores of its query () and of the other candidates (candidates,).
 
     "margin": the sum over candidates of -query + alpha x max(0, candidate - query + beta), as in the paper (fairseq's
     default alpha and beta are 1 and 0; its WinoGrande command has 5 and 0.4). "cross_entropy": of the query among all
@@ -257,17 +244,14 @@ def wsc_loss(
 
 
 def margin(query_score: torch.Tensor, candidate_scores: torch.Tensor) -> torch.Tensor:
-    """(): the query's score - the highest score of another candidate. From 0 on, the query is the answer (fairseq gives
-    it the tie, too); without candidates the margin is infinite."""
+    """(): the query's score minus the highest score of another candidate, infinite without any. The label is positive
+    from 0 on (fairseq's ties, too)."""
     return query_score - torch.cat([query_score.new_tensor([-torch.inf]), candidate_scores]).max()
 
 
 def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss` goes to `wsc_loss`.
-
-    The caller divides by the number of schemas in the whole effective batch, not in this micro-batch, so that the
-    gradient is the same for any accumulation. Schemas that are not positive add nothing to the sum.
-    """
+    """(sum of the schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss` goes to `wsc_loss`. Schemas
+    that are not positive add nothing to the sum; the caller divides by the schemas of the effective batch."""
     scores = score(model, batch["input_ids"], batch["attention_mask"], batch["targets"])
     groups = scores.split(batch["group_sizes"].tolist())
     # 0 x scores: without a positive schema, the sum still has a gradient

@@ -18,7 +18,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from roberta_recipe import durable
-from roberta_recipe.data.masking import IGNORED
+from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import RunError, first_line, says_no_room
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from roberta_recipe import significance
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Corpus, check_unchanged
@@ -27,6 +26,7 @@ from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
+from roberta_recipe.standard_error import error_of_ratio
 from roberta_recipe.training import advice, data_loading, optimizers
 from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -312,7 +312,7 @@ class MlmTrainer(DurableTrainer):
         totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
         of_document = self.sum_over_processes(of_document).cpu().numpy()
-        if (error := significance.error_of_ratio(*of_document.T)) is not None:  # a log line has numbers only
+        if (error := error_of_ratio(*of_document.T)) is not None:  # a log line has numbers only
             metrics["loss_error"] = error
         if self.also_measured and metric_key_prefix == "eval":  # not for each source again
             metrics |= self.also_measured(self)

@@ -25,7 +25,7 @@ from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import architectures, attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.significance import decimals_of, perplexity_with_error, with_error
+from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, data_loading, digests, environment, optimizers, stopping
 from roberta_recipe.training.arguments import MlmTrainingArguments
 

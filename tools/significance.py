@@ -1,5 +1,4 @@
-"""How sure a figure is: the one place that tables, pages and cards take their errors and tests from
-(docs/statistics.md)."""
+"""Significance tests between settings over seeds, and their verdicts (docs/statistics.md)."""
 
 import itertools
 import math
@@ -25,41 +24,6 @@ class Comparison(NamedTuple):
     p: float  # two-sided, of this comparison alone
     least_p: float  # that so many seeds could give at best
     welch_p: float | None = None  # of two groups whose standard deviations are more than `UNEQUAL` times apart
-
-
-def error_of_ratio(sums: np.ndarray, counts: np.ndarray) -> float | None:
-    """The standard error of sum(sums) / sum(counts) over clusters, such as documents, which are independent while what
-    is in one of them is not; both (clusters,). None for fewer than two.
-
-    Linearised: sqrt(C / (C - 1) x sum of (sum_c - ratio x count_c)^2) / sum(counts) (Cochran 1977, section 2.11,
-    without the correction for a finite population).
-    """
-    used = counts > 0
-    clusters, total = int(used.sum()), counts.sum()
-    if clusters < 2:
-        return None
-    residuals = (sums - sums.sum() / total * counts)[used]
-    return float(math.sqrt(clusters / (clusters - 1) * (residuals**2).sum()) / total)
-
-
-def decimals_of(error: float | None, most: int = 3) -> int:
-    """The decimals that a figure with this standard error has: down to the error's second digit, at most `most`."""
-    if not error or not math.isfinite(error):
-        return most
-    return min(max(1 - math.floor(math.log10(error)), 0), most)
-
-
-def with_error(value: float | None, error: float | None, most: int = 3) -> str:
-    """A figure, its standard error beside it where it has one: "3.42 ± 0.05"; a record has null for no number."""
-    if value is None:
-        return "nan"
-    decimals = decimals_of(error, most)
-    return f"{value:.{decimals}f}" + (f" ± {error:.{decimals}f}" if error else "")
-
-
-def perplexity_with_error(perplexity: float | None, error_of_loss: float | None) -> str:
-    """A perplexity, with the error that follows from that of its loss in nats."""
-    return with_error(perplexity, perplexity * error_of_loss if perplexity and error_of_loss else None, most=2)
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:

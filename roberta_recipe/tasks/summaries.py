@@ -1,0 +1,255 @@
+"""Scores of a fine-tuning protocol over seeds (paper, section 5.1): runs, medians and spread, majority answer, answers
+to the validation examples, stored scores of test sets, and the printed table."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.record import (
+    BEST_NAME,
+    SUMMARY_NAME,
+    Baseline,
+    FinetuneRecord,
+    Scores,
+    SettingScores,
+    Summary,
+    TestScores,
+    percent,
+    picked_setting,
+)
+from roberta_recipe.training.finetune_trainer import WEIGHTS, validation_scores
+
+ANSWERS_NAME = "validation_answers.tsv"  # in the folder of the best run
+TEST_SCORES = "test_scores.npz"  # in a run's folder: all runs are scored, the weights of the best are kept
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a protocol."""
+
+    learning_rate: float
+    batch: int
+    seed: int
+    output_dir: Path
+
+    @property
+    def setting(self) -> tuple[float, int]:
+        return self.learning_rate, self.batch
+
+
+def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
+    """Every learning rate with every batch and seed, each in its folder below `output_dir`."""
+    return [
+        Run(rate, size, seed, Path(output_dir, f"lr{rate:g}-batch{size}-seed{seed}"))
+        for rate in rates
+        for size in batches
+        for seed in seeds
+    ]
+
+
+def of_setting(runs: list[Run], row: SettingScores) -> list[Run]:
+    """The runs of a setting."""
+    return [run for run in runs if run.setting == (row["learning_rate"], row["global_batch_size"])]
+
+
+def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
+    """The scores of a `Summary`: median and spread over seeds of each setting by `metric`, the setting with the best
+    median, and its best run."""
+    by_setting: dict[tuple[float, int], dict[Run, FinetuneRecord]] = {}
+    for run, record in zip(runs, records, strict=True):
+        by_setting.setdefault(run.setting, {})[run] = record
+    rows: list[SettingScores] = []
+    for (rate, size), scored in by_setting.items():
+        scores = over_seeds({run.seed: record["metrics"] for run, record in scored.items()}, metric)
+        rows.append(
+            {
+                "learning_rate": rate,
+                "global_batch_size": size,
+                **scores,
+                "degenerate_seeds": [run.seed for run, record in scored.items() if record["degenerate"]],
+                "best_run": str(max(scored, key=lambda run, seeds=scores["seeds"]: seeds[run.seed]).output_dir),
+            }
+        )
+    return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}
+
+
+def over_seeds(metrics: dict[int, dict[str, float | None]], metric: str) -> Scores:
+    """Median and spread over seeds of `metric`, and the medians of all metrics, from seed -> metrics."""
+    seeds = {seed: comparable(of_seed[metric]) for seed, of_seed in metrics.items()}
+    names = next(iter(metrics.values()))
+    return {
+        "median": statistics.median(seeds.values()),
+        "mean": statistics.fmean(seeds.values()),
+        "lowest": min(seeds.values()),
+        "highest": max(seeds.values()),
+        "seeds": seeds,
+        "medians": {name: statistics.median(comparable(m[name]) for m in metrics.values()) for name in names},
+    }
+
+
+def comparable(value: float | None) -> float:
+    """A score, or -inf for NaN (a correlation with a constant)."""
+    return -math.inf if value is None or math.isnan(value) else value
+
+
+def majority_answer(
+    labels: dict[str, list[Any]], names: Sequence[str], measure: Callable[[str, np.ndarray], dict[str, float]]
+) -> Baseline | None:
+    """The scores of the most frequent label of the first validation split (of equals, the first), given to every
+    example. `labels`: by split; `names` of the classes; `measure` scores (split, predictions (examples,)). None
+    without classes: a correlation with a constant has no value."""
+    if not names:
+        return None
+    first, *_ = labels
+    answer = int(np.bincount(labels[first]).argmax())
+    metrics: dict[str, float | None] = {}
+    for split, of_split in labels.items():
+        scores = measure(split, np.full(len(of_split), answer))
+        metrics |= {name if split == first else name_on_split(name, split): scores[name] for name in scores}
+    return {"answer": names[answer], "metrics": metrics}
+
+
+def name_on_split(metric: str, split: str) -> str:
+    """The name of a metric on a validation split other than the first: `accuracy_mismatched`."""
+    return f"{metric}_{split.partition('_')[2]}"
+
+
+def class_answers(
+    examples: Sequence[dict[str, str]],
+    names: Sequence[str],
+    labels: Sequence[int],
+    predictions: np.ndarray,
+    probabilities: np.ndarray | None = None,
+) -> list[dict[str, Any]]:
+    """Rows for `write_answers`: wrong answers first, those with the least probable label at the top. `examples`: the
+    first columns; labels and predictions (examples,): class numbers; `probabilities` (examples, classes): None for
+    rankings."""
+    right, rows = predictions == np.array(labels), []
+    of_label = right if probabilities is None else probabilities[np.arange(len(labels)), labels]
+    for number in np.lexsort((of_label, right)):
+        row = {**examples[number], "label": names[labels[number]], "prediction": names[predictions[number]]}
+        if probabilities is not None:
+            row["probability"] = probabilities[number, predictions[number]]
+        rows.append({**row, "verdict": "right" if right[number] else "wrong"})
+    return rows
+
+
+def write_answers(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Answers to the validation examples as a TSV without quotes: a tab or a line end in a text becomes a space."""
+    lines = [list(rows[0])]
+    for row in rows:
+        cells = (f"{cell:.4f}" if isinstance(cell, float | np.floating) else str(cell) for cell in row.values())
+        lines.append([" ".join(cell.replace("\t", " ").splitlines()) for cell in cells])
+    durable.write_text(path, "".join("\t".join(cells) + "\n" for cells in lines))
+
+
+def write_test_scores(folder: Path, rows: str, scores: dict[str, np.ndarray]) -> None:
+    """Store a run's test scores by split, with the hash of the test rows."""
+    temporary = folder / f"unfinished_{TEST_SCORES}"
+    np.savez(temporary, rows=rows, **scores)
+    temporary.replace(folder / TEST_SCORES)
+
+
+def read_test_scores(run: Run, rows: str) -> dict[str, np.ndarray] | None:
+    """A run's test scores by split; None for a run without, or with those of other rows. Raises `InputError` for a
+    damaged file."""
+    path = run.output_dir / TEST_SCORES
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as archive:
+            stored = dict(archive)  # checks the zip's CRCs
+        stored_rows = str(stored.pop("rows"))
+    except Exception as error:  # zipfile, zlib and numpy have their own
+        raise InputError(f"{path} is damaged ({first_line(error)}): move it away to score the test set again") from None
+    return stored if stored_rows == rows else None
+
+
+def all_test_scores(runs: list[Run], rows: str) -> list[dict[str, np.ndarray]]:
+    """The test scores of every run. Raises `InputError` where a run has none."""
+    stored = [read_test_scores(run, rows) for run in runs]
+    if absent := [run.output_dir for run, scores in zip(runs, stored, strict=True) if scores is None]:
+        raise InputError(
+            f"{absent[0]} was run without do_predict, or on other test rows, and its weights are gone: move it away to "
+            "run it again"
+        )
+    return stored
+
+
+def summarise_tests(
+    runs: list[Run],
+    rows: str,
+    splits: dict[str, int],
+    measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]],
+    metric: str,
+) -> dict[str, TestScores]:
+    """The metrics on the labelled test `splits` (with their number of examples) of the runs with stored scores, by
+    `Job.measure`. Raises `InputError` where no run has any."""
+    scored = [run for run in runs if read_test_scores(run, rows)] or runs
+    stored = all_test_scores(scored, rows)
+    metrics: dict[str, dict[int, dict[str, float]]] = {split: {} for split in splits}
+    for run, scores in zip(scored, stored, strict=True):
+        of_validation = validation_scores(run.output_dir)
+        for split in splits:
+            metrics[split][run.seed] = measure(split, scores[split], of_validation)
+    return {split: {**over_seeds(metrics[split], metric), "examples": count} for split, count in splits.items()}
+
+
+def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
+    """A text table of the settings: median, spread, seeds, medians of the metrics `others`. Below it the line `paper`,
+    the majority answer, the test sets, and the files of the best run."""
+    metric, settings = summary["metric"], summary["settings"]
+    lines = [f"\n{summary['task']}, validation {metric} x 100"]
+    lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
+    for number, row in enumerate(settings):
+        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
+        picked = number == summary["picked"] and len(settings) > 1
+        lines.append(
+            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
+            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
+            f"{'  <- best median, picked on validation' * picked}"
+        )
+        if others:
+            medians = ", ".join(f"{name} {percent(row['medians'][name])}" for name in others)
+            lines.append(f"{'':>10}medians: {medians}")
+        if row["degenerate_seeds"]:
+            listed = ", ".join(map(str, row["degenerate_seeds"]))
+            lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
+    lines += [line for line in (paper, _majority_line(summary)) if line]
+    lines += lines_of_tests(summary)
+    best = Path(picked_setting(summary)["best_run"])
+    if (best / BEST_NAME / WEIGHTS).is_file():
+        lines.append(f"best epoch  {best / BEST_NAME}")
+    lines += [f"answers     {best / ANSWERS_NAME}", f"summary     {best.parent / SUMMARY_NAME}"]
+    return "\n".join(lines)
+
+
+def lines_of_tests(summary: Summary) -> list[str]:
+    """A line for each labelled test split, with its medians."""
+    lines = []
+    for split, scores in summary.get("tests", {}).items():
+        medians = ", ".join(f"{name} {percent(value)}" for name, value in scores["medians"].items())
+        seeds = ", ".join(map(str, scores["seeds"]))
+        lines.append(f"{split} set ({scores['examples']:,} examples), medians of seeds {seeds}: {medians}")
+    return lines
+
+
+def _majority_line(summary: Summary) -> str:
+    """The majority answer's score, with warnings where no seed is above it and where the best seed is degenerate."""
+    row = picked_setting(summary)
+    best = max(row["seeds"], key=row["seeds"].get)
+    value = (summary["baseline"] or {"metrics": {}})["metrics"].get(summary["metric"])
+    warnings = ["no seed is above it"] if value is not None and row["highest"] <= value else []
+    if best in row["degenerate_seeds"]:
+        warnings.append(f"the weights that are kept, of seed {best}, give one answer to everything")
+    if value is None:
+        return f"Warning: {warnings[0]}" if warnings else ""
+    line = f"Majority answer: {percent(value)} (always {summary['baseline']['answer']})"
+    return f"{line}: {'; '.join(warnings)}" if warnings else line
