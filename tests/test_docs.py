@@ -159,7 +159,7 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
 ADDED = """
 import train_mlm, finetune_glue
 from roberta_recipe.data import chunks, packing
-from roberta_recipe.training import objectives
+from roberta_recipe.model import objectives
 argv = ["--config", "presets/mlm/roberta_small.yaml", "--objective", "mlm", "toy", "--optim", "nadam"]
 (args, training_args), _ = train_mlm.read_arguments(argv)
 assert args.objective == ["mlm", "toy"] and training_args.optim == "nadam" and args.global_batch_size == 2048
