@@ -51,9 +51,10 @@ if not INSIDE:
     )
 
     from roberta_recipe import durable
-    from roberta_recipe.data import packing, tokenization, tokenizer_training
+    from roberta_recipe.data import packing, tokenization
     from roberta_recipe.errors import InputError
     from roberta_recipe.tools import fairseq as converter
+    from tokenizer.train_tokenizer import train_tokenizer
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
@@ -563,7 +564,7 @@ def main() -> None:
         work = Path(folder)
         tokenizer_dir = args.tokenizer or str(work / "tokenizer")
         if not args.tokenizer:
-            tokenizer_training.train_tokenizer(generated_text(), vocab_size=900).save_pretrained(tokenizer_dir)
+            train_tokenizer(generated_text(), vocab_size=900).save_pretrained(tokenizer_dir)
         tokenizer = tokenization.load_tokenizer(tokenizer_dir)
         job = make_job(work, documents, tokenizer, args)
         torch.save(job, work / "job.pt")

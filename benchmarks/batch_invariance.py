@@ -30,10 +30,10 @@ from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer,
 
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.modeling import RobertaForMaskedLM
+from tokenizer.train_tokenizer import train_tokenizer
 
 GLOBAL_BATCH_SIZE = 16
 LAUNCHES = [("one process", "one_gpu", 1), ("two processes", "two_cpus", 2)]

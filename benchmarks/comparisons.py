@@ -190,7 +190,7 @@ def make_inputs(folder: Path) -> tuple[Path, ...]:
     if not text.is_file():
         from roberta_recipe.data import corpus as corpora
         from roberta_recipe.data.documents import check_sources, sample_documents
-        from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
+        from tokenizer.train_tokenizer import save_tokenizer, train_tokenizer
 
         corpus = corpora.resolve(corpora.read_corpus("presets/corpus/docstrings.yaml"))
         check_sources(corpus)

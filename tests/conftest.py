@@ -32,10 +32,10 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
 from roberta_recipe import hardware
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.training.modeling import build_model
+from tokenizer.train_tokenizer import train_tokenizer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
@@ -237,7 +237,7 @@ def write_text(path, texts):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+    return train_tokenizer(make_documents(300, seed=0), vocab_size=400)
 
 
 @pytest.fixture(scope="session")

@@ -191,9 +191,9 @@ def test_a_digest_of_a_state_is_of_its_content():
     assert len(found) == len(others) + 3
 
 
-@pytest.mark.parametrize(("name", "said"), [("~nobody_here/run", "home directory"), ("x" * 300, "File name too long")])
-def test_a_name_that_cannot_be_looked_for_is_named(name, said):
-    with pytest.raises(InputError, match=f"{name} cannot be looked for: .*{said}.*; name another path"):
+@pytest.mark.parametrize("name", ["~nobody_here/run", "x" * 300])
+def test_a_name_that_cannot_be_looked_up_is_named(name):
+    with pytest.raises(InputError, match=f"cannot look up {name}: "):
         compare.main([name, name])
-    with pytest.raises(InputError, match="cannot be looked for"):
+    with pytest.raises(InputError, match=f"cannot look up {name}: "):
         push.main(["--model", name, "--repo", "me/mine"])

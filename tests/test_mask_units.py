@@ -21,9 +21,9 @@ from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_o
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
-from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.data.word_starts import word_starts
 from roberta_recipe.errors import InputError
+from tokenizer.train_tokenizer import train_tokenizer
 
 UNITS = ("whole_word", "span", "ngram")
 TEXT = st.text(

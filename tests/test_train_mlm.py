@@ -15,12 +15,13 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 import train_mlm
 from roberta_recipe import record as records
-from roberta_recipe.data import chunks, masking, tokenizer_training
+from roberta_recipe.data import chunks, masking
 from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.tools import evaluate, pack
 from roberta_recipe.training import batch, checkpoint, pretraining, progress
 from roberta_recipe.training.mlm_trainer import MlmTrainer
+from tokenizer.train_tokenizer import train_tokenizer
 
 
 def train(preset, *argv):
@@ -225,7 +226,7 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
 
 def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys, monkeypatch):
     """Also where the preset names another of equal size; named in the command, the other is used and warned of."""
-    other = tokenizer_training.train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
+    other = train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
     other.save_pretrained(tmp_path / "other")
     record, run = train(preset, "--max_steps", 2), tmp_path / "run"
     values = yaml.safe_load(Path(preset).read_text()) | {"tokenizer_name": str(tmp_path / "other")}
@@ -496,9 +497,8 @@ exit_on_error(train_mlm.main)
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (byte 0xe9); convert it, e.g. with "
-        "iconv -t UTF-8 (row 3500); fix or remove it, or pass over what cannot be read with `on_bad_shard: skip` in a "
-        "corpus preset of these files"
+        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (character 3); convert it, e.g. "
+        "with iconv -t UTF-8 (row 3500); fix or remove it, or set `on_bad_shard: skip` in a corpus preset"
     )
 
 

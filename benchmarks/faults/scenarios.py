@@ -21,7 +21,6 @@ from official_files import write_glue
 import finetune_glue
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.data import tokenizer_training
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import pack
@@ -69,7 +68,7 @@ def make_inputs(folder: Path) -> None:
     """The inputs of all scenarios, in `<folder>/inputs`."""
     inputs = folder / "inputs"
     (inputs / "text").mkdir(parents=True)
-    tokenizer = tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+    tokenizer = train_tokenizer.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
     tokenizer.save_pretrained(inputs / "tokenizer")
     (inputs / "config.json").write_text(json.dumps(CONFIG))
     (inputs / "preset.yaml").write_text(PRESET)
