@@ -410,10 +410,10 @@ BAD = {
     "wrong type": (["--config", "{bad_type}"], ["bad_type.yaml", "max_steps is 'lots'"]),
     "missing preset": (["--config", "absent.yaml"], ["no such file: absent.yaml"]),
     "missing file": (["--train_file", "absent.txt"], ["'absent.txt' does not exist"]),
-    "no readable file": (["--train_file", "{unreadable}"], ["holds no file that can be read", ".doc"]),
+    "no readable file": (["--train_file", "{unreadable}"], ["has no file that can be read", "unreadable"]),
     "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
     "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
-    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: line 1 is not UTF-8"]),
+    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: the document at line 1 is not UTF-8"]),
     "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265, the tokenizer 400"]),
     "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
     "small validation set": (

@@ -144,13 +144,11 @@ def resolve(corpus: Corpus) -> Corpus:
     """`corpus` with its files, and the hashes of the documents left out. Raises `InputError`."""
     found = {}
     for source in corpus.sources:
-        train = validation = _locate(source)
-        if source.validation_files:
-            validation = _list_files(source.name, source.validation_files)
-        for split, (format, paths) in (("train", train), ("validation", validation)):
-            if source.filters and format != "parquet":
-                raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
-            found[source.name, split] = format, paths
+        train = _locate(source)
+        held_out = _list_files(source.name, source.validation_files) if source.validation_files else train
+        found |= {(source.name, "train"): train, (source.name, "validation"): held_out}
+        if source.filters and {train[0], held_out[0]} != {"parquet"}:
+            raise InputError(f"source {source.name!r}: filters work on Parquet only; its files are {train[0]}")
     left_out: list[str] = []
     if corpus.leave_out:
         with taken_apart(corpus.leave_out, "a file of tools.contamination --held_out --leave_out"):
@@ -230,10 +228,9 @@ def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
         known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
     names = sorted({name for _, names in corpus.found.values() for name in names})
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases the GIL
-        identities = threads.map(lambda name: _identity(name, known.get(name)), names)
-        found = dict(
-            zip(names, Bar(identities, total=len(names), desc="Hashing files", delay=2, leave=False), strict=True)
-        )
+        hashed = threads.map(lambda name: _identity(name, known.get(name)), names)
+        hashed = Bar(hashed, total=len(names), desc="Hashing files", delay=2, leave=False)
+        found = dict(zip(names, hashed, strict=True))
     settled = {name: one for name, one in found.items() if one.stamp and max(one.stamp[1:3]) < settled_ns}
     if settled != known:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
