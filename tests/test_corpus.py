@@ -113,8 +113,6 @@ def test_filters(tmp_path):
     assert kept == wanted and 0 < len(wanted) < 60
     with pytest.raises(InputError, match=r"filters work on Parquet only"):
         check(write_text(tmp_path / "c.txt", TEXTS), filters=[["language", "==", "en"]])
-    with pytest.raises(InputError, match=r"cannot read .*a.parquet.*country"):
-        check(path, filters=[["country", "==", "en"]])
 
 
 def test_held_out_documents_are_no_training_documents(tmp_path):
@@ -124,15 +122,6 @@ def test_held_out_documents_are_no_training_documents(tmp_path):
     assert set(train) | set(validation) == set(TEXTS) and len(train) + len(validation) == 90
     assert 5 < len(set(validation)) < 35
     assert texts_of(of_split="validation", files=path, share=0.3, seed=9) == validation
-
-
-def test_validation_files_are_used_where_given(tmp_path):
-    source = dict(
-        files=write_parquet(tmp_path / "a.parquet", TEXTS[:50]),
-        validation_files=write_parquet(tmp_path / "b.parquet", TEXTS[50:]),
-        share=0.5,
-    )
-    assert texts_of(**source) == TEXTS[:50] and texts_of(of_split="validation", **source) == TEXTS[50:]
 
 
 def test_docstrings_are_documents(tmp_path, monkeypatch):
@@ -393,11 +382,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_column_that_is_not_there(tmp_path, kind):
     """Of a file among others; a file without rows lacks nothing."""
-    write, options = (write_parquet, {"column": "body"}) if kind == "parquet" else (write_jsonl, {"column": "body"})
+    write = write_parquet if kind == "parquet" else write_jsonl
     write(tmp_path / f"a.{kind}", TEXTS)
     write(tmp_path / f"b.{kind}", pa.array([], pa.string()) if kind == "parquet" else [])
     check(tmp_path)
-    path = write(tmp_path / f"c.{kind}", TEXTS, **options)
+    path = write(tmp_path / f"c.{kind}", TEXTS, column="body")
     with pytest.raises(InputError, match=rf"{path}.*text_column"):
         check(tmp_path)
     check(path, text_column="body")

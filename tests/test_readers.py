@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pytest
 from backports import zstd
-from conftest import corpus_of, make_documents, write_jsonl, write_parquet, write_text
+from conftest import corpus_of, make_documents, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_corpus import TEXTS, check, texts_of
@@ -97,12 +97,6 @@ def test_random_text_files_have_the_documents_of_the_definition(tmp_path):
     assert resumed > 40 and without_blanks > 10
 
 
-def test_a_line_of_blanks_separates_documents(tmp_path):
-    """As between the articles and paragraphs of wikitext's files."""
-    (tmp_path / "a.txt").write_text(" \n = Ships = \n \n One . \n Still one . \n \t\n\u00a0\u3000\n Two . \n", "utf-8")
-    assert read(tmp_path / "a.txt") == ["\n = Ships = ", " One . \n Still one . ", "\n Two . \n"]
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_documents_are_those_of_datasets(tmp_path, suffix):
     """JSON lines, lists and Parquet that `datasets` reads as they were meant."""
@@ -179,7 +173,6 @@ def test_a_file_cut_anywhere_is_refused_or_ends_between_two_members(tmp_path, su
         archive += COMPRESS[compression](content[begin : begin + step])
         borders[len(archive)] = min(begin + step, len(content))
     path, plain = tmp_path / f"cut{suffix}{compression}", tmp_path / f"plain{suffix}"
-    outcomes = {"read": 0, "refused": 0}
     for cut in range(len(archive) + 1):
         path.write_bytes(archive[:cut])
         kept = borders.get(cut) if compression else cut
@@ -191,13 +184,10 @@ def test_a_file_cut_anywhere_is_refused_or_ends_between_two_members(tmp_path, su
             if kept:  # a .xz of no bytes is no archive
                 with pytest.raises(InputError):
                     read(plain)
-            outcomes["refused"] += 1
-            continue
-        assert kept is not None, cut
-        assert rows == read(plain) and rows[:-1] == DOCUMENTS[: max(len(rows) - 1, 0)], cut
-        outcomes["read"] += 1
-    assert rows == DOCUMENTS and sum(outcomes.values()) > len(content) * (not compression)
-    assert not compression or outcomes["read"] <= 4
+        else:
+            assert kept is not None, cut
+            assert rows == read(plain) and rows[:-1] == DOCUMENTS[: max(len(rows) - 1, 0)], cut
+    assert rows == DOCUMENTS
 
 
 @pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
@@ -351,14 +341,11 @@ def test_files_over_http_are_listed_read_and_retried(monkeypatch, caplog):
         with pytest.raises(InputError, match=r"cannot list '.*none.txt'"):
             texts_of(files=f"{url}none.txt")
         server.shutdown()
-    for protocol, reason in (("nosuch", "Protocol not known"), ("gs", "gcsfs")):
-        with pytest.raises(InputError, match=f"cannot list '{protocol}://a/b.txt': .*{reason}"):
-            texts_of(files=f"{protocol}://a/b.txt")
+    with pytest.raises(InputError, match=r"cannot list 'gs://a/b.txt': .*gcsfs"):
+        texts_of(files="gs://a/b.txt")
 
 
 def test_a_local_file_that_cannot_be_opened_is_not_retried(tmp_path, monkeypatch):
-    write_text(tmp_path / "a.txt", TEXTS)
-    write_jsonl(tmp_path / "b.jsonl", TEXTS)
     monkeypatch.setattr("time.sleep", pytest.fail)
     with pytest.raises(InputError, match=r"cannot read .*none.txt: FileNotFoundError"):
         read(tmp_path / "none.txt")

@@ -1,6 +1,5 @@
 """The tokenizer: RoBERTa's ids and habits, a round trip of any text, the same bytes from the same text."""
 
-import argparse
 import errno
 import random
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import pytest
 from conftest import make_documents, run_python, write_parquet
@@ -205,14 +203,6 @@ def test_words_of_thousands_of_characters_are_cut(caplog):
         assert max(end - first for piece in pieces for _, (first, end) in splits.pre_tokenize_str(piece)) < 2000
     assert len(train_tokenizer.train_tokenizer([*make_documents(300, seed=0), "xz" * 20_000], 400)) == 400
     assert "39 cuts in runs of 1,000 and more" in caplog.text
-
-
-def test_the_sample_is_counted_by_source(tmp_path):
-    path, sizes = write_parquet(tmp_path / "a.parquet", make_documents(50, seed=1)), Counter()
-    corpus = train_tokenizer.corpora.resolve(train_tokenizer.corpora.corpus_of_files([path], None, "text"))
-    args = argparse.Namespace(sample_mb=0.004, seed=0)
-    text = "".join(train_tokenizer.sample(corpus, args, sizes))
-    assert sizes == {"train_file": len(text.encode())} and 4000 <= len(text.encode()) < 5000
 
 
 LONG_TRAINING = """
