@@ -34,6 +34,7 @@ _SETTLED_NS = 2_000_000_000  # file times may tick this slowly, so a younger fil
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # in fsspec's file systems, the most exact first
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus preset. `resolve` fills `found` and `left_out`, `identified` fills `identities`."""
+    """A corpus preset. `resolve` fills `resolved` and `left_out`, `identified` fills `identities`."""
 
     name: str
     sources: list[Source]
@@ -81,7 +82,7 @@ class Corpus:
     # held-out documents to leave out: the file of `tools/contamination.py --held_out --leave_out FILE`
     leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
-    found: Mapping[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
+    resolved: Mapping[tuple[str, str], Files] = field(default_factory=dict, repr=False)  # by source name and split
     left_out: frozenset[str] = frozenset()  # `text_digest` of each document of `leave_out`
     identities: Mapping[str, Identity] = field(default_factory=dict, repr=False)  # by path
 
@@ -103,9 +104,9 @@ class Corpus:
         sizes = [source.size_gb or source.weight or 1.0 for source in self.sources]
         return [size / sum(sizes) for size in sizes]
 
-    def files(self, source: Source, split: str) -> tuple[str, list[str]]:
-        """Format (of `READERS`) and sorted paths of a source's split ("train" or "validation")."""
-        return self.found[source.name, split]
+    def files(self, source: Source, split: str) -> Files:
+        """The files of a source's split ("train" or "validation")."""
+        return self.resolved[source.name, split]
 
 
 def read_corpus(path: str | Path) -> Corpus:
@@ -120,12 +121,12 @@ def read_corpus(path: str | Path) -> Corpus:
             raise InputError(f"{where} has no name; name it with `name:`")
         entry = check_mapping(entry, [Source], where)
         patterns = {key: entry[key] for key in ("files", "validation_files") if entry.get(key)}
-        sources.append(Source(**entry | {key: _with_variables(of, where) for key, of in patterns.items()}))
-    computed = ("name", "sources", "found", "left_out", "identities")
+        sources.append(Source(**entry | {key: _expand_variables(of, where) for key, of in patterns.items()}))
+    computed = ("name", "sources", "resolved", "left_out", "identities")
     return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=computed))
 
 
-def _with_variables(patterns: str | list[str], where: str) -> list[str]:
+def _expand_variables(patterns: str | list[str], where: str) -> list[str]:
     expanded = [os.path.expandvars(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
     if unset := re.search(r"\$\{(\w+)\}", " ".join(expanded)):
         raise InputError(f"{where}: the environment variable {unset[1]} is not set; export {unset[1]}=<your folder>")
@@ -142,22 +143,22 @@ def corpus_of_files(
 
 def resolve(corpus: Corpus) -> Corpus:
     """`corpus` with its files, and the hashes of the documents left out. Raises `InputError`."""
-    found = {}
+    resolved = {}
     for source in corpus.sources:
         train = _locate(source)
         held_out = _list_files(source.name, source.validation_files) if source.validation_files else train
-        found |= {(source.name, "train"): train, (source.name, "validation"): held_out}
+        resolved |= {(source.name, "train"): train, (source.name, "validation"): held_out}
         if source.filters and {train[0], held_out[0]} != {"parquet"}:
             raise InputError(f"source {source.name!r}: filters work on Parquet only; its files are {train[0]}")
     left_out: list[str] = []
     if corpus.leave_out:
         with taken_apart(corpus.leave_out, "a file of tools.contamination --held_out --leave_out"):
             left_out = read_input_json(resolve_path(corpus.leave_out))["documents"]
-    return replace(corpus, found=found, left_out=frozenset(left_out))
+    return replace(corpus, resolved=resolved, left_out=frozenset(left_out))
 
 
-def _locate(source: Source) -> tuple[str, list[str]]:
-    """Format and sorted files of a source's training split."""
+def _locate(source: Source) -> Files:
+    """The files of a source's training split."""
     if source.builtin:
         return "parquet", [str(docstring_file())]
     if source.files:
@@ -175,9 +176,9 @@ def _locate(source: Source) -> tuple[str, list[str]]:
     return builder.name, sorted(splits[source.split])
 
 
-def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
-    """Format and sorted paths of files, folders and globs, local or of any `fsspec` URL."""
-    found: dict[str, str] = {}
+def _list_files(name: str, patterns: str | list[str]) -> Files:
+    """Files, folders and globs, local or of any `fsspec` URL."""
+    formats: dict[str, str] = {}  # by path
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
         readable = {path: format for path in paths if (format := _format_of(path))}
@@ -186,11 +187,11 @@ def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
                 f"source {name!r}: {pattern!r} does not exist, or has no file that can be read: {', '.join(FORMATS)}, "
                 f"text and JSON also compressed ({', '.join(COMPRESSIONS)}); hidden files of a folder are ignored"
             )
-        found.update(readable)
-    kinds = sorted(set(found.values()))
+        formats.update(readable)
+    kinds = sorted(set(formats.values()))
     if len(kinds) > 1:
         raise InputError(f"source {name!r}: {patterns!r} mixes formats ({', '.join(kinds)}); name one with a glob")
-    return kinds[0], sorted(found)
+    return kinds[0], sorted(formats)
 
 
 def _local_paths(path: Path) -> list[str]:
@@ -226,17 +227,17 @@ def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
     known: dict[str, Identity] = {}
     with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it is damaged
         known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
-    names = sorted({name for _, names in corpus.found.values() for name in names})
+    names = sorted({name for _, names in corpus.resolved.values() for name in names})
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases the GIL
         hashed = threads.map(lambda name: _identity(name, known.get(name)), names)
         hashed = Bar(hashed, total=len(names), desc="Hashing files", delay=2, leave=False)
-        found = dict(zip(names, hashed, strict=True))
-    settled = {name: one for name, one in found.items() if one.stamp and max(one.stamp[1:3]) < settled_ns}
+        identities = dict(zip(names, hashed, strict=True))
+    settled = {name: one for name, one in identities.items() if one.stamp and max(one.stamp[1:3]) < settled_ns}
     if settled != known:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
             path.parent.mkdir(parents=True, exist_ok=True)
             durable.write_sealed(path, {"files": settled})
-    corpus = replace(corpus, identities=found)
+    corpus = replace(corpus, identities=identities)
     _check_held_out(corpus)
     return corpus
 
@@ -257,8 +258,8 @@ def _identity(path: str, known: Identity | None = None) -> Identity:
 
 
 def _stamp(path: str) -> list[int]:
-    found = os.stat(path)
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    stat = os.stat(path)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _check_held_out(corpus: Corpus) -> None:
@@ -285,7 +286,7 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
         contents[f"source {source.name}"] = f"{len(files[0])} files, {digest}"
     if corpus.left_out:
         contents["leave_out"] = durable.fingerprint(sorted(corpus.left_out))
-    if any(format == "text" for format, _ in corpus.found.values()):
+    if any(format == "text" for format, _ in corpus.resolved.values()):
         contents["text_files"] = "a line of blanks separates documents"  # former versions took it for text
     return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
