@@ -29,7 +29,6 @@ from roberta_recipe.data import masking, order, stream, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
-from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
@@ -164,6 +163,8 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
     logger.info(f"The full recipe: {FULL_RECIPE}\n")
     if args.config_name and not resolve_path(args.tokenizer_name).exists():
+        from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
+
         config = weights.fresh_config(args.config_name, args.config_overrides)
         logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))

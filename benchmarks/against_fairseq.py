@@ -41,6 +41,7 @@ MASKED = "The cat <mask> in the garden."
 if not INSIDE:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from conftest import make_documents
+    from roberta_recipe.data.tokenizer_training import train_tokenizer
     from transformers import (
         AutoModelForMaskedLM,
         AutoModelForSequenceClassification,
@@ -51,7 +52,7 @@ if not INSIDE:
     )
 
     from roberta_recipe import durable
-    from roberta_recipe.data import packing, tokenization, tokenizer_training
+    from roberta_recipe.data import packing, tokenization
     from roberta_recipe.errors import InputError
     from tools import fairseq as converter
 
@@ -563,7 +564,7 @@ def main() -> None:
         work = Path(folder)
         tokenizer_dir = args.tokenizer or str(work / "tokenizer")
         if not args.tokenizer:
-            tokenizer_training.train_tokenizer(generated_text(), vocab_size=900).save_pretrained(tokenizer_dir)
+            train_tokenizer(generated_text(), vocab_size=900).save_pretrained(tokenizer_dir)
         tokenizer = tokenization.load_tokenizer(tokenizer_dir)
         job = make_job(work, documents, tokenizer, args)
         torch.save(job, work / "job.pt")

@@ -18,9 +18,10 @@ import numpy as np
 from transformers import DataCollatorForLanguageModeling
 
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, tokenization, tokenizer_training
+from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block, full_sentences
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 
 
 def timed(function):
@@ -45,9 +46,7 @@ def main() -> None:
         lambda: [text for _, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=0)]
     )
     tokenizer = (
-        tokenization.load_tokenizer(args.tokenizer_name)
-        if args.tokenizer_name
-        else tokenizer_training.train_tokenizer(texts, 4096)
+        tokenization.load_tokenizer(args.tokenizer_name) if args.tokenizer_name else train_tokenizer(texts, 4096)
     )
     encode = tokenization.corpus_encoder(tokenizer)
     splitting_s, split = timed(lambda: [tokenization.split_sentences(text, corpus.language) for text in texts])

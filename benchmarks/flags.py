@@ -36,7 +36,7 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe.args import flags_of
-from roberta_recipe.data import tokenizer_training
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
@@ -117,7 +117,7 @@ def prepare(folder: Path) -> None:
     documents = make_documents(200, seed=1)
     for name, texts in (("train", documents[:150]), ("valid", documents[150:])):
         write_parquet(folder / f"{name}.parquet", texts)
-    tokenizer = tokenizer_training.train_tokenizer(documents, vocab_size=400)
+    tokenizer = train_tokenizer(documents, vocab_size=400)
     tokenizer.save_pretrained(folder / "tokenizer")
     shape = {
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Files and folders that a user names: found, and read whole or refused with a line that says why."""
+"""Input files and folders that a user names: paths, text, JSON, datasets on the Hub."""
 
 import contextlib
 import json
@@ -15,27 +15,23 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # where paths suc
 
 
 def resolve_path(path: str | Path) -> Path:
-    """A path as the user gave it, or the same path below `ROOT` where only that exists. Raises `InputError`
-    where the system refuses to look: a folder that is another user's, a name that is too long, a `~user` of nobody."""
+    """A path as the user gave it, or the same path below the repository where only that exists."""
     try:
         path = Path(path).expanduser()
         return ROOT / path if not path.exists() and (ROOT / path).exists() else path
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"{path} cannot be looked for: {reason}; name another path") from None
+    except (OSError, RuntimeError) as error:  # another user's folder, a name that is too long, `~nobody`
+        raise InputError(f"cannot look up {path}: {first_line(error)}") from None
 
 
 def path_or_hub_id(name: str | Path) -> Path | str:
-    """The folder or file of that name where there is one (`resolve_path`), else `name`, which is the Hub's."""
+    """The local folder or file of that name, or else the name as a Hub id."""
     path = resolve_path(name)
     return path if path.exists() else name
 
 
 def read_text(path: str | Path, hint: str = "") -> str:
-    """The text of a UTF-8 file, without its byte order mark and with its line ends as they are.
-
-    Raises `InputError` that names the file and the fault; `hint` is added where the file cannot be read at all.
-    """
+    """The text of a UTF-8 file, without its byte order mark and with its line ends as they are; `hint` ends the error
+    of a file that cannot be opened."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as stream:
             return stream.read()
@@ -48,12 +44,12 @@ def read_text(path: str | Path, hint: str = "") -> str:
 
 
 def read_input_json(path: str | Path) -> Any:
-    """The content of a JSON file. Raises `InputError` that names the file and the fault."""
+    """The content of a JSON file. Raises `InputError`."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The content of a JSON text. Raises `InputError` that says `where` it stands and what is wrong."""
+    """The content of a JSON text, which stands `where`. Raises `InputError`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -62,8 +58,8 @@ def parse_json(text: str, where: str) -> Any:
 
 @contextlib.contextmanager
 def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
-    """Around code that takes the content of an input file apart: what it raises on content of another shape becomes an
-    `InputError` that says that the file is not `wanted`. Not for a whole command, where it would hide our own bugs."""
+    """Re-raises exceptions of the code that parses an input file as `InputError`: the file is not `wanted`. Keep that
+    code short, as its bugs are hidden too."""
     try:
         yield
     except (InputError, RunError):
@@ -78,14 +74,11 @@ def is_text(value: Any) -> bool:
 
 
 def load_from_hub(name: str, *config: str, split: str, instead: str) -> Any:
-    """A split (`datasets.Dataset`) of a dataset on the Hub. Raises `InputError` with its name, and the local files to
-    give `instead`."""
+    """A split (`datasets.Dataset`) of a dataset on the Hub; an error names the local files to give `instead`."""
     import datasets  # here: local files need no `datasets`
 
     try:
         return datasets.load_dataset(name, *config, split=split)
     except Exception as error:  # the Hub client raises a dozen kinds
         what = ", ".join([*config, split])
-        raise InputError(
-            f"cannot load {name} ({what}): {type(error).__name__}: {error}. Without the Hub, give {instead}"
-        ) from None
+        raise InputError(f"cannot load {name} ({what}) from the Hub: {first_line(error)}; or give {instead}") from None

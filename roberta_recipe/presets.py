@@ -119,7 +119,7 @@ def check_mapping(
     """`values` with each checked against the field it fills, leaving out the fields `without`. Raises `InputError`."""
     hints = {}
     for cls in dataclass_types:
-        annotations = typing.get_type_hints(cls)
+        annotations = typing.get_type_hints(cls, include_extras=True)
         fields = [field.name for field in dataclasses.fields(cls) if field.init and field.name not in without]
         hints.update({name: annotations[name] for name in fields})
     checked = {}

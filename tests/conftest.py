@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
 from roberta_recipe import hardware
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import tokenizer_training
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
@@ -237,7 +237,7 @@ def write_text(path, texts):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
+    return train_tokenizer(make_documents(300, seed=0), vocab_size=400)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,10 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import make_documents, write_jsonl
 
 import finetune_race
 import finetune_squad
 import train_mlm
-from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tasks import protocol
@@ -90,17 +87,6 @@ def test_all_that_a_shorter_length_asks_for_is_in_one_message():
     filled, _ = finetune_race.read_arguments(["--max_seq_length", "128", "--use_cpu"])
     with pytest.raises(InputError, match=r"leaves room for the article; .*: --max_option_length 32$"):
         finetune_race.check_arguments(*filled)
-
-
-def test_a_source_that_holds_out_nothing_is_said_before_packing(tmp_path, caplog):
-    for name, count in (("few", 2), ("many", 600)):
-        write_jsonl(tmp_path / f"{name}.jsonl", make_documents(count, seed=1))
-    corpus = corpora.resolve(corpora.corpus_of_files([str(tmp_path / "few.jsonl")], None, "text"))
-    with pytest.raises(InputError, match="no document is held out of train_file, so there is nothing"):
-        check_sources(corpus)
-    sources = [corpora.Source(name, files=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in ("few", "many")]
-    check_sources(corpora.resolve(corpora.Corpus("mixture", sources)))
-    assert "no document is held out of few, so" in caplog.text
 
 
 def test_files_of_fairseq_of_another_shape_are_a_line(tmp_path):

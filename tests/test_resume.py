@@ -444,7 +444,7 @@ def test_reads_that_fail_at_first_are_tried_again(tmp_path, monkeypatch, caplog)
     import fsspec
 
     fsspec.register_implementation("shaky", FailsAtFirst, clobber=True)
-    monkeypatch.setattr("roberta_recipe.data.readers.RETRY_DELAYS_S", (0.01,) * 5)
+    monkeypatch.setattr("roberta_recipe.data.documents.RETRY_DELAYS_S", (0.01,) * 5)
     texts = make_documents(30, seed=1)
     for path in (write_jsonl(tmp_path / "a.jsonl", texts), write_parquet(tmp_path / "a.parquet", texts)):
         caplog.clear()

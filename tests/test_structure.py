@@ -93,7 +93,7 @@ WITHOUT_OPTIONAL_PACKAGES = """
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
-hidden = ("deepspeed", "backports.zstd", "pytorch_optimizer")
+hidden = ("deepspeed", "pytorch_optimizer")
 PathFinder.find_spec = staticmethod(lambda name, *rest: None if name in hidden else find(name, *rest))
 
 import finetune_glue, finetune_race, finetune_squad, train_mlm

@@ -15,8 +15,9 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 import train_mlm
 from roberta_recipe import record as records
-from roberta_recipe.data import chunks, masking, tokenizer_training
+from roberta_recipe.data import chunks, masking
 from roberta_recipe.data.corpus import resolve
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training import batch, checkpoint, pretraining, progress
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -225,7 +226,7 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
 
 def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys, monkeypatch):
     """Also where the preset names another of equal size; named in the command, the other is used and warned of."""
-    other = tokenizer_training.train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
+    other = train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
     other.save_pretrained(tmp_path / "other")
     record, run = train(preset, "--max_steps", 2), tmp_path / "run"
     values = yaml.safe_load(Path(preset).read_text()) | {"tokenizer_name": str(tmp_path / "other")}
@@ -409,10 +410,10 @@ BAD = {
     "wrong type": (["--config", "{bad_type}"], ["bad_type.yaml", "max_steps is 'lots'"]),
     "missing preset": (["--config", "absent.yaml"], ["no such file: absent.yaml"]),
     "missing file": (["--train_file", "absent.txt"], ["'absent.txt' does not exist"]),
-    "no readable file": (["--train_file", "{unreadable}"], ["holds no file that can be read", ".doc"]),
+    "no readable file": (["--train_file", "{unreadable}"], ["has no file that can be read", "unreadable"]),
     "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
     "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
-    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: line 1 is not UTF-8"]),
+    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: the document at line 1 is not UTF-8"]),
     "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265, the tokenizer 400"]),
     "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
     "small validation set": (
@@ -496,9 +497,8 @@ exit_on_error(train_mlm.main)
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (byte 0xe9); convert it, e.g. with "
-        "iconv -t UTF-8 (row 3500); fix or remove it, or pass over what cannot be read with `on_bad_shard: skip` in a "
-        "corpus preset of these files"
+        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (character 3); convert it, e.g. "
+        "with iconv -t UTF-8 (row 3500); fix or remove it, or set `on_bad_shard: skip` in a corpus preset"
     )
 
 

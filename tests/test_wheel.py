@@ -22,7 +22,7 @@ for script in ("finetune_glue.py", "finetune_squad.py", "finetune_race.py"):
     except SystemExit as ended:
         assert not ended.code
 from roberta_recipe.data import docstrings
-print("required:", *(one.metadata["Name"] for one in docstrings._required_distributions()))
+print("required:", *(one.metadata["Name"] for one in docstrings._requirements()))
 print("library:", docstrings.__file__)
 import train_mlm
 train_mlm.main(argv)
@@ -69,5 +69,5 @@ def test_copied_scripts_run_with_the_wheel(wheel, root, tmp_path, tokenizer_dir,
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") == 3 and f"library: {site}/roberta_recipe/" in done.stdout
     required = re.search("required: (.*)", done.stdout)[1].split()
-    assert required == [distribution.metadata["Name"] for distribution in docstrings._required_distributions()]
+    assert required == [distribution.metadata["Name"] for distribution in docstrings._requirements()]
     assert json.loads((project / "run" / "run_record.json").read_text())["steps"] == 1

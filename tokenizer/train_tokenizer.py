@@ -9,24 +9,45 @@ tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The la
 import argparse
 import dataclasses
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
-
 
 from roberta_recipe import durable
 from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import tokenization, tokenizer_training
-from roberta_recipe.data.documents import sample_documents, text_bytes
+from roberta_recipe.data.documents import sample_documents
+from roberta_recipe.data.tokenization import corpus_encoder, load_tokenizer
+from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import peak_memory_bytes
 from roberta_recipe.log import Bar, set_up_logging
+
+
+def main(argv: list[str] | None = None) -> None:
+    set_up_logging()
+    args = parse(argv)
+    started_s = time.monotonic()
+    if args.train_file:
+        corpus = corpora.resolve(corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column))
+    else:
+        corpus = corpora.resolve(corpora.read_corpus(args.corpus))
+
+    others = {args.compare_with: load_tokenizer(args.compare_with)} if args.compare_with else {}
+    sizes: Counter[str] = Counter()
+    tokenizer = train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
+    save_tokenizer(tokenizer, args.output_dir)
+    print(
+        f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
+        f"peak memory {peak_memory_bytes() / 1e9:.2f} GB"
+    )
+    print_sample(corpus, sizes)
+    print_statistics(corpus, {args.output_dir: tokenizer, **others}, args.validation_mb)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -53,50 +74,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("sample_mb", "validation_mb"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"{name}={getattr(args, name)} must be a number above 0")
-    if (Path(args.output_dir) / "tokenizer.json").exists():
-        raise InputError(f"output_dir={args.output_dir} already holds a tokenizer; name another folder, or delete it")
     durable.check_new_folder(Path(args.output_dir))
-    parent = Path(args.output_dir).absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=parent).cleanup()
-    except OSError as error:
-        raise InputError(f"output_dir={args.output_dir} cannot be made: {error.strerror}") from None
+    durable.make_folder(Path(args.output_dir))
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    set_up_logging()
-    args = parse(argv)
-    started_s = time.monotonic()
-    if args.train_file:
-        corpus = corpora.resolve(corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column))
-    else:
-        corpus = corpora.resolve(corpora.read_corpus(args.corpus))
-
-    others = {args.compare_with: tokenization.load_tokenizer(args.compare_with)} if args.compare_with else {}
-    sizes: Counter[str] = Counter()
-    tokenizer = tokenizer_training.train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
-    tokenizer_training.save_tokenizer(tokenizer, args.output_dir)
-    print(
-        f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
-        f"peak memory {peak_memory_bytes() / 1e9:.2f} GB"
-    )
-    print_sample(corpus, sizes)
-    print_statistics(corpus, {args.output_dir: tokenizer, **others}, args.validation_mb)
-
-
 def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]) -> Iterator[str]:
-    """The training sample, with a progress bar up to the end of the text where that comes first; bytes by source are
-    added to `sizes`."""
+    """The training sample, with a progress bar; bytes by source are added to `sizes`."""
     max_bytes = int(args.sample_mb * 1e6)
-    total = min(max_bytes, text_bytes(corpus) or max_bytes)
-    with Bar(total=total, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
+    with Bar(total=max_bytes, unit="B", unit_scale=True, desc="Reading sample", mininterval=1) as bar:
         for name, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=args.seed):
             sizes[name] += len(text.encode())
             bar.update(len(text.encode()))
             yield text
-        bar.total = bar.n  # the size was an estimate
 
 
 def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
@@ -108,19 +98,21 @@ def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
         print(f"  {source.name:<16}{got / 1e6:>8.1f} MB  {got / total:>6.1%} (mixture {share:.1%})")
 
 
-def print_statistics(corpus: corpora.Corpus, tokenizers: dict[str, Any], validation_mb: float) -> None:
-    """Compression of the held-out text of each source, by each tokenizer."""
+def print_statistics(
+    corpus: corpora.Corpus, tokenizers: dict[str, PreTrainedTokenizerBase], validation_mb: float
+) -> None:
+    """Bytes of UTF-8 a token, and tokens a word (words are separated by white space), on the held-out text of each
+    source, by each tokenizer."""
     print(f"\n{'held-out text':<16}{'MB':>6}  {'tokenizer':<32}{'bytes/token':>12}{'tokens/word':>12}")
     for source in corpus.sources:
         alone = dataclasses.replace(corpus, sources=[source])
         held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
         texts = [text for _, text in Bar(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
+        size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
         for name, tokenizer in tokenizers.items():
-            figures = tokenizer_training.held_out_statistics(tokenizer, texts)
-            print(
-                f"{source.name:<16}{figures['bytes'] / 1e6:>6.2f}  {name:<32}"
-                f"{figures['bytes_per_token']:>12.3f}{figures['tokens_per_word']:>12.3f}"
-            )
+            tokens = sum(map(len, corpus_encoder(tokenizer)(texts)))
+            rates = f"{size / max(tokens, 1):>12.3f}{tokens / max(words, 1):>12.3f}"
+            print(f"{source.name:<16}{size / 1e6:>6.2f}  {name:<32}{rates}")
 
 
 if __name__ == "__main__":

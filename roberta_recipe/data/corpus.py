@@ -1,26 +1,25 @@
-"""The sources of a corpus (paper, section 3.2): their files, the content of these, and their shares of the mixture."""
+"""Corpus presets (paper, section 3.2): sources, their files and content hashes, their shares of the mixture."""
 
 import contextlib
-import functools
 import glob
-import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import datasets
 import fsspec
+from datasets.data_files import resolve_pattern
+from pydantic import Field
 
 from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
-from roberta_recipe.data.readers import DECOMPRESSORS, READERS, open_file, with_retries
+from roberta_recipe.data.readers import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError, first_line
-from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
 from roberta_recipe.log import Bar
 from roberta_recipe.presets import check_mapping, load_yaml
@@ -28,69 +27,62 @@ from roberta_recipe.record import HASHES_NAME
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
-_NAME = re.compile(r"[\w-]{1,60}")  # of a source: a folder of the token cache has it
 # 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
-_THREADS = 8  # a disk's worth; hashing frees Python's lock
+_HASHING_THREADS = 8
 _SETTLED_NS = 2_000_000_000  # file times may tick this slowly, so a younger file may change and keep its times
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # in fsspec's file systems, the most exact first
+
+Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
 
 
 @dataclass(frozen=True)
 class Source:
     """One entry of a corpus preset. Exactly one of `dataset`, `files`, `builtin` says where it is."""
 
-    name: str
+    name: str  # also a folder of the token cache
     dataset: str | None = None  # Hub id, or a local dataset folder
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    files: str | list[str] | None = None  # file, folder or glob; `${NAME}` in it is a variable of the environment
+    files: str | list[str] | None = None  # file, folder, glob or URL; `${NAME}` is an environment variable
     builtin: Literal["docstrings"] | None = None
     text_column: str = "text"
     filters: list[list[Any]] | None = None  # [column, operator, value] triples, all of which hold; Parquet only
-    size_gb: float | None = None  # the share of the mixture: sizes of text,
-    weight: float | None = None  # or plain weights; one kind for all sources
+    size_gb: Share | None = None  # the share of the mixture: sizes of text,
+    weight: Share | None = None  # or plain weights; one kind for all sources
     validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
 
     def __post_init__(self):
-        if not _NAME.fullmatch(self.name):
-            raise InputError(
-                f"source name {self.name!r}: a name becomes a folder, and has 1 to 60 letters, digits, `_` and `-`"
-            )
-        where, given = (
-            f"source {self.name!r}",
-            [k for k in ("dataset", "files", "builtin") if getattr(self, k) is not None],
-        )
-        if len(given) != 1:
-            raise InputError(f"{where} must have exactly one of dataset, files, builtin, and has {given or 'none'}")
+        where = f"source {self.name!r}"
+        if not re.fullmatch(r"[\w-]{1,60}", self.name):
+            raise InputError(f"{where}: a name must be 1 to 60 letters, digits, `_` and `-`")
+        if [self.dataset, self.files, self.builtin].count(None) != 2:
+            raise InputError(f"{where} must have exactly one of dataset, files, builtin")
         if self.dataset and not self.revision and not Path(self.dataset).exists():
             raise InputError(f"{where}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)")
-        for key in ("size_gb", "weight"):
-            if getattr(self, key) is not None and not 0 < getattr(self, key) < float("inf"):
-                raise InputError(f"{where}: {key} is {getattr(self, key)}, and must be above 0 and finite")
 
 
 class Identity(NamedTuple):
     """A file's content."""
 
-    values: list[Any]  # name, size, SHA-256; of a remote file URL, size, version; of an unreadable one name, reason
+    values: list[Any]  # name, size, SHA-256; of a remote file URL, size, version
     stamp: list[int] | None  # size, times, inode; None for a remote file
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus preset. `resolve` fills `found` and `left_out`, `identified` fills `identities`."""
+    """A corpus preset. `resolve` fills `resolved` and `left_out`, `identified` fills `identities`."""
 
     name: str
     sources: list[Source]
-    validation_share: float = 0.01  # of the documents, chosen by a hash of their text
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the documents, chosen by a hash of their text
     language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
-    # held-out documents to leave out, as `tools/contamination.py --held_out --leave_out FILE` has written them
+    # held-out documents to leave out: the file of `tools/contamination.py --held_out --leave_out FILE`
     leave_out: str | None = None
-    on_bad_shard: Literal["stop", "skip"] = "stop"  # rows that cannot be read, files that break off
-    found: Mapping[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict, repr=False)
+    on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
+    resolved: Mapping[tuple[str, str], Files] = field(default_factory=dict, repr=False)  # by source name and split
     left_out: frozenset[str] = frozenset()  # `text_digest` of each document of `leave_out`
     identities: Mapping[str, Identity] = field(default_factory=dict, repr=False)  # by path
 
@@ -101,16 +93,10 @@ class Corpus:
         kinds = {tuple(k for k in ("size_gb", "weight") if getattr(s, k) is not None) for s in self.sources}
         if len(self.sources) > 1 and kinds not in ({("size_gb",)}, {("weight",)}):
             raise InputError(f"{where}: every source needs a share, all by size_gb or all by weight")
-        for name, share in zip(names, self.shares, strict=True):
-            if not share >= _LEAST_SHARE:
-                raise InputError(
-                    f"{where}: source {name!r} has a share of {share:.2g} of the mixture, and the least is "
-                    f"{_LEAST_SHARE:g}; leave it out, or give all sources their sizes in one unit"
-                )
         if not re.fullmatch("[a-z]{2,3}", self.language):
             raise InputError(f"{where}: language is {self.language!r}, and must be a code such as en or de")
-        if not 0 < self.validation_share < 1:
-            raise InputError(f"{where}: validation_share is {self.validation_share}, and must be between 0 and 1")
+        if not min(self.shares) >= _LEAST_SHARE:
+            raise InputError(f"{where}: a source has a share of {min(self.shares):.2g}; give all sizes in one unit")
 
     @property
     def shares(self) -> list[float]:
@@ -118,39 +104,33 @@ class Corpus:
         sizes = [source.size_gb or source.weight or 1.0 for source in self.sources]
         return [size / sum(sizes) for size in sizes]
 
-    def files(self, source: Source, split: str) -> tuple[str, list[str]]:
-        """Format (of `READERS`) and sorted paths of a source's split ("train" or "validation")."""
-        return self.found[source.name, split]
+    def files(self, source: Source, split: str) -> Files:
+        """The files of a source's split ("train" or "validation")."""
+        return self.resolved[source.name, split]
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """The corpus of a preset, its variables replaced; no source is opened. Raises `InputError`."""
+    """The corpus of a preset, with environment variables replaced; no source is opened. Raises `InputError`."""
     values, sources = load_yaml(path), []
     entries = values.pop("sources", None)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and where it is")
     for number, entry in enumerate(entries, 1):
         where = f"{path}, source {entry.get('name', number)}"
-        entry = check_mapping(entry, [Source], where)
         if "name" not in entry:
             raise InputError(f"{where} has no name; name it with `name:`")
+        entry = check_mapping(entry, [Source], where)
         patterns = {key: entry[key] for key in ("files", "validation_files") if entry.get(key)}
-        sources.append(Source(**entry | {key: _with_variables(of, where) for key, of in patterns.items()}))
-    made = ("name", "sources", "found", "left_out", "identities")
-    return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=made))
+        sources.append(Source(**entry | {key: _expand_variables(of, where) for key, of in patterns.items()}))
+    computed = ("name", "sources", "resolved", "left_out", "identities")
+    return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=computed))
 
 
-def _with_variables(patterns: str | list[str], where: str) -> str | list[str]:
-    """File patterns with the environment's value for each `${NAME}`. Raises `InputError` where it is unset or empty."""
-    if isinstance(patterns, list):
-        return [_with_variables(pattern, where) for pattern in patterns]
-    for name in _VARIABLE.findall(patterns):
-        if not os.environ.get(name):
-            raise InputError(
-                f"{where}: the environment variable {name} is not set or empty, and the files are {patterns!r}; set it "
-                f"to the folder of your files before the command: export {name}=..."
-            )
-    return _VARIABLE.sub(lambda found: glob.escape(os.environ[found[1]]), patterns)
+def _expand_variables(patterns: str | list[str], where: str) -> list[str]:
+    expanded = [os.path.expandvars(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+    if unset := re.search(r"\$\{(\w+)\}", " ".join(expanded)):
+        raise InputError(f"{where}: the environment variable {unset[1]} is not set; export {unset[1]}=<your folder>")
+    return expanded
 
 
 def corpus_of_files(
@@ -162,184 +142,137 @@ def corpus_of_files(
 
 
 def resolve(corpus: Corpus) -> Corpus:
-    """`corpus` with its files, and the digests of the documents left out. Raises `InputError`."""
-    found = {}
+    """`corpus` with its files, and the hashes of the documents left out. Raises `InputError`."""
+    resolved = {}
     for source in corpus.sources:
-        train = validation = _locate(source)
-        if source.validation_files is not None:
-            validation = _list_files(source.name, source.validation_files)
-        for split, (format, paths) in (("train", train), ("validation", validation)):
-            if source.filters is not None and format != "parquet":
-                raise InputError(f"source {source.name!r}: filters work on Parquet only, and its files are {format}")
-            found[source.name, split] = format, paths
+        train = _locate(source)
+        held_out = _list_files(source.name, source.validation_files) if source.validation_files else train
+        resolved |= {(source.name, "train"): train, (source.name, "validation"): held_out}
+        if source.filters and {train[0], held_out[0]} != {"parquet"}:
+            raise InputError(f"source {source.name!r}: filters work on Parquet only; its files are {train[0]}")
     left_out: list[str] = []
-    if corpus.leave_out is not None:
-        made_by = "python tools/contamination.py --held_out --leave_out FILE"
-        with taken_apart(corpus.leave_out, f"a file of {made_by}"):
+    if corpus.leave_out:
+        with taken_apart(corpus.leave_out, "a file of tools/contamination.py --held_out --leave_out"):
             left_out = read_input_json(resolve_path(corpus.leave_out))["documents"]
-    return replace(corpus, found=found, left_out=frozenset(left_out))
+    return replace(corpus, resolved=resolved, left_out=frozenset(left_out))
 
 
-def _locate(source: Source) -> tuple[str, list[str]]:
-    """Format and the sorted files of a source's training split. Raises `InputError`."""
+def _locate(source: Source) -> Files:
+    """The files of a source's training split."""
     if source.builtin:
         return "parquet", [str(docstring_file())]
     if source.files:
         return _list_files(source.name, source.files)
+    where = f"source {source.name!r}: dataset {source.dataset!r} (config {source.config!r}, {source.revision!r})"
     try:
         builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
     except Exception as error:  # the Hub client raises a dozen kinds
-        no_cache = isinstance(error, PermissionError | NotADirectoryError)
-        raise InputError(
-            f"source {source.name!r}: cannot open dataset {source.dataset!r} (config {source.config!r}, revision "
-            f"{source.revision!r}): {first_line(error)}" + "; set HF_HOME to a folder that can be written" * no_cache
-        ) from None
+        raise InputError(f"{where} cannot be opened: {first_line(error)}") from None
     splits = builder.config.data_files or {}
     if source.split not in splits:
-        raise InputError(
-            f"source {source.name!r}: {source.dataset!r} has no split {source.split!r}; it has {sorted(splits)}"
-        )
-    paths = sorted(splits[source.split])
-    if builder.name not in READERS or any(path.endswith(".zip") for path in paths):
-        raise InputError(
-            f"source {source.name!r}: {paths[0]} is no text, JSON, Parquet or Arrow; convert or unpack the files of "
-            "the dataset, and name them with `files:`"
-        )
-    return builder.name, paths
+        raise InputError(f"{where} has no split {source.split!r}; it has {sorted(splits)}")
+    if builder.name not in READERS:
+        raise InputError(f"{where} is {builder.name}; convert it to one of {', '.join(READERS)}, and use `files:`")
+    return builder.name, sorted(splits[source.split])
 
 
-def _list_files(name: str, patterns: str | list[str]) -> tuple[str, list[str]]:
-    """Format and sorted paths of files, folders (searched to the bottom) and globs, local or of any `fsspec` URL."""
-    found: dict[str, str] = {}
+def _list_files(name: str, patterns: str | list[str]) -> Files:
+    """Files, folders and globs, local or of any `fsspec` URL."""
+    formats: dict[str, str] = {}  # by path
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if "://" in pattern:
-            attempt = functools.partial(_remote_paths, pattern)
-            paths = with_retries(attempt, pattern, f"source {name!r}: listing {pattern!r}")
-        else:
-            paths = _local_paths(resolve_path(pattern))
-        readable = {path: format for path in _of_saved_datasets(name, paths) if (format := _format_of(path))}
+        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        readable = {path: format for path in paths if (format := _format_of(path))}
         if not readable:
-            seen = ", ".join(sorted({Path(path).suffix or "no suffix" for path in paths}))
-            what = f"holds no file that can be read (found {seen})" if seen else "does not exist, or is empty"
             raise InputError(
-                f"source {name!r}: {pattern!r} {what}; readable are {', '.join(FORMATS)}, text and JSON also "
-                f"compressed ({', '.join(DECOMPRESSORS)}); hidden files of a folder are passed over"
+                f"source {name!r}: {pattern!r} does not exist, or has no file that can be read: {', '.join(FORMATS)}, "
+                f"text and JSON also compressed ({', '.join(COMPRESSIONS)}); hidden files of a folder are ignored"
             )
-        found.update(readable)
-    if len(set(found.values())) > 1:
-        kinds = ", ".join(sorted(set(found.values())))
-        raise InputError(f"source {name!r}: {patterns!r} mixes formats ({kinds}); name files of one format with a glob")
-    return next(iter(found.values())), sorted(found)
+        formats.update(readable)
+    kinds = sorted(set(formats.values()))
+    if len(kinds) > 1:
+        raise InputError(f"source {name!r}: {patterns!r} mixes formats ({', '.join(kinds)}); name one with a glob")
+    return kinds[0], sorted(formats)
 
 
 def _local_paths(path: Path) -> list[str]:
-    """A file; the files of a glob; or those below a folder that are not hidden, each folder behind links once."""
-    if not path.is_dir():
-        return [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
-    found, searched = [], set()
-    for parent, folders, names in os.walk(path, followlinks=True):
-        if (place := os.path.realpath(parent)) in searched:
-            folders.clear()
-            continue
-        searched.add(place)
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        found += [path for name in names if name[0] != "." and os.path.isfile(path := os.path.join(parent, name))]
-    return found
+    """A file, the files of a glob, or those below a folder, each file behind several links once."""
+    if path.is_file():
+        return [str(path)]
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
+        with taken_apart(path, "a folder of save_to_disk"):  # beside its shards, it may hold caches of `map`
+            return [shard["filename"] for shard in datasets.load_from_disk(path).cache_files]
+    pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
+    paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), reverse=True)
+    return list({os.path.realpath(one): one for one in paths}.values())
 
 
-def _remote_paths(pattern: str) -> list[str]:
-    """The files of a URL (s3://, gs://, https://, ...), hidden ones only by a pattern such as `.x*`."""
-    system, path = fsspec.core.url_to_fs(pattern)
-    folder, paths = path.rstrip("/"), [path]
-    if "*" in path:
-        folder, paths = path[: path.index("*")].rpartition("/")[0], system.glob(path)
-    elif system.info(path)["type"] == "directory" or not _format_of(path):  # http: a folder's URL is a file's too
-        paths = system.find(path)
-    if "/." not in path[len(folder) :]:
-        paths = [path for path in paths if "/." not in path[len(folder) :]]
-    return [system.unstrip_protocol(path) for path in paths]
-
-
-def _of_saved_datasets(name: str, paths: list[str]) -> list[str]:
-    """`paths`, but of a folder of `Dataset.save_to_disk` the files alone that its state.json lists: the others are
-    metadata, and caches of `map`. Raises `InputError` for a folder of `DatasetDict`, which would mix the splits."""
-    listed = set(paths)
-    for folder in sorted({path.rpartition("/")[0] for path in paths}):
-        state, info = f"{folder}/state.json", f"{folder}/dataset_info.json"
-        if f"{folder}/dataset_dict.json" in listed:
-            raise InputError(f"source {name!r}: {folder} is a DatasetDict; name the folder of one of its splits")
-        if all(path in listed or os.path.isfile(path) for path in (state, info)):  # a glob may have found neither
-            with taken_apart(state, "a file of save_to_disk"), open_file(state) as stream:
-                kept = {f"{folder}/{one['filename']}" for one in json.load(stream)["_data_files"]}
-            if state in listed and (missing := sorted(kept - listed)):
-                raise InputError(
-                    f"source {name!r}: {missing[0]} is missing, and {state} lists it; copy the folder again"
-                )
-            paths = [path for path in paths if path.rpartition("/")[0] != folder or path in kept]
-    return paths
+def _remote_paths(name: str, pattern: str) -> list[str]:
+    """The files of a URL (s3://, gs://, https://, ...): of a file, a glob or a folder."""
+    is_folder = "*" not in pattern and not _format_of(pattern)
+    try:
+        return resolve_pattern(f"{pattern.rstrip('/')}/**" if is_folder else pattern, "")
+    except Exception as error:  # each file system has its own exceptions
+        raise InputError(f"source {name!r}: cannot list {pattern!r}: {first_line(error)}") from None
 
 
 def _format_of(path: str) -> str | None:
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes and suffixes[-1] in DECOMPRESSORS:
-        return TEXT_FORMATS.get(suffixes[-2]) if suffixes[1:] else None
-    return FORMATS.get(suffixes[-1]) if suffixes else None
+    stem, suffix = os.path.splitext(path.lower())
+    return TEXT_FORMATS.get(os.path.splitext(stem)[1]) if suffix in COMPRESSIONS else FORMATS.get(suffix)
 
 
 def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
     """A resolved corpus with the content of its files, hashed once and kept in the folder `kept_in`; hashed again where
-    size, times or inode differ. Raises `InputError` for a file that changes meanwhile."""
+    size, times or inode differ. Raises `InputError` for a validation file that is a training file too."""
     path, settled_ns = Path(kept_in, HASHES_NAME), time.time_ns() - _SETTLED_NS
-    try:
+    known: dict[str, Identity] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it is damaged
         known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
-    except (OSError, ValueError, KeyError):  # there is none, or it is damaged
-        known = {}
-    found = identify([name for _, names in corpus.found.values() for name in names], known)
-    hashed = {name: one for name, one in found.items() if one.stamp and len(one.values) == 3}
-    kept = {name: one for name, one in hashed.items() if max(one.stamp[1:3]) < settled_ns}
-    if kept != known:
+    names = sorted({name for _, names in corpus.resolved.values() for name in names})
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases the GIL
+        hashed = threads.map(lambda name: _identity(name, known.get(name)), names)
+        hashed = Bar(hashed, total=len(names), desc="Hashing files", delay=2, leave=False)
+        identities = dict(zip(names, hashed, strict=True))
+    settled = {name: one for name, one in identities.items() if one.stamp and max(one.stamp[1:3]) < settled_ns}
+    if settled != known:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_sealed(path, {"files": kept})
-    return replace(corpus, identities=found)
+            durable.write_sealed(path, {"files": settled})
+    corpus = replace(corpus, identities=identities)
+    _check_held_out(corpus)
+    return corpus
 
 
-def identify(paths: Iterable[str], known: Mapping[str, Identity]) -> dict[str, Identity]:
-    """The identity of each file; those not `known` by their size, times and inode are hashed by a few threads. A remote
-    file is its URL, size and version as the server has them; `hf://` names hold the revision. Raises `InputError` for a
-    file that changes meanwhile."""
-    stamps = {path: _stamp(path) for path in paths}
-    new = [path for path, stamp in stamps.items() if path not in known or known[path].stamp != stamp]
-    with ThreadPoolExecutor(min(_THREADS, cpu_cores())) as threads:
-        hashed = Bar(threads.map(_identity, new), total=len(new), desc="Hashing files", delay=2, leave=False)
-        made = dict(zip(new, hashed, strict=True))
-    return {path: made.get(path) or known[path] for path in stamps}
-
-
-def _stamp(path: str) -> list[int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _identity(path: str) -> Identity:
-    if path.startswith("hf://"):
+def _identity(path: str, known: Identity | None = None) -> Identity:
+    """The content of a file; `known` where it still has that stamp."""
+    if path.startswith("hf://"):  # the name holds the revision
         return Identity([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)
-        info = with_retries(lambda: system.info(inner), path, f"looking up {path}")
+        info = system.info(inner)
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), None)
         return Identity([path, info.get("size"), version], None)
-    before = _stamp(path)
-    try:
-        digest = durable.sha256(path)
-    except OSError as error:
-        return Identity([os.path.basename(path), error.strerror], before)
-    if before is None or _stamp(path) != before:
-        raise InputError(f"{path} changed while it was read; start again when it is complete")
-    return Identity([os.path.basename(path), before[0], digest[:32]], before)
+    stamp = _stamp(path)  # before the content, so that a file that changes meanwhile has another
+    if known and known.stamp == stamp:
+        return known
+    return Identity([os.path.basename(path), stamp[0], durable.sha256(path)[:32]], stamp)
+
+
+def _stamp(path: str) -> list[int]:
+    stat = os.stat(path)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _check_held_out(corpus: Corpus) -> None:
+    """Raise `InputError` for a validation file with the content of a training file, whatever its name."""
+    content = {path: str(one.values[1:] if one.stamp else one.values) for path, one in corpus.identities.items()}
+    trained = {content[path]: path for source in corpus.sources for path in corpus.files(source, "train")[1]}
+    for source in corpus.sources:
+        for path in corpus.files(source, "validation")[1] if source.validation_files else ():
+            if same := trained.get(content[path]):
+                raise InputError(
+                    f"source {source.name!r}: the validation file {path} is the training file {same}; name held-out "
+                    "text, or leave validation_files out: a share of the documents is then held out"
+                )
 
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
@@ -353,36 +286,22 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
         contents[f"source {source.name}"] = f"{len(files[0])} files, {digest}"
     if corpus.left_out:
         contents["leave_out"] = durable.fingerprint(sorted(corpus.left_out))
-    if any(format == "text" for format, _ in corpus.found.values()):
+    if any(format == "text" for format, _ in corpus.resolved.values()):
         contents["text_files"] = "a line of blanks separates documents"  # former versions took it for text
     return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
-    """Raise `RunError` where a local file of an `identified` corpus (or the file `path` of it) has another content than
-    then: a few microseconds a file."""
-    before = corpus.identities
-    for name in before if path is None else before.keys() & {path}:
-        if _stamp(name) != before[name].stamp and identify([name], {})[name].values != before[name].values:
+    """Raise `RunError` where a local file of an `identified` corpus (or its file `path`) has other content than then:
+    a few microseconds a file."""
+    known = corpus.identities
+    for name in known if path is None else known.keys() & {path}:
+        try:
+            changed = known[name].stamp and _identity(name, known[name]).values != known[name].values
+        except OSError:
+            changed = True
+        if changed:
             raise RunError(
-                f"{name} was changed, replaced or removed while this run reads it; what was saved is of the text as it "
-                "was. Put that file back and start the same command again, or begin another run in another output_dir"
-            )
-
-
-def check_validation_files(corpus: Corpus) -> None:
-    """Raise `InputError` where a validation file is a training file too, by its content: files of one size are
-    hashed."""
-    train = [path for source in corpus.sources for path in corpus.files(source, "train")[1]]
-    held_out = {path: s.name for s in corpus.sources if s.validation_files for path in corpus.files(s, "validation")[1]}
-    sizes = {path: path if "://" in path else os.path.getsize(path) for path in (*train, *held_out)}
-    shared = {sizes[path] for path in train} & {sizes[path] for path in held_out} - {0}
-    content = identify([path for path in sizes if sizes[path] in shared], corpus.identities)
-    trained_on = {str(content[path].values[1:]): path for path in train if path in content}
-    for path, name in held_out.items():
-        if path in content and (same := trained_on.get(str(content[path].values[1:]))):
-            raise InputError(
-                f"source {name!r}: the validation file {path} is the training file {same}, so its loss would be that "
-                "of text trained on; name held-out text, or leave the validation file out: a share of the documents is "
-                "then held out"
+                f"{name} was changed, replaced or removed while this run reads it. Put that file back and start the "
+                "same command again, or begin another run in another output_dir"
             )
