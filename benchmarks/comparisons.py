@@ -87,6 +87,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import torch
     import transformers
 
+    importlib.import_module("transformers.trainer")  # 90 MB of datasets and pandas, which every run imports
     modeling = module_of("training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     config.update(changes)
