@@ -1,6 +1,5 @@
 """Flipped bits in every file of a run's folder: the next start is the same run, to the bit, or says what is wrong."""
 
-import errno
 import json
 import random
 import shutil
@@ -11,7 +10,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import hub
-from roberta_recipe.training import checkpoint, digests
+from roberta_recipe.training import checkpoint
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "6"]
 
@@ -36,7 +35,7 @@ def killed(made, config, preset, tmp_path, tmp_path_factory, monkeypatch):
         config.to_json_file(tmp_path / "config.json")
         folder = tmp_path_factory.mktemp("made") / "run"
         start(preset, folder)
-        made.update(folder=folder, preset=preset, weights=digests.of_weights(folder))
+        made.update(folder=folder, preset=preset, weights=checkpoint.hash_of_weights(folder))
         for path in folder.iterdir():
             if path.is_file() and path.name not in ("preset.yaml", "log.jsonl", "chunks.index", ".lock"):
                 path.unlink()
@@ -74,29 +73,12 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
         damaged = shutil.copytree(folder, tmp_path / "damaged")
         flip(damaged / path, rng)
         record = start(preset, damaged)
-        assert digests.of_weights(damaged) == weights, path
+        assert checkpoint.hash_of_weights(damaged) == weights, path
         resumed += record["resumes"]
         entries = map(json.loads, (damaged / "log.jsonl").read_text().splitlines())
         assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4, 5, 6], path
         shutil.rmtree(damaged)
     assert resumed == len(chosen)  # none began from the start
-
-
-def test_a_damaged_preset_repeats_the_run_or_is_refused(killed, tmp_path):
-    folder, _, weights = killed
-    rng, refused = random.Random(5), 0
-    for number in range(20):
-        damaged = shutil.copytree(folder, tmp_path / "damaged")
-        preset = tmp_path / "damaged.yaml"
-        shutil.copy(damaged / "preset.yaml", preset)
-        flip(preset, rng)
-        try:
-            start(preset, damaged)
-            assert digests.of_weights(damaged) == weights, number
-        except InputError:
-            refused += 1
-        shutil.rmtree(damaged)
-    assert refused > 5
 
 
 @pytest.mark.parametrize(
@@ -118,14 +100,6 @@ def test_the_state_of_another_version_is_a_line(killed, change):
         start(preset, folder)
 
 
-def test_every_state_that_is_written_is_as_it_is_declared(killed):
-    folder, _, _ = killed
-    state = durable.read_json(folder / "checkpoint-4" / "recipe_state.json")
-    assert (
-        state.keys() | {"computed_tokens", "best_step", "best_score"} == checkpoint.RecipeState.__annotations__.keys()
-    )
-
-
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "3", '{"files": {}}', '{"files": []}', '{"files": {"a": 3}}', '{"files": {"a\\u0000": [1, "b"]}}'],
@@ -133,15 +107,6 @@ def test_every_state_that_is_written_is_as_it_is_declared(killed):
 def test_a_manifest_of_another_shape_is_a_fault(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     assert durable.fault(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_not_pushed(tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.touch", refuse)
-    with pytest.raises(InputError, match=r"output_dir=.*hub.json cannot be written: Permission denied; make the fold"):
-        hub.mark_of(tmp_path)
 
 
 def test_a_damaged_mark_of_the_hub_is_a_line(tmp_path):

@@ -1,12 +1,9 @@
 """What damages a fine-tuning: the same run, or a line; and what its fingerprint covers."""
 
 import copy
-import itertools
 import json
 import random
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -22,11 +19,10 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.tasks import protocol, summary_text
-from roberta_recipe.training import finetune_trainer, heads
-from roberta_recipe.training.finetune_trainer import FinetuneTrainer
+from roberta_recipe.training import heads
 
 RUN = "lr0.001-batch8-seed1"
 
@@ -110,16 +106,6 @@ def test_scores_of_a_run_whose_weights_are_dropped_stay_checked(flags, finished)
         finetune_glue.main(flags("--do_predict", "--keep", "none"))
 
 
-def test_damaged_test_scores_are_named(flags, finished):
-    for content in (b"", b"PK", (finished / "test_scores.npz").read_bytes()[:-30]):
-        (finished / "test_scores.npz").write_bytes(content)
-        with pytest.raises(InputError, match=r"test_scores.npz is damaged \(.*\): move it away to have the tests"):
-            finetune_glue.main(flags("--do_predict"))
-    (finished / "test_scores.npz").unlink()
-    finetune_glue.main(flags("--do_predict"))
-    assert (finished / "test_scores.npz").is_file()
-
-
 def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
     """Whole by its manifest, but not what this run picked."""
     scores = np.load(finished / "best" / "validation_scores.npy")
@@ -130,67 +116,6 @@ def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
     (finished / "test_scores.npz").unlink()
     with pytest.raises(InputError, match=r"best is not the epoch that this run picked: its accuracy is 0\.\d+"):
         finetune_glue.main(flags("--do_predict"))
-
-
-def test_a_damaged_best_epoch_of_a_run_that_is_resumed(flags, tmp_path, monkeypatch):
-    """The run is refused at its end, unless a later epoch was better and so replaced the damaged one."""
-    saving = ["--save_strategy", "steps", "--save_steps", 1, "--eval_strategy", "steps", "--eval_steps", 1]
-    step = FinetuneTrainer.training_step
-    for better in (False, True):  # the first epoch is the best, or the last
-        calls = itertools.count(0 if better else 100, 1 if better else -1)
-        scored = {}  # by the scores, so that the same epoch scores the same
-
-        def measure(*args, scored=scored, calls=calls):
-            key = args[3].tobytes()
-            return {"accuracy": scored.setdefault(key, next(calls) if key not in scored else 0) / 1000}
-
-        def killed(self, *args, **kwargs):
-            if self.state.global_step == 2:
-                raise RunError("killed")
-            return step(self, *args, **kwargs)
-
-        monkeypatch.setattr(finetune_glue, "measure", measure)
-        with monkeypatch.context() as patch:
-            patch.setattr(FinetuneTrainer, "training_step", killed)
-            with pytest.raises(RunError, match="killed"):
-                finetune_glue.main(flags(*saving, "--output_dir", tmp_path / str(better)))
-        flip(tmp_path / str(better) / RUN / "best" / "model.safetensors", -100)
-        again = flags(*saving, "--output_dir", tmp_path / str(better))
-        if better:
-            finetune_glue.main(again)
-        else:
-            with pytest.raises(InputError, match=r"best cannot be used: model.safetensors is not what was written"):
-                finetune_glue.main(again)
-
-
-def test_a_best_epoch_that_a_resumed_run_does_not_reach_again(flags, tmp_path, monkeypatch):
-    """Killed behind a best epoch that no checkpoint has, and resumed with another rounding: the checkpoint's counts."""
-    coming, given = iter([0.2, 0.3, 0.9]), {}
-
-    def measure(task, form, split, scores, *_):
-        key = scores.tobytes()
-        given[key] = given[key] if key in given else next(coming)
-        return {"accuracy": given[key]}
-
-    def step_7_fails(self, *args, **kwargs):
-        if self.state.global_step == 6:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    step = FinetuneTrainer.training_step
-    monkeypatch.setattr(finetune_glue, "measure", measure)
-    monkeypatch.setattr(FinetuneTrainer, "training_step", step_7_fails)
-    saving = ["--max_steps", 8, "--eval_strategy", "steps", "--eval_steps", 2, "--save_strategy", "steps"]
-    saving += ["--save_steps", 4]
-    with pytest.raises(Stopped):
-        finetune_glue.main(flags(*saving))
-    monkeypatch.setattr(FinetuneTrainer, "training_step", step)
-    run, coming = tmp_path / "rte" / RUN, iter([0.1, 0.2])
-    given = {key: value for key, value in given.items() if value == 0.3}
-    summary = finetune_glue.main(flags(*saving))
-    record = durable.read_json(run / "run_record.json")
-    assert (record["best_step"], summary["settings"][0]["median"]) == (4, 0.3)
-    assert {path.name for path in run.iterdir() if path.is_dir()} == {"best"}
 
 
 def test_scores_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch):
@@ -314,24 +239,3 @@ def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         patch.setattr(heads, "check_length", lambda *_: None)  # the presets' lengths are those of large models
         script.main(argv)
-
-
-def test_two_fine_tunings_in_one_folder(flags, tmp_path):
-    """The second is told who holds the folder, before it writes anything."""
-    out = tmp_path / "rte"
-    out.mkdir()
-    hold = "import sys; from roberta_recipe import lock; lock.take(sys.argv[1]); print('held', flush=True); input()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", hold, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=rf"rte is in use by process {other.pid} on"):
-            finetune_glue.main(flags())
-        assert [path.name for path in out.iterdir()] == [".lock"]
-    finally:
-        other.communicate("\n", timeout=30)
-    finetune_glue.main(flags())
-    assert (out / "summary.json").is_file() and finetune_trainer.WEIGHTS in {
-        path.name for path in (out / RUN / "best").iterdir()
-    }

@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError, Stopped
-from roberta_recipe.training import digests, finetune_trainer
+from roberta_recipe.training import checkpoint, finetune_trainer
 
 
 @pytest.mark.parametrize("name", ["rte", "stsb", "qnli", "wnli"])
 def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
     form = ["--qnli_form", "ranking"] if name == "qnli" else []
     curves = []
-    for micro_batch in (8, 4, 1):
+    for micro_batch in (8, 1):
         out = tmp_path / str(micro_batch)
         others = ["--per_device_train_batch_size", micro_batch, "--output_dir", out, *form, *special(name, wsc_dir)]
         finetune_glue.main(flags(name, *others))
         curves.append(losses(durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")))
     assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
-    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
 def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypat
 
     saving = ["--save_strategy", "epoch", "--max_steps", 6]
     with monkeypatch.context() as patch:
-        patch.setattr(digests, "of_training", killed)
+        patch.setattr(checkpoint, "state_hashes", killed)
         with pytest.raises(RunError):
             finetune_glue.main(flags("rte", *saving))
     assert list((tmp_path / "glue/rte/lr0.001-batch8-seed1").glob("checkpoint-*"))
@@ -131,14 +131,15 @@ def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, m
     assert record_of(tmp_path, run="lr0.001-batch8-seed2")["resumes"] == 0
 
 
-def test_killed_behind_the_last_step(flags, tmp_path):
+def test_killed_behind_the_last_step(flags, tmp_path, monkeypatch):
     """The second start writes scores and record, and repeats no step."""
+
+    def killed(self):
+        raise RunError("killed")
+
     saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
-    monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            finetune_trainer.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed"))
-        )
+        patch.setattr(finetune_trainer.FinetuneTrainer, "load_best", killed)
         with pytest.raises(RunError):
             finetune_glue.main(flags("rte", *saving))
     finetune_glue.main(flags("rte", *saving))

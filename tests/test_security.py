@@ -1,7 +1,6 @@
 """Passwords, tokens and names from outside: in no file, no line, no path and no markup where they do not belong."""
 
 import copy
-import logging
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from huggingface_hub import ModelCard, constants
 from markdown_it import MarkdownIt
 
 import train_mlm
-from roberta_recipe import credentials, durable, log
+from roberta_recipe import credentials, durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import card, hub, tables
 
@@ -85,13 +84,6 @@ exit_on_error(main)
         # the source line that a traceback quotes is this test's own
         others = [line for line in said.splitlines() if "raise (" not in line]
         assert not re.search("bob|hunter22|0123abc", "\n".join(others)), said
-
-
-def test_the_filter_keeps_what_a_line_says(caplog):
-    record = logging.LogRecord("recipe", logging.INFO, "", 0, "%d of %s", (3, "http://a:b@h/x"), None)
-    assert credentials.Redact().filter(record) and record.getMessage() == "3 of http://***@h/x"
-    log.set_up_logging()
-    assert any(isinstance(f, credentials.Redact) for h in logging.getLogger().handlers for f in h.filters)
 
 
 def all_bytes(folder):

@@ -312,7 +312,7 @@ def test_a_finished_run_does_not_take_a_fresh_classifier_for_its_own(flags, tmp_
     cls = type(finetune_squad.build_model(args))
     (best / answerability.FILE).write_bytes(b"damaged")
     args.model_name_or_path = str(best)
-    with pytest.raises(InputError, match=r"best' is damaged: answerability.safetensors has 7 bytes of 4\d+"):
+    with pytest.raises(InputError, match=r"best' is damaged: answerability.safetensors is not what was written"):
         finetune_squad.build_model(args)
     (best / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"no classifier for this model in \S+/answerability.safetensors"):

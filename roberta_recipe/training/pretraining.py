@@ -28,8 +28,8 @@ from roberta_recipe.significance import decimals_of, perplexity_with_error, with
 from roberta_recipe.training import (
     arguments,
     attention,
+    checkpoint,
     data_loading,
-    digests,
     environment,
     families,
     initialization,
@@ -636,7 +636,7 @@ def run_fingerprint(
         **({"mask_revision": mask_units.REVISION} if args.masking_unit in mask_units.LENGTHS else {}),
         "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
-        "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
+        "start_weights": checkpoint.hash_of(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
     own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
     return {**fixed, **data}, own | set(data)
