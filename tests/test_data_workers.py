@@ -38,12 +38,12 @@ def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
     assert "Traceback" not in run.log
 
 
-def test_a_step_of_many_micro_batches_passes_the_usual_limit_of_open_files(preset, tmp_path):
-    """512 micro-batches of three tensors; a descriptor for each of them hung the run."""
+def test_a_step_of_many_micro_batches_passes_the_limit_of_open_files(preset, tmp_path):
+    """128 micro-batches of three tensors; a descriptor for each of them hung the run."""
 
     def call():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-        train(preset, "--global_batch_size", 512, "--per_device_train_batch_size", 1, "--max_steps", 1, *WORKER)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        train(preset, "--global_batch_size", 128, "--per_device_train_batch_size", 1, "--max_steps", 1, *WORKER)
 
     run = Forked(call, tmp_path / "log")
     assert run.end() == 0, run.log

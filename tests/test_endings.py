@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from conftest import Forked
-from official_files import write_glue
+from glue_runs import data_dir, flags  # noqa: F401
 
 import finetune_glue
 import train_mlm
@@ -34,19 +34,11 @@ def train(preset, *argv):
 
 
 @pytest.fixture
-def glue(root, tmp_path, model_dir, monkeypatch):
-    """A function that fine-tunes with further flags: three epochs of four steps, each measured and saved."""
+def glue(flags, tmp_path, monkeypatch):
+    """A function that fine-tunes with further flags: three epochs of three steps, each measured."""
     monkeypatch.setattr(plots, "plot_runs", lambda *_: None)
-    write_glue(tmp_path / "glue", rows={"train": 32, "dev": 16, "test": 8})
-    values = {
-        **{"data_dir": tmp_path / "glue", "model_name_or_path": model_dir, "seeds": 1, "max_seq_length": 64},
-        **{"global_batch_size": 8, "per_device_train_batch_size": 8, "num_train_epochs": 3, "warmup_steps": 1},
-        **{"logging_steps": 1, "learning_rate": 1e-3, "other_rows": True, "use_cpu": True, "disable_tqdm": True},
-        **{"save_strategy": "steps", "save_steps": 2, "max_steps": -1},
-    }
-    argv = ["--config", str(root / "presets/glue/rte.yaml")]
-    argv += [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-    return lambda name, *others: finetune_glue.main([*argv, "--output_dir", str(tmp_path / name), *map(str, others)])
+    argv = flags("rte", "--save_strategy", "steps", "--save_steps", 2, "--max_steps", 9)
+    return lambda name: finetune_glue.main([*argv, "--output_dir", str(tmp_path / name)])
 
 
 @pytest.fixture
@@ -146,13 +138,13 @@ def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
     assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("step", [4, 7, 12])
+@pytest.mark.parametrize("step", [3, 5, 9])
 def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_path, at_step, step):
     """Among them the last of an epoch, which is saved behind its evaluation, and steps in the middle of one, where
     nothing is measured that the whole run does not measure."""
     whole = glue("whole")
     at_step(step, send(signal.SIGINT))
-    with pytest.raises(Stopped, match=rf"stopped by Ctrl-C: step {step} of 12 is saved"):
+    with pytest.raises(Stopped, match=rf"stopped by Ctrl-C: step {step} of 9 is saved"):
         glue("stopped")
     assert glue("stopped")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
     assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "stopped" / RUN)])
@@ -173,7 +165,7 @@ def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, t
     with pytest.raises(SystemExit):
         glue("killed")
     assert glue("killed")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
-    assert calls == [4, 8, 8, 12]
+    assert calls == [3, 6, 6, 9]
     assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "killed" / RUN)])
 
 

@@ -503,7 +503,7 @@ def test_a_corpus_that_cannot_be_read_is_said_once_before_the_rows(write, tmp_pa
         ({"rows": [{"name": "a", "flags": {"help": "all"}}]}, "row 'a': flag help=all is the runner's: give it to the"),
         ({"rows": [{"name": "a", "flags": {"max_steps": [1, 2]}}]}, r"max_steps=\[1, 2\] is of one value: write a row"),
         ({"output_dir": "~nobody1/x"}, "list.yaml: output_dir=~nobody1/x: .*; name another folder"),
-        ({"output_dir": "{folder}/preset.yaml"}, "output_dir=.*preset.yaml cannot be made .File exists.; name another folder"),
+        ({"output_dir": "{folder}/preset.yaml"}, "output_dir=.*preset.yaml cannot be made .File exists"),
         ({"measures": {"blimp": {"data_dir": "{folder}/no"}}}, r"list.yaml, measure 'blimp': .*/no holds no \*.jsonl"),
         ({"measures": {"words": {"text_file": "{folder}/no.jsonl"}}}, "measure 'words': .*no.jsonl' does not exist"),
         ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),

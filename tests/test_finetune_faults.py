@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import second_of_training
-from official_files import write_glue
+from glue_runs import data_dir, flags  # noqa: F401
 from tokenizers import processors
 
 import finetune_glue
@@ -27,31 +26,16 @@ from roberta_recipe.training import heads
 RUN = "lr0.001-batch8-seed1"
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("glue")
-    write_glue(folder, rows={"train": 16, "dev": 9, "test": 7})
-    return folder
-
-
-@pytest.fixture
-def flags(root, data_dir, model_dir, tmp_path, monkeypatch):
-    """A function that makes a command line of a second's training from further flags."""
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
     monkeypatch.setattr(plots, "plot_runs", lambda *_: None)  # two seconds each
-
-    def of(*others):
-        own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "rte"}
-        own |= {"global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 4, "other_rows": True}
-        return second_of_training(root / "presets/glue/rte.yaml", *others, **own)
-
-    return of
 
 
 @pytest.fixture
 def finished(flags, tmp_path):
     """The folder of a finished run with test scores."""
-    finetune_glue.main(flags("--do_predict"))
-    return tmp_path / "rte" / RUN
+    finetune_glue.main(flags("rte", "--do_predict"))
+    return tmp_path / "glue" / "rte" / RUN
 
 
 def flip(path, bit):
@@ -64,23 +48,23 @@ def test_a_flipped_bit_of_a_finished_run_is_refused_or_changes_nothing(flags, fi
     """Every file that a second start, a push or the ledger reads: no other score comes out."""
     draw, refused, names = random.Random(3), [], ["run_record.json", "test_scores.npz"]
     names += ["best/validation_scores.npy", "best/manifest.json", "best/model.safetensors", "best/config.json"]
-    before = finetune_glue.main(flags("--do_predict"))
+    before = finetune_glue.main(flags("rte", "--do_predict"))
     for name in names:
         whole = (finished / name).read_bytes()
         for _ in range(6):
             flip(finished / name, draw.randrange(8 * len(whole)))
             try:
-                after = finetune_glue.main(flags("--do_predict"))
+                after = finetune_glue.main(flags("rte", "--do_predict"))
                 assert after == before, name
-                hub.prepare("me/rte", tmp_path / "rte")
+                hub.prepare("me/rte", tmp_path / "glue" / "rte")
             except InputError as error:
                 assert "\n" not in str(error) and str(finished) in str(error)
                 refused.append(name)
             (finished / name).write_bytes(whole)
     assert set(refused) == set(names) and len(refused) > 24
-    flip(tmp_path / "rte" / "summary.json", 900)
+    flip(tmp_path / "glue" / "rte" / "summary.json", 900)
     with pytest.raises(InputError, match=r"summary.json: it is not what was written \(checksum\)|summary.json is not"):
-        hub.prepare("me/rte", tmp_path / "rte")
+        hub.prepare("me/rte", tmp_path / "glue" / "rte")
 
 
 def test_a_changed_digit_of_a_record_does_not_reach_the_median(flags, finished):
@@ -88,22 +72,22 @@ def test_a_changed_digit_of_a_record_does_not_reach_the_median(flags, finished):
     score = json.loads(path.read_text())["metrics"]["accuracy"]
     path.write_text(path.read_text().replace(f'"accuracy": {score}', '"accuracy": 0.99'))
     with pytest.raises(InputError, match=r"run_record.json: it is not what was written \(checksum\); copy it again"):
-        finetune_glue.main(flags())
+        finetune_glue.main(flags("rte"))
     values = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in values.items() if name != durable.SEAL}))
     with pytest.raises(InputError, match=r"has no 'checksum': it was written by another version"):
-        finetune_glue.main(flags())
+        finetune_glue.main(flags("rte"))
 
 
 def test_scores_of_a_run_whose_weights_are_dropped_stay_checked(flags, finished):
-    summary = finetune_glue.main(flags("--do_predict", "--keep", "none"))
+    summary = finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))
     best = finished / "best"
     assert {path.name for path in best.iterdir()} == {"validation_scores.npy", "manifest.json"}
-    assert finetune_glue.main(flags("--do_predict", "--keep", "none"))["settings"] == summary["settings"]
+    assert finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))["settings"] == summary["settings"]
     assert durable.fault(best) is None and "is missing" in durable.fault(best, needed=("model.safetensors",))
     flip(best / "validation_scores.npy", 8 * 140)
     with pytest.raises(InputError, match=r"best cannot be used: validation_scores.npy is not what was written .*Move"):
-        finetune_glue.main(flags("--do_predict", "--keep", "none"))
+        finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))
 
 
 def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
@@ -115,39 +99,30 @@ def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
     durable.move_into_place(tmp_path / "other", finished / "best")
     (finished / "test_scores.npz").unlink()
     with pytest.raises(InputError, match=r"best is not the epoch that this run picked: its accuracy is 0\.\d+"):
-        finetune_glue.main(flags("--do_predict"))
+        finetune_glue.main(flags("rte", "--do_predict"))
 
 
-def test_scores_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch):
-    """argmax of NaN is 0, which was printed as an accuracy of one half."""
-    monkeypatch.setattr(
-        finetune_glue,
-        "classification_loss",
-        lambda model, batch: (
-            model(**{k: v for k, v in batch.items() if k != "labels"}).logits.sum(),
-            torch.full((len(batch["labels"]), 2), torch.nan),
-        ),
-    )
-    with pytest.raises(
-        RunError, match=r"seed 1: the model's scores after step 2 are not finite; nothing of it was saved"
-    ):
-        finetune_glue.main(flags())
-    assert not (tmp_path / "rte" / RUN / "run_record.json").exists()
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(flags, tmp_path, monkeypatch):
-    loss_of = finetune_glue.classification_loss
-    calls = []
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (True, "the loss of step 3 is not finite"),
+        (False, "the model's scores after step 3 are not finite"),  # argmax of NaN is 0, an accuracy of one half
+    ],
+)
+def test_numbers_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch, training, said):
+    loss_of, calls = finetune_glue.classification_loss, []
 
     def lost(model, batch):
         total, logits = loss_of(model, batch)
         calls.append(model.training)
-        return (total * torch.nan if calls.count(True) == 3 else total), logits
+        if model.training == training and calls.count(True) == 3:
+            return total * torch.nan, logits * torch.nan
+        return total, logits
 
     monkeypatch.setattr(finetune_glue, "classification_loss", lost)
-    with pytest.raises(RunError, match=r"seed 1: the loss of step 3 is not finite; nothing of it was saved"):
-        finetune_glue.main(flags())
-    assert not (tmp_path / "rte" / RUN / "run_record.json").exists()
+    with pytest.raises(RunError, match=f"seed 1: {said}; nothing of it was saved"):
+        finetune_glue.main(flags("rte"))
+    assert not (tmp_path / "glue" / "rte" / RUN / "run_record.json").exists()
 
 
 def test_validation_files_that_are_the_training_files(flags, data_dir, tmp_path, root, model_dir):
@@ -155,7 +130,7 @@ def test_validation_files_that_are_the_training_files(flags, data_dir, tmp_path,
     shutil.copytree(data_dir / "RTE", tmp_path / "same" / "RTE")
     shutil.copy(tmp_path / "same/RTE/train.tsv", tmp_path / "same/RTE/dev.tsv")
     with pytest.raises(InputError, match=r"dev.tsv holds the same as \S+train.tsv: a score on the training data"):
-        finetune_glue.main(flags("--data_dir", tmp_path / "same"))
+        finetune_glue.main(flags("rte", "--data_dir", tmp_path / "same"))
     (tmp_path / "a.json").write_text('{"data": []}')
     shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
     common = ["--model_name_or_path", model_dir, "--use_cpu", "--output_dir", str(tmp_path / "out")]
@@ -185,7 +160,7 @@ def test_the_fingerprint_covers_each_file_that_is_read(flags, data_dir, model_di
     monkeypatch.setattr(finetune_glue, "write_submission", lambda *args: None)
 
     def inputs():
-        finetune_glue.main(flags("--do_predict", "--data_dir", data, "--model_name_or_path", model))
+        finetune_glue.main(flags("rte", "--do_predict", "--data_dir", data, "--model_name_or_path", model))
         return {**seen["job"].inputs, "tests": seen["job"].test_rows}
 
     def change(path, old, new):
@@ -234,7 +209,7 @@ def test_the_fingerprint_covers_the_tokenizer(tokenizer, model_dir):
 def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch):
     """By the launcher's word, which no flag of the script shows."""
     tuning = ["--model_name_or_path", model_dir, "--use_cpu", "--output_dir", str(tmp_path / "out")]
-    argv = {train_mlm: ["--config", preset], finetune_glue: flags()}.get(script, tuning)
+    argv = {train_mlm: ["--config", preset], finetune_glue: flags("rte")}.get(script, tuning)
     with monkeypatch.context() as patch, pytest.raises(InputError, match="accelerate was told to use FSDP"):
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         patch.setattr(heads, "check_length", lambda *_: None)  # the presets' lengths are those of large models

@@ -1,6 +1,5 @@
 """Runs that are killed, stopped, out of disk or memory, with real faults: what is kept, and how they resume."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -9,24 +8,20 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Forked, corpus_of, forked_ranks
+from conftest import Forked, forked_ranks
 from safetensors.torch import save_file
 
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.data import chunks, stream
-from roberta_recipe.data.corpus import Source
-from roberta_recipe.data.masking import MlmCollator
+from roberta_recipe.data import chunks
 from roberta_recipe.errors import InputError, says_no_room
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.tools import compare
-from roberta_recipe.training import batch, checkpoint, pretraining
+from roberta_recipe.training import batch, checkpoint
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -156,18 +151,6 @@ def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
     assert record["steps"] == 15 and record["resumes"] == 1
     rates = durable.read_json(tmp_path / "a" / "checkpoint-15" / "trainer_state.json")["log_history"]
     assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
-
-
-def test_another_file_of_the_tokenizer_is_another_run(preset, tokenizer_dir, tmp_path):
-    """No id depends on it, but it is saved with the model."""
-    folder = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
-    flags = [*SAVING, "--tokenizer_name", folder]
-    train(preset, *flags)
-    (tmp_path / "run" / "run_record.json").unlink()
-    config = durable.read_json(folder / "tokenizer_config.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 63}))
-    with pytest.raises(InputError, match="tokenizer_files was"):
-        train(preset, *flags)
 
 
 def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
@@ -313,18 +296,6 @@ def test_a_trial_of_a_batch_is_what_training_does(config, tokenizer, tmp_path, a
     hook.remove()
     assert seen == [(True, number > 0) for number in range(passes)]
     assert found == at_once and model.get_input_embeddings().weight.grad is None
-
-
-def test_a_trial_of_a_batch_predicts_as_many_positions_as_training_does(tokenizer, tmp_path, train_file):
-    """Of any block: a mask that all its copies share would predict a third more or less."""
-    corpus = corpus_of("c", [Source("s", files=train_file)])
-    reader = chunks.TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=64, seed=0)
-    collator, args = MlmCollator(tokenizer, mlm_probability=0.15, seed=0), SimpleNamespace(max_seq_length=64)
-    for block in stream.blocks_at(reader, [(range(20),)]):
-        inputs = pretraining.full_batch(args, block, collator, 256)
-        text = ~np.isin(np.resize(block["input_ids"], 64), tokenizer.all_special_ids)
-        assert inputs["input_ids"].shape == (256, 64) and inputs["attention_mask"].sum() == 256 * 64 - 1
-        assert float((inputs["labels"] != -100).float().mean()) == pytest.approx(0.15 * text.mean(), rel=0.05)
 
 
 def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeypatch):

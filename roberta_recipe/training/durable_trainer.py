@@ -1,5 +1,5 @@
 """`Trainer` for runs that are killed: sealed checkpoints, the gradient of the whole effective batch, and errors that
-name the last checkpoint. `tests/trainer_internals.py` lists the parts of `Trainer` that it depends on."""
+name the last checkpoint. `tests/test_trainer_internals.py` lists the parts of `Trainer` that it depends on."""
 
 import contextlib
 import copy
