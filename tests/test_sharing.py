@@ -139,7 +139,6 @@ def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_pa
         ({}, "hidden_size", "does not go into .* write them as key=value,key=value"),
         ({}, "num_hidden_layers=-1", "num_hidden_layers=-1 must be at least 1"),
         ({}, "num_hidden_groups=2", "num_hidden_groups follows from shared_parameters=all"),
-        ({"inner_group_num": 2}, "shared_parameters=attention", "shared_parameters=attention and inner_group_num=2: "),
         ({}, "hidden_size=33", "hidden_size=33 is not divisible by 2 heads"),
     ],
 )

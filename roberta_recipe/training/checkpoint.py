@@ -117,7 +117,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise InputError(
             f"{checkpoint} was written by another version of this recipe: resume it with that version, or start a new "
-            f"run from its weights with --model_name_or_path {checkpoint}"
+            "run from its weights with --model_name_or_path"
         )
     return state
 
@@ -134,14 +134,12 @@ def load_state(
     Raises `InputError` where the fingerprint has changed, unless `despite_changes` (None: the script has no such flag).
     Then, where a name of it in `data` (settings of the order of blocks) has changed, the data start over.
     """
-    state = read_state(checkpoint)
-    layout_before = state["layout"]
-    moved = durable.differences(layout_before, layout_now)
-    with_zero = {layout_before["zero_stage"], layout_now["zero_stage"]} != {None}
+    state, fix = read_state(checkpoint), "start as before, or a new run from its weights with --model_name_or_path"
+    moved = durable.differences(state["layout"], layout_now)
+    with_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
     if with_zero and (lost := [moved[name] for name in ("processes", "zero_stage") if name in moved]):
         raise InputError(
-            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(lost)}): start "
-            f"as before, or start a new run from its weights with --model_name_or_path {checkpoint}"
+            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(lost)}): {fix}"
         )
     changed = durable.differences(state["fingerprint"], fingerprint)
     listed = "; ".join(changed.values())
@@ -154,10 +152,7 @@ def load_state(
     # the arguments of our optimizers are hyperparameters of their groups, which `optimization.put_back` sets
     of_groups = {"optim_args"} if fingerprint.get("optim") in optimizers.own() else set()
     if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
-        raise InputError(
-            f"{checkpoint} has the state of another optimizer ({listed}): start it as before, or start a new run from "
-            f"its weights with --model_name_or_path {checkpoint}"
-        )
+        raise InputError(f"{checkpoint} has the state of another optimizer ({listed}): {fix}")
     if changed:
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
     if moved:

@@ -229,10 +229,6 @@ class FinetuneTrainer(DurableTrainer):
         measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
         return {**super().record(), **measured, **best}
 
-    def log(self, logs, start_time=None):
-        logs.pop("total_flos", None)  # without attention and head: no basis of a utilisation
-        super().log(logs, start_time)
-
     @property
     def model_folder(self):
         return Path(self.args.output_dir, BEST_NAME)

@@ -31,11 +31,6 @@ def resolve(config: PreTrainedConfig, name: str) -> None:
             f"{name} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
             f"{', '.join(_KINDS)}"
         )
-    if shared in _PARTS and config.inner_group_num > 1:
-        raise InputError(
-            f"{name} has {SHARED}={shared} and inner_group_num={config.inner_group_num}: a part is shared by groups of "
-            "one layer; set inner_group_num to 1, or share all or nothing"
-        )
     config.num_hidden_groups = 1 if shared == "all" else config.num_hidden_layers
 
 
