@@ -82,25 +82,6 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: [state],
-        lambda state: {**state, "version": 1},
-    ],
-)
-def test_the_state_of_another_version_is_a_line(killed, change):
-    folder, preset, _ = killed
-    aside = folder / "aside"
-    (folder / "checkpoint-4").rename(aside)
-    durable.write_json(aside / "recipe_state.json", change(durable.read_json(aside / "recipe_state.json")))
-    (aside / "manifest.json").unlink()
-    durable.move_into_place(aside, folder / "checkpoint-4")
-    assert durable.fault(folder / "checkpoint-4") is None
-    with pytest.raises(InputError, match="checkpoint-4 was written by another version"):
-        start(preset, folder)
-
-
-@pytest.mark.parametrize(
     "content",
     ["", "[]", "3", '{"files": {}}', '{"files": []}', '{"files": {"a": 3}}', '{"files": {"a\\u0000": [1, "b"]}}'],
 )

@@ -1,10 +1,8 @@
-"""ZeRO on two CPU processes, once through `accelerate launch`, and settings that the configurations must not hold."""
+"""ZeRO on two CPU processes, and settings that the configurations must not hold."""
 
 import copy
 import functools
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from conftest import end_well, forked_ranks, losses, run_python
+from conftest import end_well, forked_ranks, losses
 from safetensors.torch import load_file
 from test_sharing import SMALL
 from transformers import AutoModelForMaskedLM
@@ -25,10 +23,6 @@ from roberta_recipe.training.modeling import build_model
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None, reason="on a CPU, DeepSpeed builds an extension in C++"
-)
 
 
 def read_record(path):
@@ -104,19 +98,10 @@ def test_other_objectives_and_models_are_the_same_under_zero(case, preset, tmp_p
     assert not any(report.values()), report
 
 
-@pytest.mark.parametrize(
-    "launch_file", ["zero1", pytest.param("zero3_offload", marks=[needs_compiler, pytest.mark.slow])]
-)
-def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path, deepspeed_ranks):
+def test_bf16_is_close_and_its_checkpoint_fp32(preset, start, tmp_path, deepspeed_ranks):
     single = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "single")])
     argv = ["--config", preset, *start, "--bf16", "true"]
-    if launch_file == "zero1":
-        end_well(deepspeed_ranks(launch_file, lambda rank: train_mlm.main(argv), tmp_path))
-    else:
-        command = ["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"]
-        command += ["--num_processes", "2", "--main_process_port", "0", "train_mlm.py"]
-        done = run_python(*command, *argv, cwd=ROOT)
-        assert done.returncode == 0 and "destroy_process_group" not in done.stderr, done.stderr
+    end_well(deepspeed_ranks("zero1", lambda rank: train_mlm.main(argv), tmp_path))
     half = read_record(tmp_path / "run")
     assert losses(half) == pytest.approx(losses(single), rel=2e-3) and losses(half) != losses(single)  # measured: 2e-4
     assert half["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=2e-3)
@@ -212,13 +197,6 @@ def test_a_missing_key_has_a_default_that_may_contradict_a_flag(preset):
     said = "gradient_accumulation_steps=1 against gradient_accumulation_steps=2.*clipping=0.0 against max_grad_norm=0.5"
     with pytest.raises(InputError, match=said):
         environment.check_deepspeed(_own_file(preset, {}, ["gradient_accumulation_steps", "gradient_clipping"])[0])
-
-
-def test_a_deepspeed_file_that_deepspeed_refuses_is_refused_in_one_line(preset):
-    args, _ = _own_file(preset, {"zero_optimization.no_such_key": 1})
-    with pytest.raises(InputError, match=r"the DeepSpeed configuration .*no_such_key") as raised:
-        environment.check_deepspeed(args)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):

@@ -1,10 +1,8 @@
 """Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
 
 import os
-import re
 import signal
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -18,7 +16,7 @@ from glue_runs import data_dir, flags  # noqa: F401
 import finetune_glue
 import train_mlm
 from roberta_recipe import durable, errors, started
-from roberta_recipe.errors import InputError, Stopped, exit_on_error
+from roberta_recipe.errors import InputError, Stopped
 from roberta_recipe.publishing import plots
 from roberta_recipe.tools import compare
 from roberta_recipe.training import checkpoint, environment, stopping
@@ -284,33 +282,15 @@ def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):
     assert (process.end(), process.log) == (2, "error: what is wrong\n")
 
 
-@pytest.mark.parametrize("lines", [1, 100_000])  # less and more than a pipe holds
-def test_output_that_nobody_reads_any_more_ends_a_command_in_silence(tmp_path, lines):
+def test_output_that_nobody_reads_any_more_ends_a_command_in_silence(tmp_path):
     def print_lines():
         reader, writer = os.pipe()
         os.dup2(writer, sys.stdout.fileno())
         os.close(reader)
         sys.stdout.reconfigure(line_buffering=False)  # as Python has it on a pipe
-        for _ in range(lines):
+        for _ in range(100_000):  # more than a pipe holds
             print("as `head` leaves it")
 
     ended = Forked(print_lines, tmp_path / "log.txt")
     assert ended.end() == 128 + signal.SIGPIPE
     assert (tmp_path / "log.txt").read_text() == ""
-
-
-def test_a_folder_of_which_the_user_has_no_right_is_a_line(tmp_path):
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders may be entered by their owner alone
-        run = Path(folder, "run")
-        run.mkdir()
-        Path(folder).chmod(0o755)
-        run.chmod(0o600)
-
-        def as_a_user():
-            if os.geteuid() == 0:
-                os.setuid(65534)
-            exit_on_error(lambda: compare.main([str(run), str(run)]))
-
-        assert Forked(as_a_user, tmp_path / "log.txt").end() == 2
-    said = (tmp_path / "log.txt").read_text()
-    assert re.fullmatch(rf"error: {run}/\S+: Permission denied: user \d+ may not .*\n", said)

@@ -8,7 +8,6 @@ import psutil
 import pytest
 from conftest import end_well, forked_ranks, losses
 from glue_runs import data_dir, flags, record_of, special, wsc_dir  # noqa: F401
-from safetensors.torch import load_file
 
 import finetune_glue
 from roberta_recipe import durable
@@ -67,35 +66,6 @@ def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypat
     assert list((tmp_path / "glue/rte/lr0.001-batch8-seed1").glob("checkpoint-*"))
     finetune_glue.main(flags("rte", *saving))
     assert "Passed over" in capsys.readouterr().err and record_of(tmp_path)["steps"] == 6
-
-
-def test_killed_and_started_again(flags, tmp_path, monkeypatch):
-    """With a checkpoint an epoch, losses, metrics and best weights equal an uninterrupted run's."""
-    saving = ["--save_strategy", "epoch", "--max_steps", 9]
-    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
-    step = finetune_trainer.FinetuneTrainer.training_step
-
-    def killed(self, *args, **kwargs):
-        if self.state.global_step == 7:
-            raise RunError("killed")
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
-    with pytest.raises(RunError):
-        finetune_glue.main(flags("rte", *saving))
-    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", step)
-    finetune_glue.main(flags("rte", *saving))
-    whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
-    again = record_of(tmp_path)
-    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
-    assert again["resumes"] == 1 and whole["resumes"] == 0
-    for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
-        assert again[key] == whole[key], key
-    weights = [
-        load_file(folder / "lr0.001-batch8-seed1" / "best" / "model.safetensors")
-        for folder in (tmp_path / "whole", tmp_path / "glue" / "rte")
-    ]
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
 def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):
     assert [e["learning_rate"] for e in rates if e.get("step") == 13] == [pytest.approx(2e-3 * 3 / 15)]
 
 
-def test_the_optimizer_state_of_deepspeed_is_not_redistributed(tmp_path):
+def test_a_state_of_another_layout_of_deepspeed_or_another_version_is_refused(tmp_path):
     layout = {"processes": 2, "zero_stage": 2}
     state = {"version": checkpoint.STATE_VERSION, "layout": layout, "fingerprint": {}}
     durable.write_json(tmp_path / "recipe_state.json", state)
@@ -161,6 +161,9 @@ def test_the_optimizer_state_of_deepspeed_is_not_redistributed(tmp_path):
     for change in ({"processes": 4}, {"zero_stage": 1}, {"zero_stage": None}):
         with pytest.raises(InputError, match=f"cannot be redistributed .{next(iter(change))} was 2, is "):
             checkpoint.load_state(tmp_path, {}, {**layout, **change})
+    durable.write_json(tmp_path / "recipe_state.json", {**state, "version": 1})
+    with pytest.raises(InputError, match="was written by another version"):
+        checkpoint.load_state(tmp_path, {}, layout)
 
 
 def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
