@@ -35,7 +35,7 @@ def train(preset, *argv):
 def glue(flags, tmp_path, monkeypatch):
     """A function that fine-tunes with further flags: three epochs of three steps, each measured."""
     monkeypatch.setattr(plots, "plot_runs", lambda *_: None)
-    argv = flags("rte", "--save_strategy", "steps", "--save_steps", 2, "--max_steps", 9)
+    argv = flags("rte", "--save_strategy", "steps", "--save_steps", 2, "--max_steps", 9, "--logging_steps", 4)
     return lambda name: finetune_glue.main([*argv, "--output_dir", str(tmp_path / name)])
 
 

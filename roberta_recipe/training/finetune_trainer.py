@@ -93,7 +93,8 @@ def length_of(feature: dict[str, Any]) -> int:
 
 class Epochs(TrainerCallback):
     """Sets the epoch of the training order, and saves an epoch's last step after the evaluation of the epoch: a run
-    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated."""
+    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated. A step
+    that is evaluated may be saved as the best (`_keep_as_best`), so it is logged first."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False
@@ -105,12 +106,14 @@ class Epochs(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ends_epoch:
             self._save, control.should_save = control.should_save, False
+        control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if not self.trainer.ends_epoch:
             control.should_save = control.should_evaluate = False
         control.should_save |= self._save
         self._save = False
+        control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
 
 class FinetuneTrainer(DurableTrainer):
