@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -36,17 +35,12 @@ def threads_are_the_users() -> bool:
 
 @functools.cache
 def continue_with() -> str:
-    """A sentence with the command that continues a run, as a user types it: the launcher's or, without one, this
-    process's."""
-    words = _words()
-    if Path(words[0]).name.startswith("python") and Path((*words, "")[1]).name in ("accelerate", "torchrun"):
-        words = words[1:]
-    if shutil.which(name := Path(words[0]).name) == words[0]:
-        words = [name, *words[1:]]
-    return f"Continue with: {shlex.join(words)}"
+    """A sentence with the command that continues a run: the launcher's or, without one, this process's."""
+    return f"Continue with: {shlex.join(_words())}"
 
 
 def _words() -> list[str]:
     with contextlib.suppress(psutil.Error):
-        return (launcher() and psutil.Process(launcher()).cmdline()) or sys.orig_argv
+        words = (launcher() and psutil.Process(launcher()).cmdline()) or sys.orig_argv
+        return words[1:] if Path((*words, "")[1]).name in ("accelerate", "torchrun") else words  # without "python"
     return sys.orig_argv
