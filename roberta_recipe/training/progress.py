@@ -6,7 +6,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
-from roberta_recipe.log import Bar, duration, logger
+from roberta_recipe.log import SILENT_S, Bar, duration, logger
 
 WAITS = 0.01  # the share of time in waiting for data that a log line shows
 _OF_SPEED = ("runtime", "_per_second")
@@ -14,16 +14,17 @@ _OF_SPEED = ("runtime", "_per_second")
 
 class Progress(TrainerCallback):
     """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on the first rank,
-    above a progress bar on a terminal. All figures are in `log.jsonl`. `steps_after`: steps of the runs that follow, in
-    the ETA of all."""
+    above a progress bar on a terminal; elsewhere also a line with the ETA between distant entries. All figures are in
+    `log.jsonl`. `steps_after`: steps of the runs that follow, in the ETA of all."""
 
     def __init__(self, steps_after: int = 0):
         self._steps_after = steps_after
         self._training = self._evaluation = None  # bars
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
+        self._said_s = 0.0  # the time of the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._first_step = state.global_step + 1
+        self._first_step, self._said_s = state.global_step + 1, time.monotonic()
         if state.is_world_process_zero:
             self._training = _bar(tqdm, args, "Training", " steps", state.max_steps)
             self._training.n = state.global_step
@@ -31,13 +32,20 @@ class Progress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self._first_step:
             self._begun_s = time.monotonic()
-        if self._training is not None:
-            self._training.update()
+        if self._training is None:
+            return
+        self._training.update()
+        if self._training.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
+            self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self._training is not None and (line := self._line(state, logs)):
-            with tqdm.external_write_mode():  # the line stands above the bar
-                logger.info(line)
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        self._said_s = time.monotonic()
+        with tqdm.external_write_mode():  # the line stands above the bar
+            logger.info(line)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if state.is_world_process_zero:
