@@ -41,7 +41,6 @@ MASKED = "The cat <mask> in the garden."
 if not INSIDE:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from conftest import make_documents
-    from roberta_recipe.data.tokenizer_training import train_tokenizer
     from transformers import (
         AutoModelForMaskedLM,
         AutoModelForSequenceClassification,
@@ -53,6 +52,7 @@ if not INSIDE:
 
     from roberta_recipe import durable
     from roberta_recipe.data import packing, tokenization
+    from roberta_recipe.data.tokenizer_training import train_tokenizer
     from roberta_recipe.errors import InputError
     from tools import fairseq as converter
 

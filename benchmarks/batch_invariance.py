@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 import numpy as np
 import torch
 import transformers
-from roberta_recipe.data.tokenizer_training import train_tokenizer
 from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer, TrainerCallback
 
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer

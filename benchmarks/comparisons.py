@@ -88,6 +88,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import torch
     import transformers
 
+    importlib.import_module("transformers.trainer")  # 90 MB of datasets and pandas, which every run imports
     masked_lm = module_of("model.masked_lm", "training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     config.update(changes)

@@ -40,7 +40,7 @@ from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
-from roberta_recipe.training.checkpoint import SealedCheckpoints
+from roberta_recipe.training.durable_trainer import DurableTrainer
 
 CLASSES = {  # of the arguments, by script
     "train_mlm": (train_mlm.MlmArguments, MlmTrainingArguments),
@@ -163,20 +163,20 @@ def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -
     that it ended in. It is ended behind the checkpoint of step `end_after`."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"weights": [], "lines": []}
-    train, save = Trainer.train, SealedCheckpoints.on_save
+    train, save = Trainer.train, DurableTrainer._save_checkpoint
 
     def train_and_look(self, *args, **kwargs):
         output = train(self, *args, **kwargs)
         found["weights"].append(weights_digest(self.model))
         return output
 
-    def save_and_end(self, args, state, control, **kwargs):
-        save(self, args, state, control, **kwargs)
-        if state.global_step == end_after:
+    def save_and_end(self, *args):
+        save(self, *args)
+        if self.state.global_step == end_after:
             raise KeyboardInterrupt
 
     Trainer.train = train_and_look
-    SealedCheckpoints.on_save = save_and_end
+    DurableTrainer._save_checkpoint = save_and_end
     logger = logging.getLogger("recipe")
     logger.addFilter(lambda line: found["lines"].append(line.getMessage()) or True)
     try:
@@ -188,7 +188,7 @@ def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -
     except Exception as error:
         found["broken"] = f"{type(error).__name__}: {error}"
     finally:
-        Trainer.train, SealedCheckpoints.on_save = train, save
+        Trainer.train, DurableTrainer._save_checkpoint = train, save
         logger.filters.clear()
     return found
 

@@ -1,7 +1,4 @@
-"""Files that are whole or absent: written aside, made durable, renamed; and the check that they are still whole.
-
-The paper trains for 500K steps (Table 9); a run of that length meets full disks, killed processes and flipped bits.
-"""
+"""Atomic writes of files and folders, with fsync, and manifests of SHA-256 hashes that find damage later."""
 
 import contextlib
 import errno
@@ -20,22 +17,21 @@ import psutil
 from roberta_recipe.errors import InputError
 
 MANIFEST = "manifest.json"
-SEAL = "checksum"  # key of a JSON file that carries a checksum of its other values
+SEAL = "checksum"  # key of a JSON file: the hash of its other values
 
 
 def sha256(path: str | Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fingerprint(values: Any) -> str:
-    """A short hash of what JSON can hold."""
+    """A short hash of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sync(path: str | Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """fsync of a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,18 +40,18 @@ def sync(path: str | Path) -> None:
 
 
 def aside_of(path: Path) -> Path:
-    """Where this process writes what it then renames to `path`: another process's is another file."""
+    """The temporary file of this process that is renamed to `path`."""
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
 
 
 def is_aside(name: str) -> bool:
-    """Whether a file of this name is one of `aside_of`, of any machine and process."""
+    """Whether a file name is a temporary one (`aside_of`) of any machine and process."""
     return re.search(r"-\d+\.tmp$", name) is not None
 
 
 def remove_left(folder: Path, of: str = "*") -> None:
-    """Remove what processes of this machine were writing aside when they were killed; `of`: glob of what it was to be.
-    Called as a process begins: one of its own number is of another that had it before."""
+    """Remove temporary files (`of`: glob of their targets) of dead processes of this machine. A leftover file with our
+    PID belongs to a dead process: call this before writing."""
     for path in folder.glob(f"{of}.{glob.escape(os.uname().nodename)}-*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
@@ -64,29 +60,25 @@ def remove_left(folder: Path, of: str = "*") -> None:
 
 
 def make_folder(path: Path, named: str = "output_dir") -> None:
-    """Make a folder, and those around it. Raises `InputError` where that cannot be."""
+    """Make a folder and its parents. Raises `InputError`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise InputError(f"{named}={path} is a file; name a folder") from None
     except OSError as error:
-        raise InputError(f"{named}={path} cannot be made: {error.strerror}") from None
+        raise InputError(f"{named}={path} cannot be made ({error.strerror}); name another folder") from None
 
 
 def check_new_folder(path: Path, named: str = "output_dir") -> None:
-    """Raise `InputError` where `path` is a file, or a folder that is not empty."""
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{named}={path} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()):
-        raise InputError(f"{named}={path} holds other files; name a new or an empty folder")
+    """Raise `InputError` unless `path` is absent or an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{named}={path} is a file, or holds other files; name a new or an empty folder")
 
 
 def check_output_file(path: Path, named: str = "output", fix: str = "make its folder, or name another file") -> None:
-    """Raise `InputError` where the file `path` could not be written: asked before the work that gives its content."""
-    if path.is_dir():
-        raise InputError(f"{named}={path} is a folder; name a file")
+    """Raise `InputError` where the file `path` cannot be written; for commands that work long before they write it."""
     aside = aside_of(path)
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
         aside.touch()
         aside.unlink()
     except OSError as error:
@@ -94,12 +86,12 @@ def check_output_file(path: Path, named: str = "output", fix: str = "make its fo
 
 
 def write_json(path: str | Path, values: Any) -> None:
-    """`values` as a JSON file, whole or not at all; an older file of that name stays until it is replaced."""
+    """Atomic write of a JSON file."""
     write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """`text` as a file, whole or not at all; an older file of that name stays until it is replaced."""
+    """Atomic write of a text file: temporary file, fsync, rename, fsync of the folder."""
     path = Path(path)
     aside = aside_of(path)
     try:
@@ -116,42 +108,42 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_json` with a checksum of `values` beside them, in place of one that they have, for `read_sealed`."""
+    """`write_json` with a hash of `values` beside them, for `read_sealed`."""
     values = {name: value for name, value in json.loads(json.dumps(values)).items() if name != SEAL}
     write_json(path, {**values, SEAL: fingerprint(values)})
 
 
 def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_sealed` where there is no such file yet: of two processes that do it at the same time, one has written."""
+    """`write_sealed` of a file that does not exist yet: of two processes at the same time, one writes it."""
     path = Path(path)
     aside = aside_of(path.with_name(f"{path.name}.new"))
     try:
         write_sealed(aside, values)
-        with contextlib.suppress(FileExistsError):
-            os.link(aside, path)  # fails where `path` exists, which a rename does not
+        os.link(aside, path)  # fails where `path` exists, which a rename does not
+    except FileExistsError:
+        pass
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        write_sealed(path, values)  # a file system without links
+        write_sealed(path, values)  # a file system without hard links
     finally:
         aside.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises `ValueError` where it is not what was written, and `OSError`."""
+    """What `write_sealed` wrote. Raises `ValueError` for a damaged file, and `OSError`."""
     return unsealed(read_json(path))
 
 
 def unsealed(values: Any) -> dict[str, Any]:
-    """`values` as `write_sealed` got them. Raises `ValueError` where their checksum says that they are others."""
+    """`values` without their hash. Raises `ValueError` where it does not match."""
     if not isinstance(values, dict) or values.pop(SEAL, None) != fingerprint(values):
         raise ValueError("it is not what was written (checksum)")
     return values
 
 
 def seal(folder: Path) -> None:
-    """Make the files of a finished folder durable, then write their sizes and SHA-256 into its manifest."""
+    """fsync the files of a finished folder, then write their sizes and SHA-256 into its manifest."""
     paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
     for path in (*paths, folder, folder.parent):
         sync(path)
@@ -162,11 +154,8 @@ def seal(folder: Path) -> None:
 
 
 def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
-    """Seal the finished folder `aside` and rename it to `target`.
-
-    An older folder of that name is deleted only when the new folder is on the disk; without `replace`, raises `OSError`
-    where it is not empty.
-    """
+    """Seal the finished folder `aside` and rename it to `target`, in place of an older folder; without `replace`,
+    raises `OSError` where that is not empty."""
     seal(aside)
     if replace:
         shutil.rmtree(target, ignore_errors=True)
@@ -175,65 +164,47 @@ def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
 
 
 def move_files_into_place(aside: Path, target: Path) -> None:
-    """Move the files of the finished folder `aside` into the existing folder `target`, with a manifest of them alone.
-
-    While they are moved, `target` has no manifest: files of two folders never stand under one.
-    """
+    """Move the files of the finished folder `aside` into the existing folder `target`, the manifest last: files of two
+    folders never stand under one manifest."""
     seal(aside)
     (target / MANIFEST).unlink(missing_ok=True)
     sync(target)
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == MANIFEST):  # it comes last
+    for path in sorted(aside.iterdir(), key=lambda path: path.name == MANIFEST):
         path.replace(target / path.name)
     sync(target)
     aside.rmdir()
 
 
 def keep_only(folder: str | Path, kept: str) -> None:
-    """Delete the files of a folder that is sealed, except `kept`; the manifest then lists `kept` alone, as
-    it was written. A folder whose manifest cannot be read stays as it is: `fault` says so to its next reader."""
+    """Delete the files of a sealed folder except `kept`; a damaged folder stays as it is."""
     folder = Path(folder)
     others = [path for path in folder.glob("*") if path.name not in (kept, MANIFEST)]
-    try:
-        remaining = {kept: read_json(folder / MANIFEST)["files"][kept]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if others:
-        write_json(folder / MANIFEST, {"files": remaining})  # first: what is deleted must not be missing
-    for path in others:
-        path.unlink()
+    if others and not fault(folder, (kept,), only=kept.__eq__):
+        # the manifest comes first: deleted files must not be missing
+        write_json(folder / MANIFEST, {"files": {kept: read_json(folder / MANIFEST)["files"][kept]}})
+        for path in others:
+            path.unlink()
 
 
-def fault(
-    folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] = lambda name: True
-) -> str | None:
-    """What is wrong with a folder that is sealed, or with the files of it whose names are `only` these:
-    None where it is as it was written, and has the files `needed`."""
+def fault(folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] | None = None) -> str | None:
+    """What is damaged or missing in a sealed folder, among the files whose names are `only` these; None for a whole
+    folder that has the files `needed`."""
     folder = Path(folder)
-    try:
-        files = {name: (size, digest) for name, (size, digest) in read_json(folder / MANIFEST)["files"].items()}
-    except FileNotFoundError:
+    if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}: writing it was not finished, or it is not this recipe's"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    if absent := [name for name in needed if name not in files]:
-        return f"{absent[0]} is missing"
-    for name, (size, digest) in files.items():
-        if not only(name):
-            continue
-        path = folder / name
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes of {size}"
-            if sha256(path) != digest:
+    try:
+        hashes = {name: written for name, (_, written) in read_json(folder / MANIFEST)["files"].items()}
+        if absent := [name for name in needed if name not in hashes]:
+            return f"{absent[0]} is missing"
+        for name, written in hashes.items():
+            if (only is None or only(name)) and sha256(folder / name) != written:
                 return f"{name} is not what was written (SHA-256)"
-        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-            return f"{name} cannot be read ({error})"
-    return None if files else f"its {MANIFEST} names no file"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return None if hashes else f"its {MANIFEST} names no file"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Where two fingerprints disagree: name -> "name was X, is Y"."""
+    """The keys in which two fingerprints differ: key -> "key was X, is Y"."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names}

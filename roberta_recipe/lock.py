@@ -1,4 +1,4 @@
-"""Lock file of a folder, for one process at a time. The system frees the lock when its owner ends, however it ends."""
+"""Lock file of a folder, for one process at a time. The system frees it when its owner ends, however it ends."""
 
 import fcntl
 import os
@@ -21,8 +21,8 @@ class InUse(InputError):
 
 def take(folder: str | Path, name: str = LOCK_NAME) -> None:
     """Hold `<folder>/<name>` until this process ends (a POSIX lock, which forked workers do not inherit). Raises
-    `InUse` that names the owner; a file system without locks is warned of."""
-    if (path := Path(folder, name).resolve()) in _held:  # opened and closed a second time, it would be free
+    `InUse` that names the owner."""
+    if (path := Path(folder, name).resolve()) in _held:  # opening and closing it again would free it
         return
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -32,7 +32,7 @@ def take(folder: str | Path, name: str = LOCK_NAME) -> None:
         owner = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
         os.close(file)
         raise InUse(f"{folder} is in use by {owner}; wait for it, end it, or name another folder") from None
-    except OSError as error:
+    except OSError as error:  # a file system without locks
         logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")
     os.ftruncate(file, 0)
     owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}"

@@ -1,4 +1,4 @@
-"""What is kept of a run: the files in its folder, and the types of the records that writers and readers share."""
+"""Files of a run's folder, and the types of its records (`run_record.json`, `summary.json`, `blimp.json`)."""
 
 import math
 import platform
@@ -17,11 +17,11 @@ from roberta_recipe.log import is_first_process
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
-TIME_LIMIT = "max_train_minutes"  # what ended a run before its last step, which the same command continues
-SKIPPED_NAME = "skipped_blocks.json"  # every loss spike of a run, and the blocks that it leaves out since then
-INDEX_NAME = "chunks.index"  # where the chunks of the text begin that a run reads
-HASHES_NAME = ".file_hashes.json"  # of the text, also in a token cache; hidden, or it would be a text file to a user
-HUB_NAME = "hub.json"  # which of the Hub's repositories belong to this run
+TIME_LIMIT = "max_train_minutes"  # `stopped_by` of a run that the same command continues
+SKIPPED_NAME = "skipped_blocks.json"  # loss spikes of a run, and the blocks that it leaves out since then
+INDEX_NAME = "chunks.index"  # positions of the chunks of the text
+HASHES_NAME = ".file_hashes.json"  # of the text, also in a token cache
+HUB_NAME = "hub.json"  # the run's repositories on the Hub
 BLIMP_NAME = "blimp.json"  # a model's scores on BLiMP, beside its weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
 
@@ -34,16 +34,15 @@ class RunRecord(TypedDict):
     tokens_seen: int
     tokens_per_second: int  # median over the log; for a run too short for a log line, the mean
     train_seconds: float  # of all starts
-    resumes: int  # checkpoints that were resumed on the way to these weights; a start that left none is on no way
-    matrix_rate: NotRequired[float]  # FLOP/s that a device was measured at, by which `mfu` in the log is a share
+    resumes: int  # checkpoints that were resumed on the way to these weights
+    matrix_rate: NotRequired[float]  # measured FLOP/s of a device, the denominator of `mfu` in the log
     peak_memory_bytes: int
     parameters: int
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
     tokens_at_steps: list[list[float]]  # [step, tokens seen]
     skipped_steps: int  # by fp16, as gradients overflowed
-    # "weights" of the finished model, "optimizer" and "scheduler" after the last step: by these two runs are the same
-    state_digests: dict[str, str]
-    fingerprint: dict[str, Any]  # what makes it this run and no other: settings, model, text
+    state_digests: dict[str, str]  # hashes: "weights" of the finished model, "optimizer", "scheduler" of the last step
+    fingerprint: dict[str, Any]  # of settings, model and text
     resolved_args: dict[str, Any]  # a valid preset
     shown_args: list[str]  # names of the arguments that the model card and the ledger show
     wall_clock_s: float  # of this start
@@ -200,12 +199,10 @@ def picked_setting(summary: Summary) -> SettingScores:
 
 
 def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
-    """A `run_record.json` or `summary.json`. Raises `InputError` where it is not what was written, and with `advice`
-    where it lacks the fields `needed`, as another version of this recipe wrote it."""
+    """A `run_record.json` or `summary.json`. Raises `InputError` for a damaged one, and with `advice` for another
+    version's, which lacks a field of `needed`."""
     values = read_input_json(path)
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must hold a JSON object, as a finished run writes it")
-    if missing := [name for name in (*needed, durable.SEAL) if name not in values]:
+    if isinstance(values, dict) and (missing := [name for name in (*needed, durable.SEAL) if name not in values]):
         raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")
     try:
         return durable.unsealed(values)
@@ -214,7 +211,7 @@ def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
 
 
 def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:
-    """[step, value] pairs of a logged value, evenly thinned to `at_most`, the last always kept."""
+    """[step, value] pairs of a logged value, evenly thinned to `at_most`, with the last."""
     points = [[entry["step"], entry[key]] for entry in log_history if key in entry]
     stride = math.ceil(len(points) / at_most) or 1
     return points[stride - 1 :: stride] if len(points) % stride == 0 else [*points[stride - 1 :: stride], points[-1]]
@@ -222,7 +219,7 @@ def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 20
 
 def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
     """The record of a finished run of `trainer` (a `DurableTrainer`); `others` are the fields of its kind of run."""
-    trainer.count_consumed()  # what was consumed after the last log line
+    trainer.count_consumed()  # since the last log line
     tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     return {
@@ -280,35 +277,32 @@ def finite(value: Any) -> Any:
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
-    """The resolved arguments as `<output_dir>/preset.yaml`, from which `--config` repeats the run; written by the first
-    process."""
-    if not is_first_process():
-        return
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    durable.write_text(Path(output_dir) / PRESET_NAME, text)
+    """The resolved arguments as `<output_dir>/preset.yaml`, for `--config`; written by the first rank."""
+    if is_first_process():
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        durable.write_text(Path(output_dir) / PRESET_NAME, text)
 
 
 def write_record(record: RunRecord, output_dir: str | Path) -> None:
-    """`<output_dir>/run_record.json`, whole or not at all, for `read_record`."""
+    """Atomic write of `<output_dir>/run_record.json`, for `read_record`."""
     durable.write_sealed(Path(output_dir) / RECORD_NAME, finite(record))
 
 
 def write_summary(summary: Summary, folder: Path) -> None:
-    """`<folder>/summary.json`, as `write_record`."""
+    """Atomic write of `<folder>/summary.json`, for `read_record`."""
     durable.write_sealed(folder / SUMMARY_NAME, finite(summary))
 
 
 def percent(value: float | None) -> str:
-    """A score times 100; a score that is no number (a correlation with a constant) as nan."""
+    """A score times 100; "nan" for a score that is no number (a correlation with a constant)."""
     return "nan" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
 
 
+def decimal(value: float | None, digits: int = 3) -> str:
+    return "nan" if value is None else f"{value:.{digits}f}"
+
+
 def validation_blocks(record: PretrainingRecord) -> int:
-    """The held-out blocks that a pretraining run was measured on; older records have them by source only."""
+    """The number of held-out blocks; older records have it by source only."""
     by_source = record["counts"]["validation"].values()
     return record["metrics"].get("eval_blocks") or sum(counts["blocks"] for counts in by_source)
-
-
-def decimal(value: float | None, digits: int = 3) -> str:
-    """A figure of a record, in which a figure that is no number is null."""
-    return "nan" if value is None else f"{value:.{digits}f}"

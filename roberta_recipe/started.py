@@ -1,16 +1,15 @@
-"""How this process was started: by a launcher or by hand, with which command and which environment."""
+"""How this process was started: by a launcher or by hand, and the command that continues its run."""
 
 import contextlib
 import functools
 import os
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import psutil
 
-# torchrun sets the first for what it starts, `accelerate launch` the second; nobody sets them by hand
+# set by torchrun and by `accelerate launch` for the processes that they start
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 
 
@@ -20,42 +19,28 @@ def _parent() -> int:
     return os.getppid()
 
 
-def by_launcher() -> bool:
-    """Whether torchrun or `accelerate launch` started this process."""
-    return any(name in os.environ for name in _SET_BY_LAUNCHERS)
-
-
 def launcher() -> int | None:
-    """The process of the launcher; None where there is none."""
-    return _parent() if by_launcher() else None
+    """The PID of torchrun or `accelerate launch`; None for a process that was started by hand."""
+    return _parent() if any(name in os.environ for name in _SET_BY_LAUNCHERS) else None
 
 
 def threads_are_the_users() -> bool:
-    """Whether the user has set OMP_NUM_THREADS, which launchers set to 1 for what they start; where the system does not
-    say, a 1 is taken for a launcher's."""
-    if os.environ.get("OMP_NUM_THREADS") != "1" or not by_launcher():
+    """Whether the user has set OMP_NUM_THREADS, which launchers set to 1 for the processes that they start."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or launcher() is None:
         return "OMP_NUM_THREADS" in os.environ
     with contextlib.suppress(psutil.Error):
-        return "OMP_NUM_THREADS" in psutil.Process(_parent()).environ()
+        return "OMP_NUM_THREADS" in psutil.Process(launcher()).environ()
     return False
 
 
 @functools.cache
 def continue_with() -> str:
-    """A sentence with the command that continues a run: the launcher's or, without one, this process's, as a user types
-    it (a launcher without its interpreter, programs as the shell finds them or relative to the current folder)."""
-    words = _words()
-    if Path(words[0]).name.startswith("python") and Path((*words, "")[1]).name in ("accelerate", "torchrun"):
-        words = words[1:]
-    program = Path(words[0])
-    if program.is_absolute() and shutil.which(program.name) == str(program):
-        words = [program.name, *words[1:]]
-    elif program.is_relative_to(Path.cwd()):
-        words = [str(program.relative_to(Path.cwd())), *words[1:]]
-    return f"Continue with: {shlex.join(words)}"
+    """A sentence with the command that continues a run: the launcher's or, without one, this process's."""
+    return f"Continue with: {shlex.join(_words())}"
 
 
 def _words() -> list[str]:
     with contextlib.suppress(psutil.Error):
-        return (by_launcher() and psutil.Process(_parent()).cmdline()) or sys.orig_argv
+        words = (launcher() and psutil.Process(launcher()).cmdline()) or sys.orig_argv
+        return words[1:] if Path((*words, "")[1]).name in ("accelerate", "torchrun") else words  # without "python"
     return sys.orig_argv

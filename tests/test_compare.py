@@ -11,7 +11,7 @@ from conftest import make_documents, write_parquet
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import checkpoint, digests
+from roberta_recipe.training import checkpoint
 from tools import compare
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "--data_seed", "42"]
@@ -140,7 +140,7 @@ def test_a_checkpoint_says_what_it_holds_and_the_record_what_the_run_ended_with(
     for path in checkpoint.newest_first(plain):
         state = durable.read_json(path / "recipe_state.json")
         assert set(state["digests"]) == {"weights", "optimizer", "scheduler"}
-        assert state["digests"]["weights"] == digests.of_weights(path)
+        assert state["digests"]["weights"] == checkpoint.hash_of_weights(path)
         found[state["step"]] = state["digests"]
     assert found[4] == record["state_digests"] and not set(found[2].values()) & set(found[4].values())
     assert re.fullmatch("[0-9a-f]{12}", record["blocks_digest"]) and record["blocks_digest"] != record["digest"]
@@ -153,11 +153,11 @@ def test_a_digest_does_not_depend_on_how_weights_are_spread_over_files(tmp_path,
     for name, size in (("one", "1GB"), ("many", "20KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    of_one = digests.of_weights(tmp_path / "one")
-    assert digests.of_weights(tmp_path / "many") == of_one
+    of_one = checkpoint.hash_of_weights(tmp_path / "one")
+    assert checkpoint.hash_of_weights(tmp_path / "many") == of_one
     model.roberta.embeddings.LayerNorm.bias.data[0] += 1e-7
     model.save_pretrained(tmp_path / "one")
-    assert digests.of_weights(tmp_path / "one") != of_one
+    assert checkpoint.hash_of_weights(tmp_path / "one") != of_one
 
 
 def test_a_digest_of_a_state_is_of_its_content():
@@ -165,7 +165,7 @@ def test_a_digest_of_a_state_is_of_its_content():
         tensors = {"exp_avg": torch.arange(4.0), "step": torch.tensor(3.0)}
         return {"state": {0: {**tensors, **others}}, "scale": 2.0}
 
-    of = digests.of_state
+    of = checkpoint.hash_of
     assert of(state()) == of(state()) and of(state(kept=object())) == of(state(kept=object()))
     others = [
         {"step": torch.tensor(4.0)},

@@ -10,7 +10,7 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import hub
-from roberta_recipe.training import checkpoint, digests
+from roberta_recipe.training import checkpoint
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "6"]
 
@@ -35,7 +35,7 @@ def killed(made, config, preset, tmp_path, tmp_path_factory, monkeypatch):
         config.to_json_file(tmp_path / "config.json")
         folder = tmp_path_factory.mktemp("made") / "run"
         start(preset, folder)
-        made.update(folder=folder, preset=preset, weights=digests.of_weights(folder))
+        made.update(folder=folder, preset=preset, weights=checkpoint.hash_of_weights(folder))
         for path in folder.iterdir():
             if path.is_file() and path.name not in ("preset.yaml", "log.jsonl", "chunks.index", ".lock"):
                 path.unlink()
@@ -66,63 +66,19 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
         flip(folder / path, rng)
         assert durable.fault(folder / "checkpoint-4"), path
         (folder / path).write_bytes(whole)
-    chosen = [*by_parent["."], *rng.sample(by_parent["checkpoint-4"], 3)]
+    chosen = [*by_parent["."], *rng.sample(by_parent["checkpoint-4"], 2)]
     chosen += [rng.choice(by_parent[name]) for name in ("checkpoint-2", "checkpoint-6")]
     assert len(by_parent["checkpoint-4"]) > 7 and len(chosen) > 7
     for path in chosen:
         damaged = shutil.copytree(folder, tmp_path / "damaged")
         flip(damaged / path, rng)
         record = start(preset, damaged)
-        assert digests.of_weights(damaged) == weights, path
+        assert checkpoint.hash_of_weights(damaged) == weights, path
         resumed += record["resumes"]
         entries = map(json.loads, (damaged / "log.jsonl").read_text().splitlines())
         assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4, 5, 6], path
         shutil.rmtree(damaged)
     assert resumed == len(chosen)  # none began from the start
-
-
-def test_a_damaged_preset_repeats_the_run_or_is_refused(killed, tmp_path):
-    folder, _, weights = killed
-    rng, refused = random.Random(5), 0
-    for number in range(20):
-        damaged = shutil.copytree(folder, tmp_path / "damaged")
-        preset = tmp_path / "damaged.yaml"
-        shutil.copy(damaged / "preset.yaml", preset)
-        flip(preset, rng)
-        try:
-            start(preset, damaged)
-            assert digests.of_weights(damaged) == weights, number
-        except InputError:
-            refused += 1
-        shutil.rmtree(damaged)
-    assert refused > 5
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: [state],
-        lambda state: {**state, "version": 1},
-    ],
-)
-def test_the_state_of_another_version_is_a_line(killed, change):
-    folder, preset, _ = killed
-    aside = folder / "aside"
-    (folder / "checkpoint-4").rename(aside)
-    durable.write_json(aside / "recipe_state.json", change(durable.read_json(aside / "recipe_state.json")))
-    (aside / "manifest.json").unlink()
-    durable.move_into_place(aside, folder / "checkpoint-4")
-    assert durable.fault(folder / "checkpoint-4") is None
-    with pytest.raises(InputError, match="checkpoint-4 was written by another version"):
-        start(preset, folder)
-
-
-def test_every_state_that_is_written_is_as_it_is_declared(killed):
-    folder, _, _ = killed
-    state = durable.read_json(folder / "checkpoint-4" / "recipe_state.json")
-    assert (
-        state.keys() | {"computed_tokens", "best_step", "best_score"} == checkpoint.RecipeState.__annotations__.keys()
-    )
 
 
 @pytest.mark.parametrize(

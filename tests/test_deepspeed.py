@@ -1,11 +1,8 @@
-"""ZeRO on two CPU processes, once through `accelerate launch`, and settings that the configurations must not hold."""
+"""ZeRO on two CPU processes, and settings that the configurations must not hold."""
 
 import copy
-import itertools
+import functools
 import json
-import os
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,9 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from conftest import end_well, forked_ranks, losses, run_python
+from conftest import end_well, forked_ranks, losses
 from safetensors.torch import load_file
+from test_sharing import SMALL
 from transformers import AutoModelForMaskedLM
 
 import train_mlm
@@ -25,10 +23,6 @@ from roberta_recipe.training import environment
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None, reason="on a CPU, DeepSpeed builds an extension in C++"
-)
 
 
 def read_record(path):
@@ -76,59 +70,38 @@ def test_zero_gives_the_curve_and_the_weights_of_one_process(
         assert (model.lm_head.bias[400:] < -9e3).all()
 
 
-OBJECTIVES = {
-    "nsp": ["--input_format", "segment_pair", "--objective", "mlm", "nsp"],
-    "sbo": ["--input_format", "doc_sentences", "--masking_unit", "span", "--objective", "mlm", "sbo"],
+CASES = {
+    "nsp": (2, ["--input_format", "segment_pair", "--objective", "mlm", "nsp"]),
+    "sbo": (3, ["--input_format", "doc_sentences", "--masking_unit", "span", "--objective", "mlm", "sbo"]),
+    "shared attention": (3, ["--config_name", "albert.json"]),
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_other_objectives_are_the_same_under_zero(objective, stage, preset, config_file, tmp_path, deepspeed_ranks):
+@pytest.mark.parametrize("case", CASES)
+def test_other_objectives_and_models_are_the_same_under_zero(case, preset, tmp_path, deepspeed_ranks):
     """Two processes, two micro-batches of each, and one process with the whole batch."""
-    flags = ["--config", preset, *OBJECTIVES[objective], "--per_device_eval_batch_size", "4"]
+    stage, own = CASES[case]
+    (tmp_path / "albert.json").write_text(json.dumps({**SMALL, "shared_parameters": "attention"}))
+    own = [str(tmp_path / word) if word.endswith(".json") else word for word in own]
+    flags = ["--config", preset, *own, "--per_device_eval_batch_size", "4"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "single"), "--per_device_train_batch_size", "8"])
     flags += ["--per_device_train_batch_size", "2"]
     end_well(deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(flags), tmp_path))
     zero = read_record(tmp_path / "run")
     assert zero["digest"] == whole["digest"] and len(losses(zero)) == 4
     assert losses(zero) == pytest.approx(losses(whole), rel=1e-5)
-    for name in ("eval_loss", f"eval_{objective}_loss"):
+    measured = {name for name in whole["metrics"] if name.endswith("_loss")}
+    assert len(measured) == (1 if case == "shared attention" else 2)
+    for name in measured:
         assert zero["metrics"][name] == pytest.approx(whole["metrics"][name], rel=1e-5)
     _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
     assert not any(report.values()), report
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_shared_attention_is_the_same_under_zero(stage, preset, tmp_path, deepspeed_ranks):
-    """The weights that layers share are in the model once, and in its checkpoint for each layer."""
-    from test_sharing import SMALL
-
-    (tmp_path / "albert.json").write_text(json.dumps({**SMALL, "shared_parameters": "attention"}))
-    flags = ["--config", preset, "--config_name", str(tmp_path / "albert.json"), "--per_device_eval_batch_size", "4"]
-    whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "single"), "--per_device_train_batch_size", "8"])
-    flags += ["--per_device_train_batch_size", "2"]
-    end_well(deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(flags), tmp_path))
-    zero = read_record(tmp_path / "run")
-    assert losses(zero) == pytest.approx(losses(whole), rel=1e-5)
-    assert zero["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
-    _, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
-    assert not any(report.values()), report
-
-
-@pytest.mark.parametrize(
-    "launch_file", ["zero1", pytest.param("zero3_offload", marks=[needs_compiler, pytest.mark.slow])]
-)
-def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_path, deepspeed_ranks):
+def test_bf16_is_close_and_its_checkpoint_fp32(preset, start, tmp_path, deepspeed_ranks):
     single = train_mlm.main(["--config", preset, *start, "--output_dir", str(tmp_path / "single")])
     argv = ["--config", preset, *start, "--bf16", "true"]
-    if launch_file == "zero1":
-        end_well(deepspeed_ranks(launch_file, lambda rank: train_mlm.main(argv), tmp_path))
-    else:
-        command = ["-m", "accelerate.commands.launch", "--config_file", f"ds_configs/accelerate/{launch_file}.yaml"]
-        command += ["--num_processes", "2", "--main_process_port", "0", "train_mlm.py"]
-        done = run_python(*command, *argv, cwd=ROOT)
-        assert done.returncode == 0 and "destroy_process_group" not in done.stderr, done.stderr
+    end_well(deepspeed_ranks("zero1", lambda rank: train_mlm.main(argv), tmp_path))
     half = read_record(tmp_path / "run")
     assert losses(half) == pytest.approx(losses(single), rel=2e-3) and losses(half) != losses(single)  # measured: 2e-4
     assert half["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=2e-3)
@@ -142,57 +115,32 @@ def test_bf16_is_close_and_its_checkpoint_fp32(launch_file, preset, start, tmp_p
 
 def test_deepspeed_configurations_leave_the_recipe_to_the_preset():
     assert [path.stem for path in CONFIGS] == ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    sizes = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+    scale = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
     for path in CONFIGS:
         values = json.loads(path.read_text())
         assert not {"optimizer", "scheduler", "amp"} & values.keys(), path
-        sizes = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
         assert all(values[key] == "auto" for key in [*sizes, "gradient_clipping"]), path
-        assert values["bf16"] == {"enabled": "auto"} and values["fp16"]["enabled"] == "auto", path
-        scale = {key: values["fp16"][key] for key in ("loss_scale", "initial_scale_power", "loss_scale_window")}
-        assert scale == {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}, path
-        assert values["fp16"]["min_loss_scale"] == 1, path
+        assert values["bf16"] == {"enabled": "auto"}, path
+        assert values["fp16"].items() >= {**scale, "min_loss_scale": 1}.items(), path
         # in half precision, a sum of hundreds of micro-batches loses the last summands
         assert values["data_types"]["grad_accum_dtype"] == values["communication_data_type"] == "fp32", path
         zero = values["zero_optimization"]
         assert path.stem.startswith(f"zero{zero['stage']}"), path
         assert ("offload_optimizer" in zero) == path.stem.endswith("offload"), path
         assert ("offload_param" in zero) == (path.stem == "zero3_offload"), path
-        assert zero.get("stage3_gather_16bit_weights_on_model_save", False) == (zero["stage"] == 3), path
 
 
 def test_launch_files_say_where_to_run_and_nothing_else():
-    names = [
-        "eight_gpus",
-        "one_gpu",
-        "two_cpus",
-        "two_nodes",
-        "zero1",
-        "zero2",
-        "zero2_offload",
-        "zero3",
-        "zero3_offload",
-    ]
+    names = ["eight_gpus", "one_gpu", "two_cpus", "two_nodes", *(path.stem for path in CONFIGS)]
     assert [path.stem for path in LAUNCH_FILES] == names
     for path in LAUNCH_FILES:
-        text = path.read_text()
-        assert text.startswith("# ") and f"accelerate launch --config_file ds_configs/accelerate/{path.name}" in text
-        values = yaml.safe_load(text)
-        allowed = "compute_environment distributed_type num_machines num_processes machine_rank main_process_ip"
-        allowed += " main_process_port rdzv_backend same_network use_cpu deepspeed_config"
-        assert values.keys() <= set(allowed.split()), path
+        assert f"accelerate launch --config_file ds_configs/accelerate/{path.name}" in path.read_text()
+        values = yaml.safe_load(path.read_text())
         loaded = load_config_from_file(str(path))  # accelerate refuses keys that it does not know
         assert loaded.mixed_precision is None and loaded.num_processes == values["num_processes"], path
-        deepspeed = values.get("deepspeed_config", {})
-        assert bool(deepspeed) == path.stem.startswith("zero"), path
-        if deepspeed:
-            assert deepspeed == {"deepspeed_config_file": f"ds_configs/{path.stem}.json"}
-            assert (ROOT / deepspeed["deepspeed_config_file"]) in CONFIGS
-
-
-def test_the_readme_names_every_file():
-    text = (ROOT / "ds_configs" / "README.md").read_text()
-    for path in [*CONFIGS, *LAUNCH_FILES]:
-        assert re.search(rf"\b{path.stem}\b", text), path
+        wanted = {"deepspeed_config_file": f"ds_configs/{path.stem}.json"} if path.stem.startswith("zero") else {}
+        assert values.get("deepspeed_config", {}) == wanted, path
 
 
 def test_the_preset_sets_the_precision(preset, monkeypatch):
@@ -221,10 +169,6 @@ CONTRADICTIONS = {  # key -> a value, and the flag with its value as `_own_file`
     "optimizer.params.weight_decay": (0.3, "weight_decay=0.01"),
     "scheduler.params.warmup_max_lr": (3e-5, "learning_rate=0.001"),
 }
-MISSING = {  # what a key that is left out means to accelerate or DeepSpeed
-    "gradient_accumulation_steps": "gradient_accumulation_steps=1 against gradient_accumulation_steps=2",
-    "gradient_clipping": "gradient_clipping=0.0 against max_grad_norm=0.5",
-}
 
 
 def _own_file(preset, values, left_out=()):
@@ -232,10 +176,7 @@ def _own_file(preset, values, left_out=()):
     content = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     for key, value in values.items():
         *sections, name = key.split(".")
-        section = content
-        for one in sections:
-            section = section.setdefault(one, {})
-        section[name] = value
+        functools.reduce(lambda section, one: section.setdefault(one, {}), sections, content)[name] = value
     for name in left_out:
         del content[name]
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
@@ -243,46 +184,19 @@ def _own_file(preset, values, left_out=()):
     return args, copy.deepcopy(args.deepspeed_plugin.deepspeed_config)
 
 
-def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
-    cases = [(key,) for key in CONTRADICTIONS] + [tuple(CONTRADICTIONS)]
-    cases += [keys for keys in itertools.combinations(CONTRADICTIONS, 2)]
-    assert len(cases) == 67
-    for keys in cases:
+def test_values_that_contradict_flags_are_named_all_at_once(preset):
+    for keys in [*((key,) for key in CONTRADICTIONS), tuple(CONTRADICTIONS)]:
         args, _ = _own_file(preset, {key: CONTRADICTIONS[key][0] for key in keys})
         with pytest.raises(InputError) as raised:
             environment.check_deepspeed(args)
         for key, (value, flag) in CONTRADICTIONS.items():
             assert (f"{key}={value} against {flag}" in str(raised.value)) == (key in keys), (keys, raised.value)
-        for section in ("optimizer", "scheduler"):
-            named = f"the section {section!r}" in str(raised.value)
-            assert named == any(key.startswith(section) for key in keys), (keys, raised.value)
-        assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("left_out", MISSING)
-def test_a_missing_key_has_a_default_that_may_contradict_a_flag(preset, left_out):
-    with pytest.raises(InputError, match=re.escape(MISSING[left_out])):
-        environment.check_deepspeed(_own_file(preset, {}, [left_out])[0])
-
-
-REFUSED = {  # by DeepSpeed itself, which would say so after the text was read
-    "zero_optimization.stage": 7,
-    "zero_optimization.no_such_key": 1,
-    "fp16.initial_scale_power": "x",
-    "torch_autocast": {"enabled": True},
-    "sparse_gradients": True,
-    "tensorboard": "x",
-}
-
-
-@pytest.mark.parametrize("key", [*REFUSED, None])
-def test_a_deepspeed_file_that_deepspeed_refuses_is_refused_in_one_line(preset, key):
-    left_out = ["train_batch_size", "train_micro_batch_size_per_gpu"] * (key is None)
-    args, _ = _own_file(preset, {key: REFUSED[key]} if key else {}, left_out)
-    with pytest.raises(InputError, match="the DeepSpeed configuration") as raised:
-        environment.check_deepspeed(args)
-    assert "\n" not in str(raised.value)
-    assert (key or "train_micro_batch_size_per_gpu").rpartition(".")[2] in str(raised.value), raised.value
+def test_a_missing_key_has_a_default_that_may_contradict_a_flag(preset):
+    said = "gradient_accumulation_steps=1 against gradient_accumulation_steps=2.*clipping=0.0 against max_grad_norm=0.5"
+    with pytest.raises(InputError, match=said):
+        environment.check_deepspeed(_own_file(preset, {}, ["gradient_accumulation_steps", "gradient_clipping"])[0])
 
 
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
@@ -295,24 +209,15 @@ def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
         environment.check_deepspeed(args)
 
 
-UNREADABLE = {
-    "{ not": "is not JSON",
-    "": "is not JSON",
-    "[1]": "is not a DeepSpeed configuration",
-    "null": "is not a DeepSpeed configuration",
-    "{}": "ZeRO optimization config",
-    '{"zero_optimization": "two"}': "is not a DeepSpeed configuration",
-    '{"zero_optimization": {"stage": 2}, "fp16": true}': "is not a DeepSpeed configuration",
-    None: "is missing",
-}
-
-
-@pytest.mark.parametrize("content", UNREADABLE)
-def test_a_deepspeed_file_that_cannot_be_read_is_named(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{ not", "is not JSON"), ("[1]", "is not a DeepSpeed configuration"), (None, "is missing")],
+)
+def test_a_deepspeed_file_that_cannot_be_read_is_named(content, said, tmp_path):
     path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=rf"mine\.json .*{UNREADABLE[content]}"):
+    with pytest.raises(InputError, match=rf"mine\.json .*{said}"):
         environment.check_deepspeed_file(str(path))
 
 
@@ -335,14 +240,6 @@ def test_processes_that_would_train_apart_are_refused(preset, monkeypatch):
     arguments = _with(preset)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match=r"2 processes were started, and each trains alone.*--use_cpu"):
-        train_mlm.check_arguments(*arguments)
-
-
-def test_one_process_on_several_gpus_is_refused(preset, monkeypatch):
-    """`Trainer` would split micro-batches over the GPUs with DataParallel, which changes the loss."""
-    arguments = _with(preset)
-    monkeypatch.setattr(type(arguments[1]), "n_gpu", 4)
-    with pytest.raises(InputError, match=r"one process and 4 GPUs.*--num_processes 4"):
         train_mlm.check_arguments(*arguments)
 
 

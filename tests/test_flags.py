@@ -22,7 +22,7 @@ from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.tasks import protocol
-from roberta_recipe.training import checkpoint, environment, optimizers, pretraining
+from roberta_recipe.training import environment, optimizers, pretraining
 from roberta_recipe.training.arguments import TRAINER_FLAGS, FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -387,13 +387,3 @@ def test_a_change_that_was_asked_for_reaches_any_optimizer(preset, tmp_path):
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     with pytest.raises(InputError, match=r"the state of another optimizer .*optim was 'adafactor', is 'sgd'"):
         train(preset, "--optim", "sgd", *SAVING, *resume, "--output_dir", tmp_path / "c")
-
-
-def test_the_layout_is_said_where_it_changes_and_only_there(preset, caplog):
-    (_, training_args), _ = train_mlm.read_arguments(["--config", preset])
-    before = checkpoint.layout(training_args)
-    caplog.set_level("INFO", "recipe")
-    checkpoint.announce_layout(before, checkpoint.layout(training_args))
-    assert not caplog.text
-    checkpoint.announce_layout(before, {**before, "device": "NVIDIA H100"})
-    assert caplog.text.count("another layout") == 1 and "is 'NVIDIA H100'" in caplog.text

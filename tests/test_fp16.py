@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import types
 from pathlib import Path
@@ -15,14 +14,11 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-import yaml
 from conftest import end_well, forked_ranks
 from safetensors.torch import load_file
 from transformers import Trainer
 
-import finetune_glue
 import train_mlm
-from benchmarks.gpu import half
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training import checkpoint, durable_trainer, environment
@@ -61,13 +57,11 @@ def fp16_on_cpu(patch, overflow):
         return scaled(self, losses * math.inf if overflow.here(overflow.losses) else losses, *args)
 
     patch(accelerate.Accelerator, "__init__", make_with_scaler)
-    patch(
-        accelerate.Accelerator,
-        "backward",
-        lambda self, loss, **kwargs: backward(
-            self, loss * math.inf if overflow.here(overflow.steps) else loss, **kwargs
-        ),
-    )
+
+    def overflowing(self, loss, **kwargs):
+        backward(self, loss * math.inf if overflow.here(overflow.steps) else loss, **kwargs)
+
+    patch(accelerate.Accelerator, "backward", overflowing)
     patch(Trainer, "training_step", training_step)
     patch(durable_trainer.DurableTrainer, "loss_of_batch", loss_of_batch)
     patch(environment, "check_precision", lambda args: None)
@@ -104,9 +98,8 @@ def stored(folder, name):
     return torch.load(Path(folder) / name, weights_only=True)
 
 
-@pytest.mark.parametrize(("optim", "micro_batch"), [("adamw_torch_fused", 4), ("adamw_torch", 8)])
-def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_path, capsys, optim, micro_batch):
-    shape = ["--optim", optim, "--per_device_train_batch_size", micro_batch]
+def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_path, capsys):
+    shape = ["--optim", "adamw_torch_fused", "--per_device_train_batch_size", 4]
     record = train(Overflow({3, 4}), *shape)
     plain = train(Overflow(), *shape, name="plain")
     assert (record["skipped_steps"], plain["skipped_steps"]) == (2, 0) and record["steps"] == plain["steps"] == 6
@@ -118,15 +111,6 @@ def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_pat
     moments = [stored(folder, "optimizer.pt")["state"][0] for folder in folders]
     assert torch.equal(moments[1]["exp_avg"], moments[3]["exp_avg"]) and moments[5]["step"] == 4
     assert [stored(folder, "scaler.pt")["scale"] for folder in folders] == [2**16] * 2 + [2**15] + [2**14] * 3
-    assert [durable.read_json(folder / "recipe_state.json")["skipped_steps"] for folder in folders] == [
-        0,
-        0,
-        1,
-        2,
-        2,
-        2,
-    ]
-
     log = history(tmp_path / "run")
     taken = [0, 1, 2, 2, 2, 3]  # steps before each: a rate that falls to 0 over six steps, and waits at a skipped step
     assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3 * (1 - k / 6) for k in taken])
@@ -135,10 +119,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_pat
     assert [entry["grad_norm"] is None for entry in log] == [False, False, True, True, False, False]
     assert all(math.isfinite(entry["loss"]) for entry in log)
     assert log[:2] == history(tmp_path / "plain")[:2]
-    told = [line for line in capsys.readouterr().err.splitlines() if "overflowed" in line]
-    assert (
-        len(told) == 2 and "Step 4: fp16" in told[1] and "(2 skipped so far); the loss scale is now 16,384" in told[1]
-    )
+    assert "Step 4: fp16 gradients overflowed" in capsys.readouterr().err
 
 
 def test_real_overflow_lowers_the_loss_scale_until_it_fits(train, tmp_path):
@@ -154,10 +135,9 @@ def test_real_overflow_lowers_the_loss_scale_until_it_fits(train, tmp_path):
 def test_half_precision_gives_the_curve_of_fp32_and_its_checkpoint_is_fp32(train, tmp_path):
     train(Overflow())
     train(Overflow(), "--fp16", "false", name="fp32")
-    half, full = ([entry["loss"] for entry in history(tmp_path / name)] for name in ("run", "fp32"))
-    assert half == pytest.approx(full, rel=1e-3) and half != full
-    norms = [[entry["grad_norm"] for entry in history(tmp_path / name)] for name in ("run", "fp32")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # without the loss scale
+    for key, close in (("loss", 1e-3), ("grad_norm", 1e-2)):  # the norm is without the loss scale
+        half, full = ([entry[key] for entry in history(tmp_path / name)] for name in ("run", "fp32"))
+        assert half == pytest.approx(full, rel=close) and half != full
     assert {weight.dtype for weight in weights(tmp_path / "run").values()} == {torch.float32}
 
 
@@ -175,8 +155,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(train, tmp_path):
     assert [entry["step"] for entry in history(tmp_path / "alone")] == [1, 4, 5, 6]
 
 
-@pytest.mark.parametrize("killed_after", [3, 5])
-def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
+def test_killed_and_resumed_it_is_the_same_run(train, tmp_path):
     """Bit for bit, with the loss scale and its growth: it doubles after two steps without overflow."""
     overflow = {"steps": {2}, "losses": {3}, "growth_interval": 2}
     few = ["--max_steps", "9", "--logging_steps", "2"]
@@ -184,13 +163,10 @@ def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     (tmp_path / "run" / "run_record.json").unlink()
     for folder in checkpoint.newest_first(tmp_path / "run"):
-        if int(folder.name.split("-")[1]) > killed_after:
+        if int(folder.name.split("-")[1]) > 3:
             shutil.rmtree(folder)
     again = train(Overflow(**overflow), *few)
-    assert (again["resumes"], whole["resumes"]) == (1, 0)
-    assert (
-        (again["skipped_steps"], again["digest"]) == (2, whole["digest"]) == (whole["skipped_steps"], again["digest"])
-    )
+    assert again["resumes"] == 1 and again["digest"] == whole["digest"]
     assert history(tmp_path / "run") == history(tmp_path / "whole")
     folders = [tmp_path / name / "checkpoint-9" for name in ("run", "whole")]
     assert same(*map(weights, folders))
@@ -203,18 +179,13 @@ def test_killed_and_resumed_it_is_the_same_run(train, tmp_path, killed_after):
 
 
 def test_overflow_without_end_ends_the_run(train, tmp_path):
-    with pytest.raises(RunError) as error:
-        train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
-    assert re.search(
-        r"overflowed in 32 steps in a row, up to step 34: .*--bf16 true --fp16 false.*learning_rate=0\.001 or warm up "
-        r"longer, with --resume_despite_changes true\. The last complete checkpoint is .*checkpoint-30",
-        str(error.value),
-    )
-    with pytest.raises(RunError, match="in 32 steps in a row, up to step 34"):  # killed and resumed, it is no other run
-        train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
+    said = r"overflowed in 32 steps in a row, up to step 34: .*--bf16 true --fp16 false.*learning_rate=0\.001 .*int-30"
+    for _ in range(2):  # killed and resumed, it is no other run
+        with pytest.raises(RunError, match=said):
+            train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
 
 
-def test_what_deepspeed_says_of_overflow(train, monkeypatch):
+def test_overflow_under_deepspeed(train, monkeypatch):
     """Its loss scale at the floor, which it raises as a plain exception; and a skipped step where there is no loss
     scale, after which it would train on."""
 
@@ -236,37 +207,6 @@ def test_it_is_resumed_in_another_precision_as_the_message_says(train, tmp_path)
     record = train(Overflow(), "--fp16", "false", "--max_steps", "6", "--resume_despite_changes", "true")
     assert record["skipped_steps"] == 1 and record["resumes"] == 1
     assert not (tmp_path / "run" / "checkpoint-6" / "scaler.pt").exists()
-
-
-def test_fine_tuning_keeps_the_same_promises(root, model_dir, tmp_path, monkeypatch):
-    fp16_on_cpu(monkeypatch.setattr, Overflow({2}, losses={5}))
-    seal, out = durable.seal, tmp_path / "glue"
-
-    def seal_and_copy(folder):  # a finished run deletes its checkpoints
-        seal(folder)
-        shutil.copytree(folder, tmp_path / "kept" / folder.name)
-
-    monkeypatch.setattr(durable, "seal", seal_and_copy)
-    lines = [f"{n}\tThe cat sees {n} boats.\tA cat sees boats.\t{('not_', '')[n % 2]}entailment\n" for n in range(24)]
-    (tmp_path / "RTE").mkdir()
-    for split, rows in (("train", lines), ("dev", lines[:9])):
-        (tmp_path / "RTE" / f"{split}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "".join(rows))
-    finetune_glue.main(
-        f"--config {root}/presets/glue/rte.yaml --data_dir {tmp_path} --model_name_or_path {model_dir} --output_dir "
-        f"{out} --max_seq_length 64 --global_batch_size 8 --per_device_train_batch_size 4 --warmup_steps 0 "
-        "--logging_steps 1 --learning_rate 1e-3 --other_rows --use_cpu --disable_tqdm true --seeds 1 --fp16 true "
-        f"{' '.join(SAVING)}".split()
-    )
-    record = durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")
-    assert record["skipped_steps"] == 2 and record["steps"] == 6
-    folders = [tmp_path / "kept" / f"checkpoint-{step}" for step in range(1, 7)]
-    changed = [not same(weights(before), weights(after)) for before, after in itertools.pairwise(folders)]
-    assert changed == [False, True, True, False, True]
-    log = history(tmp_path / "kept")
-    assert [(entry["step"], entry["skipped_steps"]) for entry in log] == [(1, 0), (2, 1), (3, 1), (4, 1), (6, 2)]
-    taken = [0, 1, 1, 2, 3]
-    assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3 * (1 - k / 6) for k in taken])
-    assert stored(folders[-1], "scaler.pt")["scale"] == 2**14
 
 
 def test_two_processes_skip_together(preset, train, tmp_path, deepspeed_ranks):
@@ -316,26 +256,3 @@ def test_precision_is_never_silently_another(preset, monkeypatch):
         environment.check_precision(gpu)
     gpu.bf16, gpu.fp16 = False, True
     environment.check_precision(gpu)
-
-
-def test_presets_say_which_precision_they_are_for(root):
-    presets = sorted(path for name in ("mlm", "glue", "squad", "race") for path in (root / "presets" / name).glob("*"))
-    assert len(presets) == 22
-    for path in presets:
-        text = path.read_text()
-        wanted = (
-            ", which " if yaml.safe_load(text).get("bf16") or path.stem == "roberta_mini" else ", where the device "
-        )
-        assert text.count(f"# Precision: bf16{wanted}") == 1 and "--fp16 true" in text, path
-        if path.parent.name == "mlm" and path.name.startswith("roberta"):
-            assert "in fp16 (section 3.1" in " ".join(text.split("\n# ")), path
-
-
-def test_the_gpu_script_believes_a_run_that_skips_and_no_other(train, tmp_path):
-    """`half.promises`, which a GPU's runs are judged by, on a run whose loss scale was halved twice."""
-    train(Overflow({3, 4}), "--max_steps", "40")
-    passed, figures = half.promises(tmp_path / "run", 40, 2.0**16)
-    assert passed and (figures["skipped_steps"], figures["halvings"], figures["rates_hold"]) == (2, 2, True)
-    assert not half.promises(tmp_path / "run", 40, 2.0**17)[0]  # a halving too few
-    assert not half.promises(tmp_path / "run", 41, 2.0**16)[0]  # another schedule
-    assert half.weights_changed(tmp_path / "run", 39, 40) and not half.weights_changed(tmp_path / "run", 39, 39)

@@ -8,25 +8,24 @@ import psutil
 import pytest
 from conftest import end_well, forked_ranks, losses
 from glue_runs import data_dir, flags, record_of, special, wsc_dir  # noqa: F401
-from safetensors.torch import load_file
 
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError, Stopped
-from roberta_recipe.training import digests, finetune_trainer
+from roberta_recipe.training import checkpoint, finetune_trainer
 
 
 @pytest.mark.parametrize("name", ["rte", "stsb", "qnli", "wnli"])
 def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
     form = ["--qnli_form", "ranking"] if name == "qnli" else []
     curves = []
-    for micro_batch in (8, 4, 1):
+    for micro_batch in (8, 1):
         out = tmp_path / str(micro_batch)
         others = ["--per_device_train_batch_size", micro_batch, "--output_dir", out, *form, *special(name, wsc_dir)]
         finetune_glue.main(flags(name, *others))
         curves.append(losses(durable.read_json(out / "lr0.001-batch8-seed1" / "run_record.json")))
     assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0]
-    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
 def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tmp_path, monkeypatch):
@@ -61,41 +60,12 @@ def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypat
 
     saving = ["--save_strategy", "epoch", "--max_steps", 6]
     with monkeypatch.context() as patch:
-        patch.setattr(digests, "of_training", killed)
+        patch.setattr(checkpoint, "state_hashes", killed)
         with pytest.raises(RunError):
             finetune_glue.main(flags("rte", *saving))
     assert list((tmp_path / "glue/rte/lr0.001-batch8-seed1").glob("checkpoint-*"))
     finetune_glue.main(flags("rte", *saving))
     assert "Passed over" in capsys.readouterr().err and record_of(tmp_path)["steps"] == 6
-
-
-def test_killed_and_started_again(flags, tmp_path, monkeypatch):
-    """With a checkpoint an epoch, losses, metrics and best weights equal an uninterrupted run's."""
-    saving = ["--save_strategy", "epoch", "--max_steps", 9]
-    finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "whole"))
-    step = finetune_trainer.FinetuneTrainer.training_step
-
-    def killed(self, *args, **kwargs):
-        if self.state.global_step == 7:
-            raise RunError("killed")
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", killed)
-    with pytest.raises(RunError):
-        finetune_glue.main(flags("rte", *saving))
-    monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "training_step", step)
-    finetune_glue.main(flags("rte", *saving))
-    whole = durable.read_json(tmp_path / "whole" / "lr0.001-batch8-seed1" / "run_record.json")
-    again = record_of(tmp_path)
-    assert not list((tmp_path / "glue").rglob("checkpoint-*"))  # a finished run does not need these gigabytes
-    assert again["resumes"] == 1 and whole["resumes"] == 0
-    for key in ("loss_at_steps", "metrics", "tokens_seen", "computed_tokens", "best_step"):
-        assert again[key] == whole[key], key
-    weights = [
-        load_file(folder / "lr0.001-batch8-seed1" / "best" / "model.safetensors")
-        for folder in (tmp_path / "whole", tmp_path / "glue" / "rte")
-    ]
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
 def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):
@@ -131,14 +101,15 @@ def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, m
     assert record_of(tmp_path, run="lr0.001-batch8-seed2")["resumes"] == 0
 
 
-def test_killed_behind_the_last_step(flags, tmp_path):
+def test_killed_behind_the_last_step(flags, tmp_path, monkeypatch):
     """The second start writes scores and record, and repeats no step."""
+
+    def killed(self):
+        raise RunError("killed")
+
     saving = ["--save_strategy", "steps", "--save_steps", 7, "--max_steps", 7]
-    monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            finetune_trainer.FinetuneTrainer, "load_best", lambda self: (_ for _ in ()).throw(RunError("killed"))
-        )
+        patch.setattr(finetune_trainer.FinetuneTrainer, "load_best", killed)
         with pytest.raises(RunError):
             finetune_glue.main(flags("rte", *saving))
     finetune_glue.main(flags("rte", *saving))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Forked, forked_ranks, wait_for_step
+from conftest import Forked, wait_for_step
 
 import train_mlm
 from roberta_recipe import durable, lock
@@ -63,17 +63,6 @@ def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_p
     assert held.startswith(f"process {os.getpid()} on ") and held.endswith(" (train.py --hub_token ***)\n")
 
 
-def test_an_empty_lock_file_locks_all_the_same(tmp_path):
-    child, worker = in_child(tmp_path, tmp_path / "log")
-    (tmp_path / ".lock").write_bytes(b"")
-    with pytest.raises(InputError, match="is in use by another process; wait for it"):
-        lock.take(tmp_path)
-    child.kill()
-    child.end()
-    os.kill(worker, signal.SIGKILL)
-    lock.take(tmp_path)
-
-
 def test_of_two_starts_at_once_in_a_new_folder_one_runs(preset, tmp_path):
     def start(seed):
         argv = ["--config", preset, "--seed", seed, "--max_steps", "8", "--save_strategy", "steps", "--save_steps", "2"]
@@ -88,18 +77,6 @@ def test_of_two_starts_at_once_in_a_new_folder_one_runs(preset, tmp_path):
     states = [durable.read_json(path / "recipe_state.json") for path in checkpoint.newest_first(tmp_path / "new")]
     seeds = {state["fingerprint"]["seed"] for state in states}
     assert seeds == {record["resolved_args"]["seed"]} == {1 + started.index(winner)} and len(states) == 4
-
-
-def test_all_processes_of_a_refused_start_end_with_the_line(preset, tmp_path):
-    child, worker = in_child(tmp_path, tmp_path / "log")
-    argv = ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path)]
-    ranks = forked_ranks(lambda rank: train_mlm.main(argv), tmp_path)
-    assert [rank.end() for rank in ranks] == [2, 2], [rank.log for rank in ranks]
-    for rank in ranks:
-        assert f"in use by process {child.pid} on" in rank.log and "Traceback" not in rank.log
-    for pid in (child.pid, worker):
-        os.kill(pid, signal.SIGKILL)
-    child.end()
 
 
 def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root):

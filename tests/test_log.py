@@ -26,15 +26,11 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("step_s", [1, 7, 29, 31, 200])
+@pytest.mark.parametrize("step_s", [7, 31])
 def test_a_line_every_half_minute_where_there_is_no_terminal(clock, caplog, by_hand, step_s):
     caplog.set_level(logging.INFO, logger="recipe")
     said_s = []
-    bar = (
-        Bar(total=100, desc="Packing", file=io.StringIO())
-        if by_hand
-        else Bar(range(100), "Packing", file=io.StringIO())
-    )
+    bar = Bar(None if by_hand else range(100), "Packing", total=100, file=io.StringIO())
     for _ in range(100) if by_hand else bar:
         if by_hand:
             bar.update()

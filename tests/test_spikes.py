@@ -1,12 +1,10 @@
 """Blocks that are left out of the order, and the restart after a loss spike."""
 
-import os
 import re
 import shutil
-import signal
 
 import pytest
-from conftest import forked_ranks, run_python
+from conftest import run_python
 
 import train_mlm
 from roberta_recipe import durable
@@ -82,14 +80,14 @@ def test_a_resumed_run_leaves_out_what_it_left_out_before(preset, tmp_path):
 def poisoned(monkeypatch):
     """Positions: a step that takes one of these blocks has 1,000 times its loss."""
     positions = set()
-    compute = MlmTrainer.compute_loss
+    loss_of_batch = MlmTrainer.loss_of_batch
 
-    def spoilt(self, *others, **kwargs):
+    def spoilt(self, losses, num_items):
         blocks = order.kept(self.position, self.fingerprint["global_batch_size"], self.skipped)
         bad = any(position in part for part in blocks for position in positions)
-        return compute(self, *others, **kwargs) * (1000 if bad else 1)
+        return loss_of_batch(self, losses * (1000 if bad else 1), num_items)
 
-    monkeypatch.setattr(MlmTrainer, "compute_loss", spoilt)
+    monkeypatch.setattr(MlmTrainer, "loss_of_batch", spoilt)
     monkeypatch.setattr(stopping, "NEEDED", 3)
     return positions
 
@@ -132,10 +130,10 @@ from roberta_recipe.errors import exit_on_error
 from roberta_recipe.training import stopping
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 import train_mlm
-def spoilt(self, *others, **kwargs):
+def spoilt(self, losses, num_items):
     blocks = order.kept(self.position, self.fingerprint["global_batch_size"], self.skipped)
-    return compute(self, *others, **kwargs) * (1000 if any(60 in part for part in blocks) else 1)
-compute, MlmTrainer.compute_loss, stopping.NEEDED = MlmTrainer.compute_loss, spoilt, 3
+    return loss_of_batch(self, losses * (1000 if any(60 in part for part in blocks) else 1), num_items)
+loss_of_batch, MlmTrainer.loss_of_batch, stopping.NEEDED = MlmTrainer.loss_of_batch, spoilt, 3
 exit_on_error(train_mlm.main)
 """
 
@@ -151,16 +149,6 @@ def spiky(preset, tmp_path, root):
         return run_python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
 
     return start
-
-
-def test_a_command_ends_with_the_exit_code_of_a_spike_and_continues(preset, tmp_path, spiky):
-    train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
-    spiked = spiky()
-    assert spiked.returncode == 65, spiked.stderr
-    assert spiked.stderr.splitlines()[-1].startswith("stopped by a loss spike: the loss of step 8 is ")
-    continued = spiky()
-    assert continued.returncode == 0 and "Left out    blocks 48 to 63" in continued.stderr, continued.stderr
-    assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 
 def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch):
@@ -183,38 +171,6 @@ def test_other_data_keep_no_spikes(preset, poisoned):
     assert train(preset, *flags, *more)["skipped_blocks"] == []
 
 
-def test_a_signal_at_a_spike_gives_the_exit_code(preset, tmp_path, poisoned, monkeypatch):
-    train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
-    poisoned.add(60)
-    compute = MlmTrainer.compute_loss
-
-    def signaled(self, *others, **kwargs):
-        if self.position == 56:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return compute(self, *others, **kwargs)
-
-    monkeypatch.setattr(MlmTrainer, "compute_loss", signaled)
-    with pytest.raises(Stopped, match=r"stopped by SIGTERM: the loss of step 8 is .*, a spike; the next") as stopped:
-        train(preset, *SAVING, "--rewind_on_spike", 20)
-    assert stopped.value.exit_code == 75
-    monkeypatch.setattr(MlmTrainer, "compute_loss", compute)
-    train(preset, *SAVING, "--rewind_on_spike", 20)
-    assert weights(tmp_path / "run") == weights(tmp_path / "never")
-
-
-def test_two_processes_end_together(preset, tmp_path, poisoned):
-    """The spike is in the blocks of one of them."""
-    poisoned.add(60)
-    flags = [*SAVING, "--per_device_train_batch_size", 4]
-    never = [*flags, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63"]
-    spiking = [*flags, "--rewind_on_spike", 20]
-    for argv, code in ((spiking, 65), (spiking, 0), (never, 0)):
-        ranks = forked_ranks(lambda rank, argv=argv: train(preset, *argv), tmp_path)
-        assert [rank.end() for rank in ranks] == [code, code], ranks[0].log
-    assert weights(tmp_path / "run") == weights(tmp_path / "never")
-    assert stopping.read_skipped(tmp_path / "run") == [range(48, 64)]
-
-
 def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(preset, tmp_path, poisoned):
     never = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "24-39")
     poisoned.add(33)  # the fifth step
@@ -233,19 +189,14 @@ def test_a_run_that_spikes_in_every_start_ends(preset, tmp_path, poisoned):
     assert [entry["step"] for entry in returns] == [6, 5, 5]
 
 
-def test_without_the_flag_a_spike_is_trained_on(preset, poisoned):
-    poisoned.add(60)
-    assert train(preset, *SAVING)["skipped_blocks"] == []
-
-
 def test_a_loss_that_is_no_number_is_a_spike(preset, tmp_path, monkeypatch):
-    compute, never = MlmTrainer.compute_loss, tmp_path / "never"
+    loss_of_batch, never = MlmTrainer.loss_of_batch, tmp_path / "never"
     train(preset, *SAVING, "--output_dir", never, "--skip_blocks", "48-63")
 
-    def spoilt(self, *others, **kwargs):
-        return compute(self, *others, **kwargs) * (float("nan") if self.position == 56 else 1)
+    def spoilt(self, losses, num_items):
+        return loss_of_batch(self, losses * (float("nan") if self.position == 56 else 1), num_items)
 
-    monkeypatch.setattr(MlmTrainer, "compute_loss", spoilt)
+    monkeypatch.setattr(MlmTrainer, "loss_of_batch", spoilt)
     (_, messages) = train_through(preset, *SAVING, "--rewind_on_spike", 20)
     assert "the loss of step 8 is nan, a spike" in messages[0]
     assert weights(tmp_path / "run") == weights(never)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from transformers import (
 import finetune_glue
 import finetune_race
 import finetune_squad
-from roberta_recipe.log import counted
 from roberta_recipe.tasks import race
 from roberta_recipe.training import finetune_trainer, throughput
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
@@ -119,7 +117,7 @@ def test_an_evaluation_before_the_first_step_takes_no_time_of_training(monkeypat
     clock = throughput.Throughput(FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with clock.outside():
         pass
-    clock.begin()
+    clock.on_step_begin(None, None, None)
     clock.count(200, None)
     assert clock.figures() == {"tokens_per_second": 50, "data_wait": 0.0}
 
@@ -177,27 +175,3 @@ def test_scores_are_those_of_each_feature_alone_in_its_position(model_dir, token
     with torch.no_grad():
         alone = torch.cat([finetune_race.choice_loss(model.eval(), collate([row]))[1] for row in rows])
     np.testing.assert_allclose(found, alone.numpy(), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("number", "noun", "said"),
-    [
-        (1, "thread", "1 thread"),
-        (2, "thread", "2 threads"),
-        (1, "process", "1 process"),
-        (0, "process", "0 processes"),
-        (1_000, "row", "1,000 rows"),
-    ],
-)
-def test_a_count_agrees_with_its_noun(number, noun, said):
-    assert counted(number, noun) == said
-
-
-def test_the_machine_line_of_one_thread(monkeypatch, caplog):
-    """Of a process with one thread, as launchers start it."""
-    monkeypatch.setattr(throughput, "_probe", lambda *_: 5e9)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    args = SimpleNamespace(device=torch.device("cpu"), process_index=0, bf16=False, fp16=False)
-    with caplog.at_level("INFO", "recipe"):
-        throughput.Throughput(args).measure_machine()
-    assert caplog.messages == ["Machine     1 thread: 5 GFLOP/s in fp32"]

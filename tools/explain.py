@@ -137,7 +137,7 @@ def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any
             )
 
 
-def check_positions(folder: Path | None, batch_size: int, states: list[checkpoint.RecipeState]) -> None:
+def check_positions(folder: Path | None, batch_size: int, states: list[dict[str, Any]]) -> None:
     """Raise `InputError` where the run did not consume its blocks in order from the first on."""
     for state in states:
         skipped = order.union(range(*part) for part in state["skipped_blocks"])

@@ -1,9 +1,8 @@
-"""What the layers of an ALBERT share (arXiv 1909.11942, section 3.1 and Table 4): everything, the attention alone, the
-feed-forward network alone, or nothing.
+"""Parameter sharing between the layers of an ALBERT (arXiv 1909.11942, section 3.1 and Table 4): all, attention,
+feed-forward network, or none.
 
-transformers' ALBERT shares whole layers (`num_hidden_groups`). A model that shares a part of them has a group a layer
-here, with one module in the place of all groups' own; its checkpoints have the shared weights once for each group, as
-the stock class has, which computes the same from them. Trained in the stock class, the groups would go apart.
+transformers' ALBERT shares whole layers (`num_hidden_groups`). To share a part, each layer is a group here, with one
+module in all of them. Checkpoints have the shared weights once for each group, so that the stock class loads them.
 """
 
 from typing import Any
@@ -23,26 +22,20 @@ _KINDS = ("all", *_PARTS, "none")
 
 
 def resolve(config: PreTrainedConfig, name: str) -> None:
-    """Set `num_hidden_groups` to what `shared_parameters` asks for, where a config has it. Raises `InputError`; `name`
-    is what the config was read from."""
+    """Set `num_hidden_groups` by a config's `shared_parameters`, if any. Raises `InputError`; `name`: of the config."""
     shared = getattr(config, SHARED, None)
     if shared is None:
         return
     if not isinstance(config, AlbertConfig) or shared not in _KINDS:
         raise InputError(
             f"{name} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
-            + ", ".join(_KINDS)
-        )
-    if shared in _PARTS and config.inner_group_num > 1:
-        raise InputError(
-            f"{name} has {SHARED}={shared} and inner_group_num={config.inner_group_num}: a part is shared by groups of "
-            "one layer; set inner_group_num to 1, or share all or nothing"
+            f"{', '.join(_KINDS)}"
         )
     config.num_hidden_groups = 1 if shared == "all" else config.num_hidden_layers
 
 
 class SharedParts:
-    """In front of a stock ALBERT whose layers share attention or feed-forward networks."""
+    """Mixin before a stock ALBERT class whose layers share attention or feed-forward networks."""
 
     def __init__(self, config: AlbertConfig):
         super().__init__(config)
@@ -64,8 +57,7 @@ class SharedParts:
 
 
 def check_copies(stock: PreTrainedModel, where: str) -> None:
-    """Raise `InputError` where the copies of what the layers share are not equal in a checkpoint, read as the stock
-    class: it was trained there, or it is another's."""
+    """Raise `InputError` where a checkpoint, read as the stock class, has unequal copies of shared weights."""
     first, *others = stock.base_model.encoder.albert_layer_groups
     shared = getattr(stock.config, SHARED)
     for group in others:
@@ -75,10 +67,10 @@ def check_copies(stock: PreTrainedModel, where: str) -> None:
                 if not all(torch.equal(*pair) for pair in pairs):
                     raise InputError(
                         f"{where} has {SHARED}={shared} in its config, and layers whose {part} differ: it was trained "
-                        f"where nothing shares them. Write {SHARED}: none into its config.json to go on like that"
+                        f"without sharing. Write {SHARED}: none into its config.json to continue like that"
                     )
 
 
 def shares_parts(config: PreTrainedConfig) -> bool:
-    """Whether the stock class alone cannot train it."""
+    """Whether `SharedParts` is needed to train the model."""
     return getattr(config, SHARED, None) in _PARTS and config.num_hidden_layers > 1

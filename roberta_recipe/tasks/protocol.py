@@ -285,7 +285,6 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
             write_record(record, training_args.output_dir)
             for path in checkpoint.all_folders(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
-            finetune_trainer.drop_earlier_best(training_args.output_dir)
         trainer.stopping.end_if_signaled()
     del trainer, model
     free_memory()

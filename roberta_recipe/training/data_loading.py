@@ -1,5 +1,5 @@
-"""Data loading of pretraining: a process's blocks of an optimizer step become micro-batches, sent as one tensor a
-column. With a tensor for each micro-batch, data workers would run out of file descriptors (one each, in /dev/shm)."""
+"""Data loading of pretraining: the micro-batches of an optimizer step, sent by data workers as one tensor a column.
+With a tensor for each micro-batch, they would run out of file descriptors (one each, in /dev/shm)."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-"""Data workers of a `DataLoader`: they leave signals to their trainer, end with it, and have a timeout."""
+"""Data workers of a `DataLoader`: signal handling, end with their trainer, and timeout."""
 
 import atexit
 import functools
@@ -14,21 +14,20 @@ from torch.utils.data import DataLoader
 
 from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.log import duration, logger
+from roberta_recipe.log import duration
 from roberta_recipe.started import continue_with
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
 
-POLL_S = 5.0  # between two looks at a step that waits for its data
-ANNOUNCE_S = 60.0  # a longer wait is a log line
+POLL_S = 5.0  # interval of the timer
 GRACE_S = 20.0  # timeout after a signal
 STUCK_S = 600.0  # timeout
 
 
 class DataTimeout:
-    """Context of a step's wait for data. Raises `RunError` after `STUCK_S` in which `progress` (the texts that workers
-    have tokenized; None: a token cache) has not grown, and `Stopped` after `GRACE_S` where a signal came.
+    """Context of a step's wait for data. Raises `RunError` after `STUCK_S` in which `progress` (the number of texts
+    that workers have tokenized; None: a token cache) has not grown, and `Stopped` after `GRACE_S` where a signal came.
 
     `DataLoader`'s own timeout does not cover the wait for a file descriptor, which a frozen worker never sends.
     """
@@ -37,7 +36,7 @@ class DataTimeout:
         self.trainer, self.progress = trainer, progress
 
     def __enter__(self) -> "DataTimeout":
-        self._begun_s = self._grown_s = time.monotonic()
+        self._grown_s = time.monotonic()
         self._read: int | None = None
         self._handler = signal.signal(signal.SIGALRM, self.check)
         signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
@@ -54,18 +53,16 @@ class DataTimeout:
         now_s, read = time.monotonic(), None if self.progress is None else self.progress.item()
         if read != self._read:
             self._read, self._grown_s = read, now_s
-        waited_s, idle_s, by = now_s - self._begun_s, now_s - self._grown_s, self.trainer.stopping.signaled_by
-        step = self.trainer.state.global_step + 1
-        if ANNOUNCE_S <= waited_s < ANNOUNCE_S + POLL_S:
-            logger.info(f"Step {step:,}: waiting for data for {duration(waited_s)}")
+        idle_s, by = now_s - self._grown_s, self.trainer.stopping.signaled_by
         if idle_s < (GRACE_S if by else STUCK_S):
             return
-        kept = f"{step:,} had no data after {duration(waited_s)}. {self.trainer._last_good()} {continue_with()}"
+        step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(idle_s)}"
+        end = f"{self.trainer.last_good} {continue_with()}"
         if by:
-            raise Stopped(f"stopped by {by}: step {kept}", by)
+            raise Stopped(f"stopped by {by}: {step}. {end}", by)
         raise RunError(
-            f"no data from the data workers for {duration(idle_s)}. Common causes: the open-file limit (ulimit -n), "
-            f"storage that does not answer; a worker's traceback may stand above. Step {kept}"
+            f"{step}. Common causes: the open-file limit (ulimit -n), storage that does not answer; a worker's "
+            f"traceback may stand above. {end}"
         )
 
 
@@ -73,13 +70,13 @@ def leave_signals_to_trainer(loader: DataLoader) -> DataLoader:
     """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes: the
     trainer finishes and saves its step first. They end with the trainer, however it ends."""
     own = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper starts no workers itself
-    own.worker_init_fn = functools.partial(_ignore_signals, os.getpid(), own.worker_init_fn)
+    own.worker_init_fn = functools.partial(_set_up_worker, os.getpid(), own.worker_init_fn)
     atexit.unregister(kill_workers)  # of an earlier loader: each evaluation has one
     atexit.register(kill_workers)  # before multiprocessing's own handler, which sends SIGTERM and waits
     return loader
 
 
-def _ignore_signals(trainer: int, before: Callable[[int], None] | None, worker: int) -> None:
+def _set_up_worker(trainer: int, before: Callable[[int], None] | None, worker: int) -> None:
     if before:
         before(worker)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,7 +88,7 @@ def kill_workers() -> None:
     """Kill the data workers of a run that ends; a stuck worker ignores SIGTERM."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each killed worker
     for worker in multiprocessing.active_children():
-        if worker.daemon:  # as data workers are, and no process of a program that imports this
+        if worker.daemon:  # data workers are, and no other processes here
             worker.kill()
             worker.join()
     signal.signal(signal.SIGCHLD, handler)

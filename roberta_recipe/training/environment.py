@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 
 from roberta_recipe import durable, lock
 from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.hardware import cpu_cores, free_memory, has_bf16, keep_freed_memory, local_processes
+from roberta_recipe.hardware import (
+    cpu_cores,
+    end_with_parent,
+    free_memory,
+    has_bf16,
+    keep_freed_memory,
+    local_processes,
+)
 from roberta_recipe.input_files import read_input_json, taken_apart
 from roberta_recipe.log import counted, logger
 from roberta_recipe.record import (
@@ -31,9 +39,9 @@ from roberta_recipe.record import (
     TIME_LIMIT,
     read_record,
 )
-from roberta_recipe.started import by_launcher, threads_are_the_users
+from roberta_recipe.started import launcher, threads_are_the_users
 from roberta_recipe.training.checkpoint import all_folders, newest_first
-from roberta_recipe.training.processes import end_with_launcher, from_first_process
+from roberta_recipe.training.processes import from_first_process
 
 _MOST_WORKERS = 16  # data workers a core; they are processes
 _BUILD_BEGINS_S = 10.0  # between an extension's lock and its compiler
@@ -45,12 +53,13 @@ _NOT_BY_LAUNCHER = {
 
 
 def set_up_process() -> None:
-    """End with the launcher (`end_with_launcher`); free what a run before held, and keep memory that is freed
+    """End with the launcher, also where it is killed; free what a run before held, and keep memory that is freed
     (`keep_freed_memory`); share the cores among this machine's processes where they train on them.
 
     Launchers give a CPU process OMP_NUM_THREADS=1 and leave the other cores idle; what the user has set is kept.
     """
-    end_with_launcher()
+    if (parent := launcher()) is not None:
+        end_with_parent(parent, signal.SIGTERM)
     free_memory()
     keep_freed_memory()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -58,7 +67,7 @@ def set_up_process() -> None:
 
         remove_stale_locks(Path(get_default_build_root()))
         check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
-    if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
+    if not torch.cuda.is_available() and launcher() and not threads_are_the_users():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 

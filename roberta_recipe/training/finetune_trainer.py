@@ -1,7 +1,6 @@
 """Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, Sampler
 from transformers import BatchEncoding, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from roberta_recipe import durable
 from roberta_recipe.arithmetic import round_up
@@ -23,19 +23,18 @@ from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
-_OF_CHECKPOINT = f".{BEST_NAME}-of-checkpoint-"  # and its step: the folder of a best epoch that a later one replaced
 _BATCHES_SORTED_TOGETHER = 50
-_PADDING_SHARE = 16  # of the tokens that fit into a batch that is scored, 1 / this is padding at most
+_PADDING_SHARE = 16  # a batch that is scored has at most 1 / this of padding
 _NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
-_EPOCH_ORDER, _BATCH_ORDER = 10, 11  # what a random order is for
+_EPOCH_ORDER, _BATCH_ORDER = 10, 11  # purposes of random orders
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Indices of one epoch after another: each batch of `global_batch_size` has features of like length.
+    """The order of an epoch, in batches of `global_batch_size` features of like length: a function of (lengths, batch,
+    seed, epoch) alone, for any number of processes and any accumulation.
 
-    A function of (lengths, batch, seed, epoch) alone: batch k of an epoch has the same features for any number of
-    processes and any accumulation. All features are shuffled, sorted by length within 50 batches, cut into batches,
-    and the batches are shuffled. What fills no whole batch is left out, other features in every epoch.
+    All features are shuffled, sorted by length within 50 batches, cut into batches, and the batches are shuffled. An
+    incomplete batch is left out, other features in every epoch.
     """
 
     def __init__(self, lengths: list[int], global_batch_size: int, seed: int):
@@ -62,18 +61,14 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
-    """Model inputs of one row as arrays, a tenth of the memory of Python's lists; the attention mask is left to the
-    collator."""
+    """Model inputs of one row as arrays, a tenth of the memory of lists, without the attention mask."""
     kinds = {"input_ids": np.int32, "token_type_ids": np.int8}
     return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
 
 
 def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
-    """The numbers of all features in batches for a forward pass, the longest first.
-
-    A batch has, padded to a multiple of 8, no more tokens than `of_longest` features of the longest length, and no more
-    padding than a sixteenth of that: with more, features of different lengths make fewer passes of more work.
-    """
+    """The indices of all features in batches for a forward pass, the longest first. A batch, padded to a multiple of 8,
+    has at most the tokens of `of_longest` features of the longest length, and at most 1/16 of that of padding."""
     room, padding, batches = of_longest * round_up(max(lengths), 8), 0, []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         width = lengths[batches[-1][0]] if batches else 0
@@ -86,26 +81,23 @@ def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
 
 
 def padded_to(max_seq_length: int) -> int | None:
-    """Multiple to pad to, for the sake of a GPU's kernels; None where that would go beyond the longest sequence, and on
-    a machine without a GPU, where it is work for nothing (of SST-2, a fifth of the tokens)."""
+    """The multiple that a GPU's kernels want sequences padded to; None for lengths that it does not divide, and without
+    a GPU, where it costs a fifth of the tokens of SST-2."""
     return None if max_seq_length % 8 or not torch.cuda.is_available() else 8
 
 
 def length_of(feature: dict[str, Any]) -> int:
-    """Tokens of a feature: its `length`, which says how long its longest sequence will be, or its `input_ids`."""
+    """Tokens of a feature: its `length` (of its longest sequence), else its `input_ids`."""
     return feature["length"] if "length" in feature else len(feature["input_ids"])
 
 
 class Epochs(TrainerCallback):
     """Sets the epoch of the training order, and saves an epoch's last step after the evaluation of the epoch: a run
-    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated."""
+    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated. A step
+    that is evaluated may be saved as the best (`_keep_as_best`), so it is logged first."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if args.should_save:
-            self.trainer.put_back_best()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
@@ -114,27 +106,23 @@ class Epochs(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ends_epoch:
             self._save, control.should_save = control.should_save, False
+        control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if not self.trainer.ends_epoch:
             control.should_save = control.should_evaluate = False
         control.should_save |= self._save
         self._save = False
-
-    def on_save(self, args, state, control, **kwargs):
-        self.trainer.checkpoint_step = state.global_step
-        if args.should_save:
-            drop_earlier_best(args.output_dir)
+        control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
 
 class FinetuneTrainer(DurableTrainer):
-    """`Trainer` whose gradient is that of the whole batch, and which keeps the best epoch.
+    """`Trainer` that keeps the best epoch.
 
-    `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item; the
-    loss is that sum over the items of the whole effective batch / their number. `measure(scores)` gives the metrics of
-    the validation set, of which the highest `best_metric` picks the epoch. Features are dicts, see
-    `length_of`; `fingerprint` has the `global_batch_size` and the `max_seq_length`. `layer_decay`: see
-    `layer_rates`.
+    `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item.
+    `measure(scores)` gives the metrics of the validation set, of which the highest `best_metric` picks the epoch.
+    Features are dicts (`length_of`); `fingerprint` has the `global_batch_size` and the `max_seq_length`. `layer_decay`:
+    see `layer_rates`.
     """
 
     def __init__(
@@ -155,7 +143,6 @@ class FinetuneTrainer(DurableTrainer):
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.computed_tokens: int = resumed.get("computed_tokens", 0)  # with padding
         self.sampler: LengthGroupedSampler | None = None
-        self.checkpoint_step: int = resumed.get("step", 0)  # of the last checkpoint
         self.best_step: int | None = resumed.get("best_step")
         self.best_score: float | None = resumed.get("best_score")  # None: not finite
         # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
@@ -213,7 +200,7 @@ class FinetuneTrainer(DurableTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         total, scores = self.loss_sum(model, inputs)
-        if share := self.args.label_smoothing_factor:  # as torch's cross_entropy has it, of logits (batch, classes)
+        if share := self.args.label_smoothing_factor:  # as torch's cross_entropy, of logits (batch, classes)
             total = (1 - share) * total - share * scores.float().log_softmax(-1).mean(-1).sum()
         loss = self.loss_of_batch(total[None], num_items_in_batch)
         return (loss, scores) if return_outputs else loss
@@ -245,12 +232,6 @@ class FinetuneTrainer(DurableTrainer):
         measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
         return {**super().record(), **measured, **best}
 
-    def log(self, logs, start_time=None):
-        logs.pop("total_flos", None)  # without attention and head: never to be taken for a utilisation
-        super().log(logs, start_time)
-
-    # What is stored
-
     @property
     def model_folder(self):
         return Path(self.args.output_dir, BEST_NAME)
@@ -258,10 +239,10 @@ class FinetuneTrainer(DurableTrainer):
     # Evaluation
 
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
-        """(features, ...): the model's scores, in the order of `features`, in all processes; computed in order of
-        length, in batches of `token_batches`. Raises `RunError` where they are not finite."""
+        """(features, ...): the model's scores on all ranks, computed in batches of `token_batches`. Raises `RunError`
+        where they are not finite."""
         batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
-        # a process that has a batch less computes one of the first batches again: all call the model equally often
+        # a rank with a batch less computes one of the first batches again: all call the model equally often
         turns = range(self.args.process_index, round_up(len(batches), self.args.world_size), self.args.world_size)
         own = [batches[turn % len(batches)] for turn in turns]
         computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
@@ -298,53 +279,33 @@ class FinetuneTrainer(DurableTrainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logged)
             value = metrics[self.best_metric]
             if self.best_step is None or value > (-math.inf if self.best_score is None else self.best_score):
-                of_checkpoint = 0 < (self.best_step or 0) <= self.checkpoint_step
                 self.best_step, self.best_score = self.state.global_step, value if math.isfinite(value) else None
-                self._keep_as_best(scores, of_checkpoint)
+                self._keep_as_best(scores)
         return logged
 
-    def _keep_as_best(self, scores: np.ndarray, of_checkpoint: bool) -> None:
-        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, whole or not at all. The
-        epoch that was the best is kept until the next checkpoint where it is that `of_checkpoint`, the last: a run that
-        is resumed from there may round otherwise, and never be as good again."""
+    def _keep_as_best(self, scores: np.ndarray) -> None:
+        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, atomically; then a
+        checkpoint, so that a resumed run has the same best epoch."""
         aside = durable.aside_of(self.model_folder)
         with self.writing(aside, f"the best epoch (step {self.state.global_step})"):
             self.write_model(aside)
             if self.args.should_save:
                 np.save(aside / SCORES, scores)
-                if of_checkpoint:
-                    self.model_folder.rename(self._best_of_checkpoint)
                 durable.move_into_place(aside, self.model_folder)
-
-    @property
-    def _best_of_checkpoint(self) -> Path:
-        return Path(self.args.output_dir, f"{_OF_CHECKPOINT}{self.checkpoint_step}")
-
-    def put_back_best(self) -> None:
-        """As a run is resumed: the best epoch is that of its checkpoint."""
-        if self._best_of_checkpoint.is_dir():
-            shutil.rmtree(self.model_folder, ignore_errors=True)
-            self._best_of_checkpoint.rename(self.model_folder)
-        drop_earlier_best(self.args.output_dir)
+        self.control.should_save |= self.args.save_strategy != SaveStrategy.NO
 
     def load_best(self) -> np.ndarray:
-        """Put the best epoch's weights into the model; returns its validation scores. Raises `InputError` where they
-        are not as they were written."""
+        """Load the best epoch's weights into the model; returns its validation scores. Raises `InputError` for damaged
+        files."""
         self.accelerator.wait_for_everyone()
         scores = validation_scores(self.args.output_dir, needed=(SCORES, WEIGHTS))
         self._load_from_checkpoint(str(Path(self.args.output_dir, BEST_NAME)))
         return scores
 
 
-def drop_earlier_best(output_dir: str | Path) -> None:
-    """Remove the best epochs that were kept for a checkpoint."""
-    for folder in Path(output_dir).glob(f"{_OF_CHECKPOINT}*"):
-        shutil.rmtree(folder)
-
-
 def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,)) -> np.ndarray:
-    """The validation scores of a run's best epoch, as `FinetuneTrainer.scores` gave them. Raises `InputError` where a
-    file of the folder is damaged, or a file `needed` is missing."""
+    """The validation scores of a run's best epoch (`FinetuneTrainer.scores`). Raises `InputError` where a file of the
+    folder is damaged, or a file `needed` is missing."""
     folder = Path(output_dir, BEST_NAME)
     if fault := durable.fault(folder, needed):
         raise InputError(f"{folder} cannot be used: {fault}. Move {output_dir} away to have it run again")

@@ -1,7 +1,4 @@
-"""`Trainer` for pretraining runs of weeks: exact figures, and a stop that loses nothing.
-
-The paper pretrains for 500K steps of 8K sequences (Table 9).
-"""
+"""`Trainer` for pretraining (Table 9: 500K steps of 8K sequences): exact evaluation, hashes of the data consumed."""
 
 import contextlib
 import functools
@@ -21,7 +18,6 @@ from roberta_recipe.data import masking, order
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Corpus, check_unchanged
 from roberta_recipe.data.packing import Block
-from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.model import masked_lm
@@ -36,31 +32,34 @@ DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
 class Beginning(TrainerCallback):
-    """After allowed changes of a resumed run, puts back the hyperparameters of the command line; warns of slow data."""
+    """Once the checkpoint is loaded: the command line's hyperparameters after allowed changes; a warning of slow
+    tokenization."""
 
     def __init__(self, trainer: "MlmTrainer"):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.put_back_hyperparameters()
-        self.trainer.warn_of_tokenization()
+        trainer = self.trainer
+        if trainer.changed:
+            optimizers.put_back(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
+        if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
+            readers = local_processes() * max(1, args.dataloader_num_workers)
+            machine = args.world_size, trainer.throughput.matrix_rate
+            preset = os.path.join(args.output_dir, PRESET_NAME)
+            if line := advice.on_tokenization(cpu_cores() / readers, *machine, trainer.flops_per_token, preset):
+                logger.warning(line)
 
 
 class MlmTrainer(DurableTrainer):
-    """`Trainer` with an evaluation that is exact, throughput in the log, and checkpoints that can be trusted.
+    """`Trainer` of a masked LM with further objectives.
 
-    The model's `objectives` has the declaration of each objective, and its output's `loss_sums` has the sum of losses
-    of each (`masked_lm.ObjectivesOutput`); "mlm" is always among them. Stock evaluation averages the means of batches;
-    here the loss of an objective is the sum over all its targets / their number, in nats, so it does not depend on the
-    batch; eval_loss is the masked-LM's, eval_loss_error its standard error over documents, eval_<name>_loss belongs to
-    another objective. The first micro-batch of a step carries its record (`data_loading.RECORD`). `resumed` is the
-    `recipe_state.json` of the checkpoint that training is resumed from, and `skipped` the positions that
-    `train_dataset` leaves out. `also_measured(trainer)` gives metrics that each evaluation of `eval_dataset` has beside
-    the losses; it is called in all processes.
+    The model's `objectives` has the declaration of each objective, and its output's `loss_sums` the sum of losses of
+    each (`masked_lm.ObjectivesOutput`); "mlm" is always among them. In evaluation, the loss of an objective is the sum
+    over all its targets / their number, in nats, so that it does not depend on the batch; eval_loss is the masked LM's,
+    eval_loss_error its standard error over documents, eval_<name>_loss another objective's. The first micro-batch of a
+    step carries its record (`data_loading.RECORD`). `skipped` has the positions that `train_dataset` leaves out.
+    `also_measured(trainer)`, called on all ranks, gives further metrics of each evaluation of `eval_dataset`.
     """
-
-    memory_advice = ", or let --auto_find_batch_size find what fits"
-    change_advice = "with --resume_despite_changes true"
 
     def __init__(
         self,
@@ -77,9 +76,8 @@ class MlmTrainer(DurableTrainer):
         columns = {name: objective.column for name, objective in model.objectives.items()}
         super().__init__(model=model, objectives=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
-        self._changed: list[str] = resumed.get("changed", [])  # since the checkpoint, as was asked for
-        self._loaded = False  # the checkpoint
-        # of all blocks consumed, in any order: as they were read, and as the model saw them
+        self.changed: list[str] = resumed.get("changed", [])  # settings since the checkpoint
+        # of all blocks consumed, in any order: as read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.skipped, self.also_measured = skipped, also_measured
         self._first_position = resumed.get("position", 0)
@@ -91,7 +89,7 @@ class MlmTrainer(DurableTrainer):
     # Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Micro-batches of the process's own blocks, step by step: `TrainBlocks` has divided them already."""
+        """Micro-batches of this process's blocks: `TrainBlocks` has divided them over processes already."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         progress = self.text_reader.progress if self.text_reader else None
         loader = data_loading.MicroBatchLoader(
@@ -119,7 +117,7 @@ class MlmTrainer(DurableTrainer):
         return self._position_of(self.state.global_step + 1)
 
     def blocks_of_steps(self, count: int) -> tuple[range, ...]:
-        """The positions of the blocks of the last `count` steps, as far as they are of this start."""
+        """The positions of the blocks of the last `count` steps, at most of this start's."""
         count = min(count, self.state.global_step - self._first_step)
         first = self._position_of(self.state.global_step + 1 - count)
         return order.kept(first, count * self.fingerprint["global_batch_size"], self.skipped)
@@ -131,56 +129,19 @@ class MlmTrainer(DurableTrainer):
 
     # Training
 
-    def train(self, resume_from_checkpoint=None, **kwargs):
-        """Raises `InputError` also for a checkpoint with the state of another model, where changes are allowed."""
-        try:
-            output = super().train(resume_from_checkpoint, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            if not self._changed or self._loaded or isinstance(error, (InputError, RunError)):
-                raise
-            raise InputError(
-                f"{resume_from_checkpoint} has the state of another model ({' '.join(str(error).split())}), which "
-                "cannot be taken over: start it as before, or take its weights into a new run with "
-                f"--model_name_or_path {resume_from_checkpoint}"
-            ) from None
-        self.check_text()
-        return output
-
-    def warn_of_tokenization(self) -> None:
-        """Say on the first process where tokenization is slower than training (`advice.on_tokenization`)."""
-        if self.args.process_index or not self.text_reader or self.train_dataset.limit:
-            return
-        readers = local_processes() * max(1, self.args.dataloader_num_workers)
-        preset = os.path.join(self.args.output_dir, PRESET_NAME)
-        machine = self.args.world_size, self.throughput.matrix_rate
-        if line := advice.on_tokenization(cpu_cores() / readers, *machine, self.flops_per_token, preset):
-            logger.warning(line)
-
-    def check_before_saving(self):
-        self.check_text()
-        super().check_before_saving()
-
     def save_model(self, output_dir=None, _internal_call=False):
-        """The finished model is one of the stock class, without the heads of other objectives."""
+        """The finished model is one of the stock class, without the heads of other objectives. Raises `RunError` where
+        a text file has changed since the start."""
+        if self.text_reader:  # each block of a token cache is checked when it is read
+            check_unchanged(self.text_reader.corpus)
         self.left_out = () if _internal_call else self.model.heads_of_objectives
         super().save_model(output_dir, _internal_call)
         self.left_out = ()
 
-    def check_text(self) -> None:
-        """Raise `RunError` where a file that is being read is not what it was at the start: nothing of it is saved."""
-        if self.text_reader:  # each block of a token cache is checked when it is read
-            check_unchanged(self.text_reader.corpus)
-
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
-        self._of_command_line = optimizers.hyperparameters(optimizer)
+        self.hyperparameters = optimizers.hyperparameters(optimizer)  # of the command line
         return optimizer
-
-    def put_back_hyperparameters(self) -> None:
-        """When a checkpoint, if any, is loaded."""
-        self._loaded = True
-        if self._changed:
-            optimizers.put_back(self.optimizer, self.lr_scheduler, self._of_command_line)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -200,7 +161,6 @@ class MlmTrainer(DurableTrainer):
         return super().diverged(f"{what} (blocks {order.in_words(self.blocks_of_steps(1))})")
 
     def count_consumed(self) -> None:
-        """Add the tokens and the digests of all processes since the last call to what was seen."""
         counted = torch.from_numpy(self._consumed % DIGEST_MODULUS).to(self.args.device)
         tokens, *digests = self.sum_over_processes(counted).tolist()
         self.state.num_input_tokens_seen += tokens
@@ -219,7 +179,7 @@ class MlmTrainer(DurableTrainer):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
-        where = {"position": self.position, "skipped_blocks": self._skipped_blocks()}
+        where = {"position": self.position, "skipped_blocks": self.skipped_blocks}
         return {**super().recipe_state(), **where, **self.data_digests}
 
     def record(self):
@@ -229,11 +189,12 @@ class MlmTrainer(DurableTrainer):
             "global_batch_size": self.fingerprint["global_batch_size"],
             "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.stopping.stopped_by or "max_steps",
-            "skipped_blocks": self._skipped_blocks(),
+            "skipped_blocks": self.skipped_blocks,
             "blimp_at_steps": loss_at_steps(self.state.log_history, "eval_blimp"),
         }
 
-    def _skipped_blocks(self) -> list[list[int]]:
+    @property
+    def skipped_blocks(self) -> list[list[int]]:
         return [[part.start, part.stop] for part in self.skipped]
 
     # Evaluation
@@ -255,20 +216,20 @@ class MlmTrainer(DurableTrainer):
         return metrics
 
     def measured(self) -> dict[str, float]:
-        """What `evaluate` gives, as it was logged where training has measured its last step."""
+        """The metrics of the last step: as logged by training, else of `evaluate`."""
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry and entry["step"] == self.state.global_step:
                 return {name: value for name, value in entry.items() if name != "step"}
         return self.evaluate()
 
     def evaluate_sources(self, corpus: Corpus, validation: list[Block]) -> dict[str, SourceMetrics]:
-        """What is measured on the blocks that each source has in `validation`, of which `eval_dataset` is the masked
-        form; empty for one source."""
+        """The metrics of each source's blocks in `validation`, whose masked form is `eval_dataset`; empty for one
+        source."""
         found: dict[str, SourceMetrics] = {}
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
             indices = [index for index, block in enumerate(validation) if order.place_of(block.id)[0] == number]
             masked = [self.eval_dataset[index] for index in indices]
-            if not masking.predicts(masked):  # which was said before training
+            if not masking.predicts(masked):
                 continue
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)
@@ -322,11 +283,8 @@ class MlmTrainer(DurableTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
     def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-        """The batches of `dataloader`, each with whether it counts.
-
-        Under ZeRO 3 a forward gathers weights from all processes, so a process that has fewer batches, or none, adds
-        batches of a block that does not count.
-        """
+        """The batches of `dataloader`, each with whether it counts. Under ZeRO 3 a forward gathers weights from all
+        ranks, so a rank with fewer batches adds some that do not count."""
         own = most = len(dataloader)
         if self.is_deepspeed_enabled:
             most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
@@ -336,8 +294,7 @@ class MlmTrainer(DurableTrainer):
 
 
 def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
-    """What an evaluation reports of the mean loss of each objective in nats; perplexity and bits are the masked-LM's.
-    An objective without targets is left out."""
-    mlm = losses.pop("mlm")  # the script has seen that something is predicted
+    """Metrics of the mean loss of each objective in nats; perplexity and bits are the masked LM's."""
+    mlm = losses.pop("mlm")
     metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
     return metrics | {f"{name}_loss": loss for name, loss in losses.items()}

@@ -1,7 +1,4 @@
-"""What any masked LM says of chosen positions: the decoder, the large product with the vocabulary, runs on these alone.
-
-For `tools/words.py` and other figures that compare models of any family; training has `masked_lm.RobertaForMaskedLM`.
-"""
+"""Log-probabilities of a masked LM of any family at chosen positions, for tools that compare models."""
 
 import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,10 +24,7 @@ def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel,
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `InputError` for a tokenizer without a mask token."""
     if tokenizer.mask_token_id is None:
-        raise InputError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no mask token: name the model's own tokenizer, or another "
-            "masked LM"
-        )
+        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token: name the model's own tokenizer")
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:

@@ -26,7 +26,7 @@ from roberta_recipe.log import counted, logger
 from roberta_recipe.model import architectures, attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import arguments, data_loading, digests, environment, optimizers, stopping
+from roberta_recipe.training import arguments, checkpoint, data_loading, environment, optimizers, stopping
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
@@ -624,7 +624,7 @@ def run_fingerprint(
         **({"mask_revision": mask_units.REVISION} if args.masking_unit in mask_units.LENGTHS else {}),
         "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
-        "start_weights": digests.of_state(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
+        "start_weights": checkpoint.hash_of(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
     own = {name for name, flag in flags.flags_of(type(args)).items() if flag.resume == "data"}
     return {**fixed, **data}, own | set(data)

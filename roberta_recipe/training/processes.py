@@ -1,6 +1,5 @@
-"""The processes of one run: they begin with a launcher, decide together, and end together."""
+"""A decision of the first rank, broadcast to all ranks of a run."""
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -8,30 +7,18 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.started import launcher
-
-
-def end_with_launcher() -> None:
-    """Where a launcher started this process, have Linux send it SIGTERM when the launcher ends, however that ends.
-
-    A launcher that is killed (`kill -9`, out of memory) cannot end what it started, which would train on unseen. A
-    process that a shell started outlives it, as `nohup` promises.
-    """
-    if (parent := launcher()) is not None:
-        end_with_parent(parent, signal.SIGTERM)
 
 
 def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
-    """What `call()` returns on the first process, in all processes; an `InputError` of it is raised in all."""
-    found: list[Any] = [None]
+    """The result of `call()` on the first rank, on all ranks; its `InputError` is raised on all of them."""
+    result: list[Any] = [None]
     if args.process_index == 0:
         try:
-            found = [call()]
+            result = [call()]
         except InputError as error:
-            found = [error]
+            result = [error]
     if args.world_size > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], InputError):
-        raise found[0]
-    return found[0]
+        broadcast_object_list(result)
+    if isinstance(result[0], InputError):
+        raise result[0]
+    return result[0]

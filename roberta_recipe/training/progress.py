@@ -4,66 +4,54 @@ import time
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from roberta_recipe.log import SILENT_S, Bar, duration, logger
 
-WAITS = 0.01  # share of the time that a step waits for data, from which on a line says so
+WAITS = 0.01  # the share of time in waiting for data that a log line shows
+_OF_SPEED = ("runtime", "_per_second")
 
 
 class Progress(TrainerCallback):
-    """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, the first process
-    alone; a terminal has a bar with the last loss below, a file now and then a line between distant entries. All
-    figures are in `log.jsonl`. `steps_after`: the steps of the runs that follow, in the ETA of all."""
+    """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on the first rank,
+    above a progress bar on a terminal; elsewhere also a line with the ETA between distant entries. All figures are in
+    `log.jsonl`. `steps_after`: steps of the runs that follow, in the ETA of all."""
 
     def __init__(self, steps_after: int = 0):
         self._steps_after = steps_after
-        self._bar = self._evaluation = None  # while training; while measuring
+        self._training = self._evaluation = None  # bars
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
-        self._said_s = 0.0  # when the last line was written
+        self._said_s = 0.0  # the time of the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._first_step, self._said_s = state.global_step + 1, time.monotonic()
         if state.is_world_process_zero:
-            self._bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                desc="Training",
-                unit=" steps",
-                disable=args.disable_tqdm or None,  # None: where stderr is no terminal
-                dynamic_ncols=True,
-                leave=False,
-            )
+            self._training = _bar(tqdm, args, "Training", " steps", state.max_steps)
+            self._training.n = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self._first_step:
             self._begun_s = time.monotonic()
-        if self._bar is None:
+        if self._training is None:
             return
-        self._bar.update()
-        if self._bar.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
+        self._training.update()
+        if self._training.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
             self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._bar is None or not (line := self._line(state, logs)):  # the script says what it measures at the end
-            return
-        if "loss" in logs:
-            self._bar.set_postfix_str(f"loss {logs['loss']:#.3g}", refresh=False)
-        self._say(line)
+        if self._training is not None and (line := self._line(state, logs)):
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        self._said_s = time.monotonic()
+        with tqdm.external_write_mode():  # the line stands above the bar
+            logger.info(line)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        if self._evaluation is None:
-            self._evaluation = Bar(
-                total=len(eval_dataloader),
-                desc="Measuring",
-                unit=" batches",
-                disable=args.disable_tqdm or None,
-                dynamic_ncols=True,
-                leave=False,
-            )
-        self._evaluation.update()
+        if state.is_world_process_zero:
+            if self._evaluation is None:
+                self._evaluation = _bar(Bar, args, "Measuring", " batches", len(eval_dataloader))
+            self._evaluation.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
         if self._evaluation is not None:
@@ -73,17 +61,12 @@ class Progress(TrainerCallback):
     on_predict = on_evaluate
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _say(self, line: str) -> None:
-        self._said_s = time.monotonic()
-        with tqdm.external_write_mode():  # the line stands above the bar
-            logger.info(line)
+        if self._training is not None:
+            self._training.close()
+            self._training = None
 
     def _line(self, state, logs: dict[str, Any]) -> str:
-        """What is shown of a log entry; empty for the entry at the end of training, which the record has."""
+        """The line of a log entry; empty for the entry at the end of training, which the record has."""
         items = [f"step {state.global_step:,}/{state.max_steps:,}"]
         if "loss" in logs:
             items += [f"loss {logs['loss']:#.3g}"]
@@ -111,4 +94,6 @@ class Progress(TrainerCallback):
         return [f"ETA {duration(step_s * left)}{of_all}"]
 
 
-_OF_SPEED = ("runtime", "_per_second")
+def _bar(kind: type[tqdm], args: TrainingArguments, desc: str, unit: str, total: int) -> tqdm:
+    disable = args.disable_tqdm or None  # None: where stderr is no terminal
+    return kind(total=total, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, leave=False)

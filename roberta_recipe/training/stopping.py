@@ -1,7 +1,7 @@
 """Endings of a training run before its last step, with their messages and exit codes: a signal, the time limit, a loss
 that is not finite, a loss spike, memory that runs out, a lost process.
 
-All processes decide alike, at the end of an optimizer step, by the sum of what each of them has seen.
+All processes decide alike, at the end of an optimizer step, by sums over all of them.
 
 Loss spikes follow PaLM (arXiv 2204.02311, section 5.1): train again from a checkpoint before the spike, without the
 batches that were seen before and during it; "the loss did not spike again at the same point". A spike is that of
@@ -27,7 +27,6 @@ from roberta_recipe.data.order import Skipped, in_words, union
 from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import is_first_process, logger
-from roberta_recipe.model import attention
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.started import continue_with
 from roberta_recipe.training import environment
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _SAME_INTERRUPT_S = 2.0  # a terminal's Ctrl-C reaches a process, and again through its launcher
 WINDOW = 128  # steps that a loss is compared with
-NEEDED = 32  # of them: before, nothing is called a spike
+NEEDED = 32  # steps before the first spike
 STEPS_LEFT_OUT = 2  # the step of the spike, and the step before it, whose update led there
 MOST_RETURNS = 3  # to the same checkpoint
 
@@ -56,26 +55,24 @@ class Stopping(TrainerCallback):
         self, minutes: float | None = None, deviations: float | None = None, cooldown_share: float | None = None
     ):
         self.minutes, self.deviations, self.cooldown_share = minutes, deviations, cooldown_share
-        self.elapsed_share = 0.0  # of `minutes`, at the end of the last step; the same in all processes
+        self.elapsed_share = 0.0  # of `minutes`, at the end of the last step; the same on all ranks
         self.signaled_by: str | None = None  # a value of SIGNALS, of this process
-        self.stopped_by: str | None = None  # a value of SIGNALS, or `TIME_LIMIT`; the same in all processes
+        self.stopped_by: str | None = None  # a value of SIGNALS, or `TIME_LIMIT`; the same on all ranks
         self.recent_losses: deque[float] = deque(maxlen=WINDOW)
         self._interrupted_s: float | None = None
 
     @contextlib.contextmanager
-    def training(self, recent_losses: Iterable[float]) -> Iterator[None]:
-        """Context of `Trainer.train`: signals are noted, and the errors of libraries become `RunError`s.
-        `recent_losses` are those of the steps before."""
+    def training(self) -> Iterator[None]:
+        """Context of `Trainer.train`: signal handlers, and `RunError`s in place of library exceptions (`explain`)."""
         self._begun_s = time.monotonic()
-        self.recent_losses.extend(recent_losses)
-        # a job that a script's shell has put into the background ignores Ctrl-C, which is for others
+        # a shell script's background job ignores Ctrl-C
         numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         handlers = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield
         except KeyboardInterrupt:  # the second
-            step, kept = self.trainer.state.global_step + 1, self.trainer._last_good()
-            raise Stopped(f"ended at once, in step {step:,}. {kept} {continue_with()}") from None
+            step = self.trainer.state.global_step + 1
+            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {continue_with()}") from None
         except Exception as error:
             if (explained := explain(self.trainer, error)) is None:
                 raise
@@ -90,34 +87,33 @@ class Stopping(TrainerCallback):
             return
         if self._interrupted_s is None:
             self._interrupted_s = now_s
-            if is_first_process():  # a handler may not wait for a lock of `logging` or of a stream
+            if is_first_process():  # a signal handler may not wait for a lock of `logging` or of a stream
                 os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
         elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
     def _elapsed_share(self) -> float:
-        """Of `minutes`, by the first process's clock, or some processes would train on alone; 0 in the others."""
+        """Of `minutes`, by the clock of the first rank; 0 on the others."""
         if not self.minutes or self.trainer.args.process_index:
             return 0.0
         return (time.monotonic() - self._begun_s) / (60 * self.minutes)
 
     def cooled(self, schedule: Callable[[int], float], step: int) -> float:
-        """The share of the learning rate that `schedule` has at `step`, falling linearly to 0 over the last
-        `cooldown_share` of the time limit."""
+        """`schedule` at `step`, falling linearly to 0 over the last `cooldown_share` of the time limit."""
         return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
 
-    def _signaled(self, *others: float) -> torch.Tensor:
-        """(2 + others,): whether this process was signaled, by each of SIGNALS; `others` behind."""
+    def _signals(self) -> torch.Tensor:
+        """(2,): 1 for each of SIGNALS that this process got."""
         flags = [float(self.signaled_by == name) for name in SIGNALS.values()]
-        return torch.tensor([*flags, *others], dtype=torch.float32, device=self.trainer.args.device)
+        return torch.tensor(flags, device=self.trainer.args.device)
 
     def on_step_end(self, args, state, control, **kwargs):
-        trainer = self.trainer
-        seen = torch.cat([self._signaled(self._elapsed_share()), trainer.not_finite, trainer.step_loss])
-        *signaled, self.elapsed_share, not_finite, loss = trainer.sum_over_processes(seen).tolist()
-        trainer.not_finite.zero_()
-        trainer.step_loss.zero_()
+        trainer, losses = self.trainer, self.trainer.step_losses()
+        figures = [losses.new_tensor(self._elapsed_share()), (~torch.isfinite(losses)).any().float(), losses.sum()]
+        summed = trainer.sum_over_processes(torch.cat([self._signals(), torch.stack(figures)]))
+        *signaled, self.elapsed_share, not_finite, loss = summed.tolist()
         self.stopped_by = _name(signaled)
+        trainer.count_step(losses, is_finite=not not_finite)
         if not trainer.overflowed:
             self._check_loss(loss / args.world_size, bool(not_finite))
         if not self.stopped_by and self.elapsed_share >= 1 and state.global_step < state.max_steps:
@@ -147,7 +143,7 @@ class Stopping(TrainerCallback):
 
     def end_if_signaled(self) -> None:
         """After a run is finished: raise `Stopped` where a signal came after its last step."""
-        self.stopped_by = _name(self.trainer.sum_over_processes(self._signaled()).tolist())
+        self.stopped_by = _name(self.trainer.sum_over_processes(self._signals()).tolist())
         if self.stopped_by:
             self._end(f"the run in {self.trainer.args.output_dir} is finished")
 
@@ -161,41 +157,26 @@ def _name(signaled: Sequence[float]) -> str | None:
 
 
 def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
-    """The error of a library in training, as one that says what to do; None for a bug."""
+    """A `RunError` that says what to do, for a library exception in training; None for a bug."""
+    step = trainer.state.global_step
     if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
-        return overflowed(trainer, "with the loss scale at its floor, after step")
+        return trainer.diverged(
+            f"fp16 gradients overflowed with the loss scale at its floor, after step {step}: train in bf16 (--bf16 "
+            "true --fp16 false)"
+        )
     if lost := lost_process(error):
-        return RunError(f"{lost_message(lost, error)} {trainer._last_good()} {continue_with()}")
-    if not is_out_of_memory(error):
-        return None
-    lower = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}{trainer.memory_advice}"
-    return RunError(
-        f"out of memory at step {trainer.state.global_step + 1} ({first_line(error)}): {lower}; the global batch stays "
-        f"what it is. {trainer._last_good()}"
-    )
-
-
-def overflowed(trainer: "DurableTrainer", where: str) -> RunError:
-    """The error of fp16 gradients that overflow at any loss scale."""
-    return RunError(
-        f"fp16 gradients overflowed {where} {trainer.state.global_step}: train in bf16 (--bf16 true --fp16 false), "
-        f"lower {trainer._rate()} or warm up longer, {trainer.change_advice}. {trainer._last_good()}"
-    )
-
-
-def diverged(trainer: "DurableTrainer", what: str) -> RunError:
-    """The error of a number that is not finite."""
-    if attention.leaves_cudnn_out(trainer.args.device):
-        what += f" ({attention.CUDNN_DISABLED}, so that is not the cause)"
-    return RunError(
-        f"{what}; nothing of it was saved. Lower {trainer._rate()} or warm up longer "
-        f"(warmup_steps={trainer.args.warmup_steps:g}), {trainer.change_advice}. {trainer._last_good()}"
-    )
+        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {continue_with()}")
+    if is_out_of_memory(error):
+        return RunError(
+            f"out of memory at step {step + 1} ({first_line(error)}): lower per_device_train_batch_size="
+            f"{trainer.args.per_device_train_batch_size}; the global batch stays as it is. {trainer.last_good}"
+        )
+    return None
 
 
 def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
-    """Whether a step's loss is no number, or more than so many standard deviations above the mean of the losses
-    `before` it, the last `WINDOW` of which count."""
+    """Whether a step's loss is no number, or more than so many standard deviations above the mean of the last `WINDOW`
+    losses `before` it."""
     if not math.isfinite(loss):
         return True
     window = list(before)[-WINDOW:]
@@ -208,20 +189,20 @@ def read_skipped(output_dir: str | Path) -> Skipped:
 
 
 def _read_returns(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Every spike of a run, from its folder. Raises `InputError` where the file is damaged."""
+    """Every loss spike of a run, from its folder. Raises `InputError` where the file is damaged."""
     path = Path(output_dir, SKIPPED_NAME)
     try:
         return durable.read_sealed(path)["returns"] if path.is_file() else []
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InputError(
-            f"{path} cannot be used ({error}): it says which blocks this run leaves out; move it away, and name them "
+            f"{path} cannot be used ({error}): it has the blocks that this run leaves out; move it away, and name them "
             "with --skip_blocks"
         ) from None
 
 
 def leave_out(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
-    """Write into the run's folder which blocks its next start leaves out, for a spike of the last step; returns the
-    error that ends this start, with the exit code of `by`."""
+    """Write the blocks that the next start leaves out, for a spike of the last step, into the run's folder; returns
+    the error that ends this start, with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
     returns, saved = _read_returns(output_dir), newest_first(output_dir)
     saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
@@ -229,10 +210,10 @@ def leave_out(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     if sum(entry["step"] > saved_step for entry in returns) >= MOST_RETURNS:
         return RunError(
             f"{what}, and {MOST_RETURNS} starts from the same checkpoint ended so before: lower learning_rate or warm "
-            f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer._last_good()}"
+            f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer.last_good}"
         )
     blocks = trainer.blocks_of_steps(STEPS_LEFT_OUT)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*returns, entry]})
     left_out = f"the next start leaves out blocks {in_words(blocks)}"
-    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer._last_good()} {continue_with()}", by)
+    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer.last_good} {continue_with()}", by)

@@ -1,9 +1,9 @@
-"""How fast training is: tokens a second, and how much of the machine it uses.
+"""Throughput: tokens a second, and model-FLOPs utilisation.
 
-Utilisation is FLOPs of the model by formula / the rate that this machine multiplies matrices at, in the precision of
-the run, as a probe measures it when training begins. On a CPU it is measured again at the first log line, and the
-faster counts: the threads of a new process may share a core at first. FLOPs count a multiply-add as 2, the backward
-pass as twice the forward (Kaplan et al. 2020, appendix B; 6N), real tokens only, and nothing that is computed again.
+Utilisation is FLOPs of the model by formula / the matrix rate of this machine in the precision of the run, measured
+when training begins. On a CPU it is measured again at the first log line, and the faster counts: the threads of a new
+process may share a core at first. FLOPs count a multiply-add as 2, the backward pass as twice the forward (Kaplan et
+al. 2020, appendix B; 6N), real tokens only, and no recomputation.
 """
 
 import contextlib
@@ -30,12 +30,10 @@ def _probe(device: torch.device, dtype: torch.dtype, again: bool) -> float:
 
 
 def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float | None:
-    """FLOPs of forward and backward of an encoder's layers, over sequences with so many tokens in all; `squares` is the
-    sum of their squared lengths. None for a family that is not `BERT_LIKE`.
+    """FLOPs of forward and backward of an encoder's layers, without the head, over sequences of `tokens` in all;
+    `squares` is the sum of their squared lengths. None for a family that is not `BERT_LIKE`.
 
     Body 6 x 12 x L x h^2 a token (with an intermediate size of 4h), attention 12 x L x S x h a token of S.
-    Padding is no token. Without the head: a classifier's sees a token of each sequence, and a span head has 2 x h
-    weights.
     """
     if config.model_type not in BERT_LIKE:
         return None
@@ -45,7 +43,7 @@ def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float 
 
 
 class Throughput(TrainerCallback):
-    """Tokens and FLOPs of all processes between two log lines, and the seconds that they took, in each step's entry."""
+    """Tokens and FLOPs of all processes between two log lines, and their seconds, in each step's log entry."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
@@ -54,10 +52,18 @@ class Throughput(TrainerCallback):
         self._outside_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.measure_machine()
+        """Measure `matrix_rate`."""
+        precision, device = attention.precision(args), args.device
+        self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
+        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
+        on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
+        where = torch.cuda.get_device_name() if on_gpu else threads
+        if args.process_index == 0:
+            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.begin()
+        if self._since_s is None:  # the time before the first batch, which fills a stream, is no training
+            self._restart()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -65,57 +71,41 @@ class Throughput(TrainerCallback):
             logs |= figures
             state.log_history[-1] |= figures
 
-    def measure_machine(self) -> None:
-        """Set `matrix_rate`, and say it."""
-        precision, device = attention.precision(self.args), self.args.device
-        self.matrix_rate = self._probed(again=False)
-        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
-        if self.args.process_index == 0:
-            on_gpu, threads = device.type == "cuda", torch.get_num_threads()
-            where = torch.cuda.get_device_name() if on_gpu else counted(threads, "thread")
-            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
-
-    def _probed(self, again: bool) -> float:
-        return _probe(self.args.device, _DTYPES[attention.precision(self.args)], again)
-
-    def begin(self) -> None:
-        """Start the clock, at the first batch: the time before it, which fills a stream, is no training."""
-        if self._since_s is None:
-            self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
-
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """What is done here takes no time of training."""
+        """Time within is no training."""
         start_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._outside_s += time.monotonic() - start_s
+        yield
+        self._outside_s += time.monotonic() - start_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within, this process waits for data."""
+        """Time within is a wait for data."""
         start_s = time.monotonic()
         yield
         self._waited_s += time.monotonic() - start_s
 
     def count(self, tokens: int, flops: float | None) -> None:
-        """Add what all processes have computed; `flops` is None where no formula says it."""
+        """Add the work of all processes; `flops` is None for a family without a formula."""
         self._tokens += tokens
         self._flops += math.nan if flops is None else flops
 
     def figures(self) -> dict[str, float]:
-        """The figures of a log line: `tokens_per_second`, `data_wait` (share of this process's time) and, where the
-        FLOPs are known, `mfu`. The next line begins here."""
+        """`tokens_per_second`, `data_wait` (share of this process's time) and, where the FLOPs are known, `mfu`, since
+        the last call."""
         elapsed_s = time.monotonic() - self._since_s - self._outside_s
-        found = {
+        figures = {
             "tokens_per_second": round(self._tokens / elapsed_s),
             "data_wait": round(self._waited_s / elapsed_s, 4),
         }
         if not math.isnan(self._flops):
             if self.args.device.type == "cpu":  # a GPU may have no memory left for it
-                self.matrix_rate = max(self.matrix_rate, self._probed(again=True))
-            found["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
+                again = _probe(self.args.device, _DTYPES[attention.precision(self.args)], again=True)
+                self.matrix_rate = max(self.matrix_rate, again)
+            figures["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
+        self._restart()
+        return figures
+
+    def _restart(self) -> None:
         self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
         self._tokens, self._flops = 0, 0.0
-        return found
