@@ -28,7 +28,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", initialization.FAMILIES)
+@pytest.mark.parametrize("family", initialization.MODEL_TYPES)
 @pytest.mark.parametrize(
     ("text", "positions", "query_key", "value_output"),
     [("mimetic", 2, 0.7, 0.5), ("mimetic, query_key=0.3,positions=1,value_output=0", 1, 0.3, 0)],
@@ -90,7 +90,7 @@ def test_weights_of_a_checkpoint_and_other_families_are_refused(preset, tmp_path
     flags = ["--config", preset, "--initialization", "mimetic"]
     with pytest.raises(InputError, match=r"initialization=mimetic is of fresh weights, and model_name_or_path="):
         train_mlm.main([*flags, "--model_name_or_path", model_dir])
-    others = architectures.TABLE.keys() - set(initialization.FAMILIES)
+    others = architectures.TABLE.keys() - set(initialization.MODEL_TYPES)
     assert "albert" in others
     for family in others:
         (tmp_path / "other.json").write_text(json.dumps({"model_type": family, **SHAPE}))

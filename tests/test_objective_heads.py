@@ -177,8 +177,8 @@ def test_runs_over_pairs_whole_resumed_split_and_cached_are_one(preset, tmp_path
 @pytest.mark.parametrize(
     ("objective", "texts", "needs"),
     [
-        ("nsp", [" ".join(["A dog sees the cat."] * 200)], "files with several held-out documents"),
-        ("sop", ["A dog sees the cat near the sea."] * 200, "held-out documents of two sentences or more"),
+        ("nsp", [" ".join(["A dog sees the cat."] * 200)], "files with several documents"),
+        ("sop", ["A dog sees the cat near the sea."] * 200, "documents of two sentences or more"),
     ],
 )
 def test_text_without_pairs_is_told(preset, tmp_path, objective, texts, needs):

@@ -656,5 +656,5 @@ def test_layer_rates_of_other_families():
         T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, pad_token_id=0),
     ):
         model = AutoModelForSequenceClassification.from_config(config)
-        with pytest.raises(InputError, match=r"layer_decay=0.5: .* is no single stack of 2 layers"):
+        with pytest.raises(InputError, match=r"layer_decay=0.5: .* has no single stack of layers"):
             heads.layer_rates(model, 1.0, 0.5)

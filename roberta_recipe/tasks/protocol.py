@@ -20,7 +20,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import counted, is_first_process, logger
-from roberta_recipe.model import attention, heads, weights
+from roberta_recipe.model import attention, weights
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
@@ -145,7 +145,7 @@ def check_arguments(
             f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
             "the best of all (end)"
         )
-    heads.check_length(args.model_name_or_path, args.max_seq_length)
+    weights.check_length(weights.read_config(args.model_name_or_path), args.model_name_or_path, args.max_seq_length)
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
