@@ -1,6 +1,5 @@
 """Speed of training on a CPU without another result: dropout, attention and its choice, bf16, memory."""
 
-import argparse
 import subprocess
 import sys
 
@@ -10,8 +9,6 @@ import transformers
 from conftest import ROOT, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from official_files import write_glue, write_squad
-from transformers.models.roberta.modeling_roberta import eager_attention_forward
 
 import train_mlm
 from benchmarks import comparisons, speed
@@ -119,18 +116,6 @@ def test_every_attention_gives_a_model_the_same_loss_and_gradient(config, padded
         torch.testing.assert_close(found[name], found["sdpa"], rtol=1e-4, atol=1e-6)
 
 
-def test_blockwise_attention_in_bf16_is_as_close_as_eager():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, 64, 32)
-    exact = reference(q, k, v, torch.ones(64, 64, dtype=torch.bool), 1.0)
-    halves = [tensor.bfloat16() for tensor in (q, k, v)]
-    errors = [
-        (function(torch.nn.Module(), *halves, None, dropout=0.0)[0].double() - exact).abs().max()
-        for function in (cpu_kernels.blockwise_attention, eager_attention_forward)
-    ]
-    assert errors[0] <= 1.2 * errors[1]
-
-
 def arguments(tmp_path, **values):
     return RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
 
@@ -235,21 +220,3 @@ def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
     assert len(lines) == 3 and "x 1.00 of stock" in lines[1]
     monkeypatch.setattr(hardware, "has_bf16", lambda: False)
     assert speed.impossible("step-mini-bf16", None) == "this device has no bf16"
-
-
-def test_the_fine_tuning_comparisons_measure_both_sides(monkeypatch, model_dir, tmp_path):
-    """With lengths that fit the 64 positions of the test's model."""
-    write_glue(tmp_path, rows={"train": 12, "dev": 2, "test": 2})
-    write_squad(tmp_path, share=0.0001)
-    lengths = {"STOCK_LENGTH": 60, "OUR_LENGTH": 64, "SQUAD_LENGTH": 64, "SQUAD_STRIDE": 8, "QUERY": 16}
-    counts = {"FINETUNE_BATCH": 4, "RTE_STEPS": 2, "SQUAD_STEPS": 2, "SCORED": 6, "SCORED_ROWS": 2}
-    for name, value in {**lengths, **counts}.items():
-        monkeypatch.setattr(comparisons, name, value)
-    (file,) = tmp_path.rglob("train-v1.1.json")
-    task = {"checkout": str(ROOT), "clock": "wall", "model": model_dir, "data_dir": str(tmp_path / "RTE")}
-    for name in ("rte", "squad", "squad-evaluation"):
-        for way in ("stock", "ours"):
-            found = comparisons.COMPARISONS[name][0]({**task, "of": name, "way": way, "squad_file": str(file)})
-            assert found["rate"] > 0 and found["peak_gb"] > 0
-    args = argparse.Namespace(model_name_or_path="m", data_dir=None, squad_file=None)
-    assert speed.impossible("rte", args) == "it needs --data_dir"

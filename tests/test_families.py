@@ -147,20 +147,6 @@ def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, 
     assert again["loss_at_steps"]["train"][0][1] < whole["loss_at_steps"]["train"][0][1]
 
 
-def test_berts_own_tokenizer(preset, wordpiece, tmp_path):
-    """[CLS] and [SEP] where RoBERTa has <s> and </s>."""
-    wordpiece.save_pretrained(tmp_path / "wordpiece")
-    config = {**config_of("bert").to_dict(), "vocab_size": len(wordpiece), "pad_token_id": wordpiece.pad_token_id}
-    (tmp_path / "bert.json").write_text(json.dumps(config))
-    flags = ["--config", preset, "--config_name", str(tmp_path / "bert.json"), "--masking_unit", "whole_word"]
-    flags += ["--input_format", "segment_pair", "--objective", "mlm", "nsp"]
-    record = train_mlm.main(
-        [*flags, "--tokenizer_name", str(tmp_path / "wordpiece"), "--output_dir", str(tmp_path / "out")]
-    )
-    assert record["metrics"]["eval_nsp_loss"] > 0
-    AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
