@@ -155,7 +155,7 @@ def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, 
         (
             {"model_type": "modernbert", "decoder_bias": False},
             ["--pad_vocab_to_multiple_of", "64"],
-            "has no bias in its head that could hide rows of padding",
+            "has no bias in its head that could hide rows",
         ),
         (
             {"model_type": "deberta-v2", "legacy": False},

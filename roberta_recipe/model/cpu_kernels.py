@@ -31,34 +31,14 @@ def draw_kept(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
     return torch.from_numpy(bits >= round(p * _LEVELS)).view(shape)
 
 
-class _Dropped(torch.autograd.Function):
-    """`x` with elements dropped; keeps a byte an element for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, p: float) -> torch.Tensor:
-        kept = draw_kept(x.shape, p)
-        ctx.save_for_backward(kept)
-        ctx.share = kept_share(p)
-        return _factors(kept, ctx.share, x.dtype).mul_(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        (kept,) = ctx.saved_tensors
-        return _factors(kept, ctx.share, grad.dtype).mul_(grad), None
-
-
-def _factors(kept: torch.Tensor, share: float, dtype: torch.dtype) -> torch.Tensor:
-    """1 / `share` where `kept` is True, else 0."""
-    return kept.view(torch.uint8).to(dtype).div_(share)  # PyTorch's cast of bytes is vectorized, of bools it is not
-
-
 class Dropout(nn.Dropout):
     """`nn.Dropout` with the fast mask, for a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p in (0.0, 1.0):
             return super().forward(x)
-        return _Dropped.apply(x, self.p)
+        kept = draw_kept(x.shape, self.p).view(torch.uint8)  # PyTorch's cast of bytes is vectorized, of bools it is not
+        return x * kept.to(x.dtype).div_(kept_share(self.p))
 
 
 def use_fast_dropout(model: nn.Module) -> None:

@@ -225,21 +225,14 @@ def build_model(
         config.vocab_size = padded
         model = weights.fresh(cls, config)
     if padded > entries:
-        hide_rows_of_padding(model, entries)
+        bias = getattr(model.get_output_embeddings(), "bias", None)
+        if bias is None or len(bias) != padded:
+            raise InputError(
+                f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head that could hide rows "
+                f"of padding; leave it out, with vocab_size={entries}"
+            )
+        bias.data[entries:] = UNSEEN_LOGIT
     return model
-
-
-def hide_rows_of_padding(model: PreTrainedModel, entries: int) -> None:
-    """Hide the rows of the embedding from `entries` on from the softmax. Raises `InputError` for a head without a bias
-    for each row."""
-    bias = getattr(model.get_output_embeddings(), "bias", None)
-    if bias is None or len(bias) != model.config.vocab_size:
-        raise InputError(
-            f"a {model.config.model_type!r} model has no bias in its head that could hide rows of padding: leave out "
-            f"pad_vocab_to_multiple_of, with vocab_size={entries}"
-        )
-    with torch.no_grad():
-        bias[entries:] = UNSEEN_LOGIT
 
 
 def embedding_width(config: PreTrainedConfig) -> int:
