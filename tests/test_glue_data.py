@@ -58,10 +58,10 @@ def test_a_checkpoint_that_lacks_a_layer_is_refused(flags, model_dir):
         finetune_glue.main(flags("rte"))
 
 
-def test_dropout_of_a_head_whose_config_does_not_name_it():
+def test_dropout_of_a_head_whose_config_does_not_name_it(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = AutoModelForSequenceClassification.from_config(DebertaV2Config(vocab_size=50, **sizes))
-    heads._with_head_dropout(model, 0.0)
+    DebertaV2Config(vocab_size=50, **sizes).save_pretrained(tmp_path)
+    model = heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path), 0.0, random_weights=True)
     shares = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
     body = {name: share for name, share in shares.items() if name.startswith("deberta.")}
     assert set(body.values()) == {0.1} and len(shares) > len(body) > 2
