@@ -29,7 +29,7 @@ def test_dropout_keeps_its_share(p):
     x = torch.ones(1_000_003, requires_grad=True)
     layer = cpu_kernels.Dropout(p)
     y = layer(x)
-    share = cpu_kernels.kept_share(p)
+    share = cpu_kernels.keep_probability(p)
     assert abs(share - (1 - p)) < 2**-17
     assert y.unique().tolist() == [0.0, pytest.approx(1 / share)]
     assert abs((y == 0).float().mean() - (1 - share)) < 4 * (p * (1 - p) / len(x)) ** 0.5
@@ -78,10 +78,10 @@ def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once
         by_query = torch.rand(batch, heads if masked == "by head" else 1, length, length) < 0.5
         mask = by_query | torch.eye(length, dtype=torch.bool)
     grad = torch.randn(batch, length, heads, size)
-    drawn, draw = [], cpu_kernels.draw_kept
+    drawn, draw = [], cpu_kernels.keep_mask
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "_WEIGHTS_AT_ONCE", at_once)
-        patch.setattr(cpu_kernels, "draw_kept", lambda shape, p: drawn.append(draw(shape, p)) or drawn[-1])
+        patch.setattr(cpu_kernels, "keep_mask", lambda shape, p: drawn.append(draw(shape, p)) or drawn[-1])
         out, _ = cpu_kernels.blockwise_attention(
             torch.nn.Module(), *tensors, None if masked == "nothing" else mask, dropout=p
         )
@@ -89,7 +89,7 @@ def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once
     found = [out, *(tensor.grad for tensor in tensors)]
     kept = torch.cat(drawn).view(batch, heads, length, length) if drawn else torch.ones(1)
     again = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    wanted = reference(*again, mask, kept / (cpu_kernels.kept_share(p) if p else 1))
+    wanted = reference(*again, mask, kept / (cpu_kernels.keep_probability(p) if p else 1))
     wanted.backward(grad.double())
     for one, other in zip(found, [wanted, *(tensor.grad for tensor in again)], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)

@@ -17,14 +17,14 @@ _WEIGHTS_AT_ONCE = 1 << 19  # attention weights in cache: 2 MiB in fp32
 _LEVELS = 1 << 16  # of a random number
 
 
-def kept_share(p: float) -> float:
-    """The probability that `draw_kept` keeps an element: 1 - `p` within 2^-17."""
+def keep_probability(p: float) -> float:
+    """The probability that `keep_mask` keeps an element: 1 - `p` within 2^-17."""
     return 1 - round(p * _LEVELS) / _LEVELS
 
 
-def draw_kept(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
-    """A bool mask of `shape`, each element False with probability 1 - `kept_share(p)`, independently. It depends on the
-    state of torch's CPU generator alone, and advances it once."""
+def keep_mask(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
+    """A bool mask of `shape`, each element independently True with `keep_probability(p)`. It depends on the state of
+    torch's CPU generator alone, and advances it once."""
     count = math.prod(shape)
     seed = int(torch.empty((), dtype=torch.int64).random_())
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
@@ -37,8 +37,9 @@ class Dropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p in (0.0, 1.0):
             return super().forward(x)
-        kept = draw_kept(x.shape, self.p).view(torch.uint8)  # PyTorch's cast of bytes is vectorized, of bools it is not
-        return x * kept.to(x.dtype).div_(kept_share(self.p))
+        # as bytes: PyTorch's cast of bools is not vectorized
+        keep = keep_mask(x.shape, self.p).view(torch.uint8)
+        return x * keep.to(x.dtype).div_(keep_probability(self.p))
 
 
 def use_fast_dropout(model: nn.Module) -> None:
@@ -54,20 +55,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, scaling: float, p: float) -> torch.Tensor:
         """`bias`: None or (batch x heads, 1 or seq_len, seq_len), added to the scores. Matrix products have the
-        precision of `q`, `k` and `v`, the softmax is in fp32. The factor 1 / `kept_share` of dropout is applied to the
+        precision of `q`, `k` and `v`, the softmax is in fp32. The factor 1 / `keep_probability` is applied to the
         output, which is smaller than the weights."""
         q = q * scaling
-        out, kept = torch.empty_like(v), []
+        out, packed = torch.empty_like(v), []
         for chunk in _chunks(q):
             weights = _softmax(q, k, bias, chunk)
             if p:
-                mask = draw_kept(weights.shape, p)
-                kept.append(torch.from_numpy(np.packbits(mask.numpy())))
+                mask = keep_mask(weights.shape, p)
+                packed.append(torch.from_numpy(np.packbits(mask.numpy())))
                 weights = weights.mul_(mask.view(torch.uint8).to(weights.dtype))
             torch.bmm(weights.to(v.dtype), v[chunk], out=out[chunk])
         if p:
-            out.div_(kept_share(p))
-        ctx.save_for_backward(q, k, v, out, bias, *kept)
+            out.div_(keep_probability(p))
+        ctx.save_for_backward(q, k, v, out, bias, *packed)
         ctx.scaling, ctx.p = scaling, p
         return out
 
@@ -79,16 +80,16 @@ class _Attention(torch.autograd.Function):
         # the mean gradient of a row's weights, which the softmax subtracts from each (Dao et al., equation 4)
         mean = (grad.float() * out.float()).sum(-1, keepdim=True)
         if ctx.p:
-            grad = grad / kept_share(ctx.p)
+            grad = grad / keep_probability(ctx.p)
         for number, chunk in enumerate(_chunks(q)):
             weights = _softmax(q, k, bias, chunk)
             of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
             dropped = weights
             if ctx.p:
                 bits = np.unpackbits(packed[number].numpy(), count=weights.numel()).reshape(weights.shape)
-                kept = torch.from_numpy(bits).to(weights.dtype)
-                of_weights.mul_(kept)
-                dropped = kept.mul_(weights)
+                keep = torch.from_numpy(bits).to(weights.dtype)
+                of_weights.mul_(keep)
+                dropped = keep.mul_(weights)
             torch.bmm(dropped.to(v.dtype).transpose(1, 2), grad[chunk], out=grads[2][chunk])
             of_scores = of_weights.sub_(mean[chunk]).mul_(weights).to(q.dtype)
             torch.bmm(of_scores, k[chunk], out=grads[0][chunk])
