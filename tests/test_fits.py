@@ -21,7 +21,7 @@ LONG = "The cat sees <mask> in the garden. " + "Every child follows this house n
 
 
 def long_text_is_completed(folder):
-    """Truncation without a length of its own, as `pipeline` and a user's first lines have it."""
+    """Truncation without an explicit length, as in `pipeline`."""
     assert len(pipeline("fill-mask", model=folder, device="cpu")(LONG, tokenizer_kwargs={"truncation": True})) == 5
     encoded = AutoTokenizer.from_pretrained(folder)(LONG, truncation=True, return_tensors="pt")
     with torch.no_grad():

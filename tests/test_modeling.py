@@ -160,7 +160,7 @@ def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
 
 
 def test_losses_and_gradients_of_many_rows_are_torchs(monkeypatch):
-    """More than are taken at a time, in each precision; an ignored row has neither."""
+    """More rows than fit at once, in each precision; an ignored row has neither."""
     torch.manual_seed(0)
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 50 * 128)
     targets = torch.randint(0, 50, (2 * 128 + 7,))

@@ -1,4 +1,4 @@
-"""A further objective and optimizer are a declaration each (toy_declarations.py): no line of the library knows them."""
+"""A further objective and optimizer are a declaration each (toy_declarations.py): no line of the library names them."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def reader(tmp_path, tokenizer):
     return chunks.TextReader(corpus, tokenizer, input_format="full_sentences toy", max_seq_length=64, seed=1)
 
 
-def taken(blocks, count):
+def first(blocks, count):
     return list(itertools.islice(blocks, count))
 
 
@@ -63,16 +63,16 @@ def same(block, other):
 
 
 def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(reader, tokenizer, tmp_path):
-    blocks = taken(TrainBlocks(reader, batch_size=4), 40)
+    blocks = first(TrainBlocks(reader, batch_size=4), 40)
     assert all(set(block) == COLUMNS for block in blocks)
     assert {block["toy_label"] for block in blocks} == {-100, 0, 1}
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
     cache = token_cache.TokenCache(tmp_path / "cache", reader.corpus, seed=1)
-    cached = taken(TrainBlocks(cache, batch_size=4), 40)
+    cached = first(TrainBlocks(cache, batch_size=4), 40)
     assert all(map(same, blocks, cached)) and cached[0]["token_type_ids"].dtype == np.uint8
     held_out, from_cache = (list(stream.validation_blocks(provider, None)) for provider in (reader, cache))
     assert len(held_out) > 8 and all(map(same, held_out, from_cache))
-    repeated = taken(TrainBlocks(cache, batch_size=4, limit=8), 24)
+    repeated = first(TrainBlocks(cache, batch_size=4, limit=8), 24)
     assert {block.epoch for block in repeated} == {0, 1, 2} and all(set(block) == COLUMNS for block in repeated)
 
     collator = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)
@@ -107,7 +107,7 @@ def by_definition(config, tokenizer, blocks):
 
 @pytest.mark.parametrize("micro_batch", [16, 4, 1])
 def test_the_gradient_of_both_means_is_the_same_in_any_layout(reader, toy_config, tokenizer, tmp_path, micro_batch):
-    blocks = taken(stream.validation_blocks(reader, None), 16)
+    blocks = first(stream.validation_blocks(reader, None), 16)
     assert 0 < sum(block["toy_label"] != -100 for block in blocks) < 16  # fewer targets than blocks
     losses, gradients = by_definition(toy_config, tokenizer, blocks)
     torch.manual_seed(0)
@@ -195,21 +195,21 @@ records = [train_mlm.main([*flags, "--output_dir", whole])]
 resume = ["--resume_from_checkpoint", f"{whole}/checkpoint-2"]
 records.append(train_mlm.main([*flags, *resume, "--output_dir", again]))
 metrics, _ = evaluate.main([*flags, "--model_name_or_path", whole])
-found = {"records": records, "eval_loss": metrics["eval_loss"], "said": []}
+found = {"records": records, "eval_loss": metrics["eval_loss"], "errors": []}
 one_card = [*flags, "--hardware", "1xH200", "--optim"]
 found["states"] = [estimate.main([*one_card, name]).memory.optimizer for name in ("toy", "lamb")]
 for words in (["--optim_args", "speed=1"], ["--input_format", "contiguous"]):
     try:
         train_mlm.main([*flags, *words])
     except InputError as error:
-        found["said"].append(str(error))
+        found["errors"].append(str(error))
 print("\\n" + json.dumps(found))
 train_mlm.main(["--help"])
 """
 
 
 def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_config, tmp_path):
-    """In a process of its own, as flags are made when they are imported."""
+    """In another process, as flags are made on import."""
     toy_config.to_json_file(tmp_path / "config.json")
     flags = ["--objective", "mlm", "toy", "--optim", "toy", "--optim_args", "momentum=0.8", "--save_strategy", "steps"]
     flags += ["--save_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", tmp_path / "run", tmp_path / "b"]
@@ -232,6 +232,6 @@ def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_con
     assert {group["momentum"] for group in state["param_groups"]} == {0.8}
     assert all(of_weight.keys() == {"mean"} for of_weight in state["state"].values()) and len(state["state"]) > 20
     assert 2 * found["states"][0] == found["states"][1] > 0  # a number for each weight, and two
-    assert "it has no speed, it takes momentum" in found["said"][0]
-    assert "objective toy goes with input_format=full_sentences, not contiguous" in found["said"][1]
+    assert "it has no speed, it takes momentum" in found["errors"][0]
+    assert "objective toy goes with input_format=full_sentences, not contiguous" in found["errors"][1]
     assert "toy (a toy: the number of a block)" in usage and "toy: a toy: signs of a running mean." in usage

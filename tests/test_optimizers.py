@@ -99,8 +99,8 @@ def test_the_matrices_are_those_of_every_familys_layers():
         config = config_of(name)
         with torch.device("meta"):
             model = masked_lm_class(config)(config)
-        taken = {id(weight) for weight in optimizers.matrices_of_layers(model)}
-        names = [key for key, weight in model.named_parameters() if id(weight) in taken]
+        matrices = {id(weight) for weight in optimizers.matrices_of_layers(model)}
+        names = [key for key, weight in model.named_parameters() if id(weight) in matrices]
         shared = name == "albert"  # whose two layers are one
         assert len(names) >= (1 if shared else 2) * 4, (name, names)
         assert not [key for key in names if "embed" in key or key.startswith(("cls.", "lm_", "predictions"))], names

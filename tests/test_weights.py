@@ -105,7 +105,7 @@ def test_a_masked_lm_without_its_head(model_dir, loaders, tmp_path):
     for name in ("pretraining", "wnli", "fairseq"):
         with pytest.raises(InputError, match=r"has no weights for lm_head.\S+ and \d others"):
             loaders[name](model_dir)
-    loaders["classifier"](model_dir)  # which has a head of its own
+    loaders["classifier"](model_dir)  # has another head
 
 
 def test_a_head_that_is_there_in_part(model_dir, tmp_path):

@@ -198,12 +198,9 @@ def build_model(
     """
     source = model_name_or_path or config_name
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
-    if model_name_or_path:
-        where = f"model_name_or_path={source!r}"
-        albert.resolve(config, where)
-        if albert.shares_parts(config):
-            stock = architectures.stock_class(config, source)
-            albert.check_copies(weights.load(stock, source, config=config)[0], where)
+    if model_name_or_path and albert.shares_parts(config):
+        stock = architectures.stock_class(config, source)
+        albert.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
     cls = masked_lm_class(config, source, objectives)
     entries = len(tokenizer)
     padded = round_up(entries, pad_vocab_to_multiple_of or 1)

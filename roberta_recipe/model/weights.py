@@ -62,7 +62,11 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
 
 def config_of(config_name: str | None, overrides: str | None, model_name_or_path: str | None) -> PreTrainedConfig:
     """The config of a checkpoint, or of fresh weights where none is named. Raises `InputError`."""
-    return read_config(model_name_or_path) if model_name_or_path else fresh_config(config_name, overrides)
+    if not model_name_or_path:
+        return fresh_config(config_name, overrides)
+    config = read_config(model_name_or_path)
+    albert.resolve(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
+    return config
 
 
 def positions(config: PreTrainedConfig) -> int | None:
