@@ -210,7 +210,7 @@ def build_model(
             f"{config.pad_token_id}, the tokenizer {entries} entries and {tokenizer.pad_token_id}; set vocab_size to "
             f"{entries}, pad_vocab_to_multiple_of, or tokenizer_name to the model's own tokenizer"
         )
-    weights.check_length(config, source, max_seq_length)
+    weights.check_length(source, max_seq_length, config)
     if model_name_or_path:
         # a finished model has no heads of other objectives
         model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)

@@ -80,9 +80,9 @@ def positions(config: PreTrainedConfig) -> int | None:
     return rows
 
 
-def check_length(config: PreTrainedConfig, name: str, max_seq_length: int) -> None:
-    """Raise `InputError` where the model `name` has fewer than `max_seq_length` positions."""
-    longest = positions(config)
+def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
+    """Raise `InputError` where the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
+    longest = positions(config or read_config(name))
     if longest and max_seq_length > longest:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "

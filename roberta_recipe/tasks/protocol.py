@@ -145,7 +145,7 @@ def check_arguments(
             f"hub_strategy={training_args.hub_strategy.value}: fine-tuning pushes the best run so far (every_save) or "
             "the best of all (end)"
         )
-    weights.check_length(weights.read_config(args.model_name_or_path), args.model_name_or_path, args.max_seq_length)
+    weights.check_length(args.model_name_or_path, args.max_seq_length)
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)
