@@ -1,4 +1,4 @@
-"""Which attention is fastest: the table of roberta_recipe/model/attention.py, measured.
+"""Which attention is fastest: the choice of roberta_recipe/model/attention.py, measured.
 
     python benchmarks/attention.py [--threads 1]
 

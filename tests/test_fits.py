@@ -1,4 +1,4 @@
-"""A tokenizer that is saved beside a model fits it: text of any length is cut to the positions that the model has."""
+"""A tokenizer that is saved beside a model truncates to the positions of the model."""
 
 import shutil
 from pathlib import Path
@@ -16,23 +16,20 @@ from roberta_recipe.model.weights import read_config
 from roberta_recipe.presets import load_yaml
 
 PRESETS = sorted((ROOT / "presets" / "mlm").glob("*.yaml"))
+assert len(PRESETS) == 9
 LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200
 
 
 def long_text_is_completed(folder):
-    """Truncation without a length of its own, as `pipeline` and a user's first lines have it."""
+    """Truncation without an explicit length, as in `pipeline`."""
     assert len(pipeline("fill-mask", model=folder, device="cpu")(LONG, tokenizer_kwargs={"truncation": True})) == 5
     encoded = AutoTokenizer.from_pretrained(folder)(LONG, truncation=True, return_tensors="pt")
     with torch.no_grad():
         return AutoModel.from_pretrained(folder)(**encoded).last_hidden_state.shape[1]
 
 
-def test_there_are_presets():
-    assert len(PRESETS) == 9
-
-
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
-def test_every_presets_model_takes_what_its_tokenizer_gives(preset, tokenizer, tmp_path):
+def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer, tmp_path):
     """The preset's positions, one small layer."""
     values = load_yaml(preset)
     config = read_config(values["config_name"])
@@ -48,7 +45,7 @@ def test_every_presets_model_takes_what_its_tokenizer_gives(preset, tokenizer, t
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
 
 
-def test_checkpoint_and_model_of_a_run_have_it_and_the_run_resumes(preset, tmp_path, tokenizer_dir):
+def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, tokenizer_dir):
     """The tokenizer that was trained stays as it is, and so does the fingerprint."""
     saving = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2"]
     before = {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()}

@@ -96,7 +96,7 @@ def test_the_inherited_flags_that_are_free_or_of_the_layout_are_these():
 @pytest.mark.parametrize("script", flags.CLASSES)
 def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch, tmp_path, model_dir):
     """With another value; what is declared free is held by benchmarks/flags.py and by the sample below."""
-    monkeypatch.setattr(protocol.heads, "check_length", lambda *args: None)
+    monkeypatch.setattr(protocol.weights, "check_length", lambda *args: None)
     base, seen = arguments(script, []), dict.fromkeys(("refused", "fixed", "layout", "free", "start", "content"), 0)
     for position, cls in enumerate(flags.CLASSES[script]):
         # the flags of TrainingArguments are the same in all fine-tuning scripts
@@ -155,7 +155,7 @@ STOCK = """
 
 def test_flags_of_stock_command_lines_that_are_so_already_are_taken(monkeypatch):
     """What Trainer would do beside the recipe is off."""
-    monkeypatch.setattr(protocol.heads, "check_length", lambda *args: None)
+    monkeypatch.setattr(protocol.weights, "check_length", lambda *args: None)
     for words in ([], ["--dataloader_num_workers", "1"]):
         _, taken = filled = arguments("finetune_glue", [*STOCK.split(), *words])
         check("finetune_glue", filled)
@@ -219,7 +219,7 @@ def test_what_names_content_is_fingerprinted_by_its_content(preset, tmp_path, co
     config.num_hidden_layers = 1
     config.to_json_file(tmp_path / "small.json")
     torch.manual_seed(1)
-    pretraining.modeling.build_model(
+    pretraining.masked_lm.build_model(
         train_mlm.tokenization.load_tokenizer(model_dir), config_name=str(tmp_path / "config.json"), max_seq_length=64
     ).save_pretrained(tmp_path / "model-2")
     changes = {

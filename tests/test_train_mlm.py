@@ -413,8 +413,8 @@ BAD = {
     "no readable file": (["--train_file", "{unreadable}"], ["has no file that can be read", "unreadable"]),
     "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
     "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
-    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: the document at line 1 is not UTF-8"]),
-    "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265, the tokenizer 400"]),
+    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: line 1 is not UTF-8"]),
+    "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265", "the tokenizer 400"]),
     "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
     "small validation set": (
         ["--validation_file", "{text}", "--per_device_eval_batch_size", "64"],

@@ -83,26 +83,24 @@ def test_logits_without_labels_are_those_of_padded_rows():
     torch.testing.assert_close(logits[varlen.VARLEN], logits["sdpa"])
 
 
-def test_what_cannot_be_unpadded_is_refused(preset, tmp_path, monkeypatch):
-    flags = ["--config", str(preset), "--attn_implementation", "varlen", "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(InputError, match="varlen: FlashAttention needs CUDA and bf16 or fp16; this run is"):
-        train_mlm.main(flags)
-    args = MlmTrainingArguments(str(tmp_path), max_steps=1, attn_implementation="varlen", bf16=True, use_cpu=True)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "unpads", "message"),
+    [
+        ("roberta", {}, False, "it is for pretraining only"),
+        ("modernbert", {}, True, "a 'modernbert' model has no position ids"),
+        ("roberta", {"attention_probs_dropout_prob": 0.1}, True, "has no dropout, and the model has att.*=0.1"),
+    ],
+)
+def test_models_that_cannot_be_unpadded_are_refused(tmp_path, monkeypatch, model_type, changes, unpads, message):
     monkeypatch.setattr(MlmTrainingArguments, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    args = MlmTrainingArguments(str(tmp_path), max_steps=1, attn_implementation="varlen", bf16=True, use_cpu=True)
     assert attention.choose(config_of("roberta"), args, unpads=True) == "varlen"
-    with pytest.raises(InputError, match="for pretraining only"):
-        attention.choose(config_of("roberta"), args)
-    with pytest.raises(InputError, match="a 'modernbert' model has no position ids"):
-        attention.choose(config_of("modernbert"), args, unpads=True)
-    dropout = config_of("roberta")
-    dropout.attention_probs_dropout_prob = 0.1
-    with pytest.raises(InputError, match="set it to 0 in the config"):
-        attention.choose(dropout, args, unpads=True)
-    args.torch_compile = True
-    with pytest.raises(InputError, match="differ in shape"):
-        attention.choose(config_of("roberta"), args, unpads=True)
-    args.torch_compile = False
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    with pytest.raises(InputError, match="from Ampere on"):
-        attention.choose(config_of("roberta"), args, unpads=True)
+    config = config_of(model_type)
+    config.update(changes)
+    with pytest.raises(InputError, match=message):
+        attention.choose(config, args, unpads)
+
+
+def test_a_cpu_is_refused(preset):
+    with pytest.raises(InputError, match="varlen: it needs CUDA and bf16 or fp16; this run is fp32 on cpu"):
+        train_mlm.main(["--config", str(preset), "--attn_implementation", "varlen"])

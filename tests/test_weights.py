@@ -1,6 +1,5 @@
-"""Checkpoints that are cut, flipped or incomplete: a line, or the weights that were saved; never weights drawn anew."""
+"""Checkpoints that are truncated, corrupted or incomplete are refused; weights are never initialized instead."""
 
-import json
 import random
 import shutil
 import struct
@@ -15,7 +14,6 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import heads, weights
@@ -28,7 +26,7 @@ LAYER = "roberta.encoder.layer.1.output.dense.weight"
 
 @pytest.fixture
 def loaders(tokenizer):
-    """What loads a checkpoint, by name: each as a function from a folder to a model."""
+    """Functions from a folder to a model, by use."""
     return {
         "pretraining": lambda folder: build_model(tokenizer, model_name_or_path=str(folder), max_seq_length=64),
         "classifier": lambda folder: heads.load_with_head(AutoModelForSequenceClassification, str(folder), None),
@@ -45,21 +43,8 @@ def edit(folder, change):
 
 
 def header_bytes(path):
-    """Bytes of a file that a flipped bit may change unseen by anything but a checksum begin here."""
+    """The length of the part of a file in which a flipped bit can be noticed without a hash."""
     return 8 + struct.unpack("<Q", path.read_bytes()[:8])[0] if path.suffix == ".safetensors" else path.stat().st_size
-
-
-def into_shards(folder):
-    """The checkpoint in two shards and an index."""
-    stored = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names, files = sorted(stored), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    parts = [names[: len(names) // 2], names[len(names) // 2 :]]
-    for file, part in zip(files, parts, strict=True):
-        save_file({name: stored[name] for name in part}, folder / file, metadata={"format": "pt"})
-    where = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-    index = {"metadata": {"total_size": 1}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def body_of(model):
@@ -67,15 +52,17 @@ def body_of(model):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_that_is_cut_or_flipped_is_refused_or_the_same(model_dir, loaders, tmp_path, sharded):
-    """Random cuts of every file, random bits of every JSON and header: no other weights, and one line each."""
+def test_a_truncated_or_flipped_file_is_refused_or_has_the_same_weights(model_dir, loaders, tmp_path, sharded):
+    """Random truncations of every file, random bits of every JSON and header."""
     draw, outcomes = random.Random(1), {"refused": 0, "same": 0}
+    model = loaders["wnli"](model_dir)
+    whole = body_of(model)
     if sharded:
-        into_shards(Path(model_dir))
-    whole = body_of(loaders["wnli"](model_dir))
+        (Path(model_dir) / "model.safetensors").unlink()
+        model.save_pretrained(model_dir, max_shard_size="100KB")
     files = [path for path in Path(model_dir).iterdir() if path.name == "config.json" or "safetensors" in path.name]
-    assert len(files) == (4 if sharded else 2)
-    for trial in range(48):
+    assert len(files) > 3 if sharded else len(files) == 2
+    for trial in range(32):
         folder = tmp_path / f"damaged{trial}"
         shutil.copytree(model_dir, folder)
         path = folder / files[trial % len(files)].name
@@ -92,12 +79,10 @@ def test_a_checkpoint_that_is_cut_or_flipped_is_refused_or_the_same(model_dir, l
             assert "\n" not in str(error) and str(folder) in str(error)
             outcomes["refused"] += 1
         else:
-            pooled = {key for key in found if "pooler" in key}
-            assert found.keys() - pooled == whole.keys(), (trial, path, name)
+            assert found.keys() - {key for key in found if "pooler" in key} == whole.keys(), (trial, path, name)
             assert all(found[key].equal(whole[key]) for key in whole), (trial, path, name)
             outcomes["same"] += 1
-        shutil.rmtree(folder)
-    assert outcomes["refused"] > 24 and outcomes["same"], outcomes
+    assert outcomes["refused"] > 16 and outcomes["same"], outcomes
 
 
 def test_a_flipped_bit_of_the_weights_is_seen_where_there_is_a_manifest(model_dir, loaders, tmp_path):
@@ -115,24 +100,15 @@ def test_a_flipped_bit_of_the_weights_is_seen_where_there_is_a_manifest(model_di
         load(folder)
 
 
-def test_weights_that_are_missing_are_named(model_dir, loaders, tmp_path):
-    for name, load in loaders.items():
-        shutil.copytree(model_dir, tmp_path / name)
-        edit(tmp_path / name, lambda stored: [stored.pop(key) for key in list(stored) if ".layer.1." in key])
-        with pytest.raises(InputError, match=r"has no weights for roberta.encoder.layer.1.\S+ and 15 others"):
-            load(tmp_path / name)
-
-
 def test_a_masked_lm_without_its_head(model_dir, loaders, tmp_path):
     edit(model_dir, lambda stored: [stored.pop(key) for key in list(stored) if key.startswith("lm_head.")])
     for name in ("pretraining", "wnli", "fairseq"):
         with pytest.raises(InputError, match=r"has no weights for lm_head.\S+ and \d others"):
             loaders[name](model_dir)
-    loaders["classifier"](model_dir)  # which has a head of its own
+    loaders["classifier"](model_dir)  # has another head
 
 
 def test_a_head_that_is_there_in_part(model_dir, tmp_path):
-    """The half that is missing is not drawn anew beside the half that is there."""
     RobertaForSequenceClassification.from_pretrained(model_dir).save_pretrained(tmp_path / "tuned")
     heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
     edit(tmp_path / "tuned", lambda stored: stored.pop("classifier.dense.bias"))
@@ -141,65 +117,61 @@ def test_a_head_that_is_there_in_part(model_dir, tmp_path):
     heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path / "tuned"), None, random_weights=True)
 
 
-def test_layers_that_the_config_leaves_out(model_dir, loaders):
-    path = Path(model_dir) / "config.json"
-    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
-    for load in loaders.values():
-        with pytest.raises(InputError, match=r"its config.json has no room for roberta.encoder.layer.1.\S+ and 15 oth"):
-            load(model_dir)
+def without_a_layer(folder):
+    edit(folder, lambda stored: [stored.pop(key) for key in list(stored) if ".layer.1." in key])
 
 
-def test_sizes_that_the_config_does_not_have(model_dir, loaders):
-    path = Path(model_dir) / "config.json"
-    path.write_text(path.read_text().replace('"intermediate_size": 64', '"intermediate_size": 96'))
-    for load in loaders.values():
-        with pytest.raises(InputError, match=r"other sizes than its config.json says, roberta.encoder.layer.0.inter"):
-            load(model_dir)
+def with_a_nan(folder):
+    edit(folder, lambda stored: stored[LAYER].view(-1)[7:8].fill_(torch.nan))
 
 
-def test_weights_that_are_not_finite(model_dir, loaders):
-    edit(model_dir, lambda stored: stored[LAYER].view(-1)[7:8].fill_(torch.nan))
-    for load in loaders.values():
-        with pytest.raises(InputError, match=rf"{LAYER} not finite"):
-            load(model_dir)
-
-
-def test_a_pickle_is_not_loaded(model_dir, loaders):
-    folder = Path(model_dir)
+def as_a_pickle(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    for load in loaders.values():
-        with pytest.raises(InputError, match=r"It has a pickle, which is not loaded; .* save it anew: python -c"):
-            load(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"model_type": "roberta", "hidden_size": "x"}', '{"a'])
-def test_a_config_that_is_none(model_dir, loaders, content):
-    (Path(model_dir) / "config.json").write_text(content)
+def configured(old, new):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_a_layer, r"has no weights for roberta.encoder.layer.1.\S+ and 15 others"),
+        (with_a_nan, rf"{LAYER} not finite"),
+        (as_a_pickle, r"no weights to load at .*no file named model.safetensors"),
+        (
+            configured('layers": 2', 'layers": 1'),
+            r"has no place for the weights roberta.encoder.layer.1.\S+ and",
+        ),
+        (
+            configured('e_size": 64', 'e_size": 96'),
+            r"other sizes than in its config.json, roberta.encoder.layer.0.",
+        ),
+        (lambda folder: (folder / "config.json").write_text("[]"), r"^no model config at model_name_or_path="),
+        (lambda folder: (folder / "config.json").write_text('{"a'), r"^no model config at model_name_or_path="),
+        (configured('"hidden_size": 32', '"hidden_size": "x"'), r"^no model config at model_name_or_path="),
+    ],
+)
+def test_incomplete_checkpoints_are_refused(model_dir, loaders, preset, change, message):
+    change(Path(model_dir))
     for load in loaders.values():
-        with pytest.raises(InputError, match=r"^no model config at model_name_or_path=.*"):
+        with pytest.raises(InputError, match=message):
             load(model_dir)
-
-
-def test_the_commands_refuse_such_a_checkpoint(model_dir, preset):
-    """Both ran to their end on weights drawn at random, exit code 0."""
-    edit(model_dir, lambda stored: [stored.pop(key) for key in list(stored) if ".layer.1." in key])
-    for main in (train_mlm.main, evaluate.main):
-        with pytest.raises(InputError, match=r"has no weights for roberta.encoder.layer.1.\S+ and 15 others"):
-            main(["--config", preset, "--model_name_or_path", model_dir])
+    with pytest.raises(InputError, match=message):
+        evaluate.main(["--config", preset, "--model_name_or_path", model_dir])
 
 
 def test_the_identity_of_a_checkpoint_is_its_content(model_dir):
     before = weights.identity(model_dir)
+    edit(model_dir, lambda stored: None)
     assert weights.identity(model_dir) == before
-    path = Path(model_dir) / "model.safetensors"
-    content = path.read_bytes()
-    middle = bytearray(content)
-    middle[len(middle) // 2] ^= 1
-    path.write_bytes(middle)
+    edit(model_dir, lambda stored: stored[LAYER].view(-1)[7:8].add_(1))
     assert weights.identity(model_dir) != before
-    path.write_bytes(content)
-    assert weights.identity(model_dir) == before
-    config = Path(model_dir) / "config.json"
-    config.write_text(config.read_text().replace('"hidden_dropout_prob": 0.0', '"hidden_dropout_prob": 0.1'))
+    edit(model_dir, lambda stored: stored[LAYER].view(-1)[7:8].sub_(1))
+    configured('"hidden_dropout_prob": 0.0', '"hidden_dropout_prob": 0.1')(Path(model_dir))
     assert weights.identity(model_dir) != before

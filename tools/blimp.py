@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")
         set_seed(seed)
-        control = predictions.ready(weights.fresh(AutoModelForMaskedLM, name, config))
+        control = predictions.ready(weights.fresh(AutoModelForMaskedLM, config))
         controls.append(measure(control, tokenizer, pairs, args.methods, args.bf16))
     record: records.BlimpRecord = {
         "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,

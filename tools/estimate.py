@@ -82,7 +82,7 @@ def _counts(config_class: type[PreTrainedConfig], as_json: str, trained_for: tup
     config = config_class.from_dict(json.loads(as_json))
     with torch.device("meta"):  # no memory, no numbers
         cls = masked_lm.masked_lm_class(config, config.model_type, objectives.named(trained_for))
-        model = weights.fresh(cls, config.model_type, config)
+        model = weights.fresh(cls, config)
         return model.num_parameters(), sum(weight.numel() for weight in optimizers.matrices_of_layers(model))
 
 
@@ -425,8 +425,7 @@ def table(estimate: Estimate) -> str:
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
     if not largest:
-        recompute = "activation_checkpointing, " * architectures.can_checkpoint(config)
-        advice = f"not even 1 sequence does; take a higher ZeRO stage, offload, {recompute}a larger GPU"
+        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
     time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)

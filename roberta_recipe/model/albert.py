@@ -1,19 +1,22 @@
-"""Parameter sharing between the layers of an ALBERT (arXiv 1909.11942, section 3.1 and Table 4): all, attention,
-feed-forward network, or none.
+"""Parameter sharing between the layers of an ALBERT (arXiv 1909.11942, section 3.1 and Table 4): all, the attention
+alone, the feed-forward network alone, or none.
 
-transformers' ALBERT shares whole layers (`num_hidden_groups`). To share a part, each layer is a group here, with one
-module in all of them. Checkpoints have the shared weights once for each group, so that the stock class loads them.
+transformers' ALBERT shares whole layers (`num_hidden_groups`). Here, a model that shares a part of them has one group a
+layer, and the shared modules of the first group in all. Its checkpoints repeat the shared weights in each group, so the
+stock class computes the same; trained in the stock class, the groups would diverge.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AlbertConfig, PreTrainedConfig, PreTrainedModel
 
 from roberta_recipe.errors import InputError
 
 SHARED = "shared_parameters"  # the key of a config
-# modules of an `AlbertLayer`; each part with the LayerNorm behind it
+# modules of an `AlbertLayer`, each part with its LayerNorm
 _PARTS = {
     "attention": ("attention",),
     "feed_forward": ("ffn", "ffn_output", "full_layer_layer_norm"),
@@ -22,55 +25,59 @@ _KINDS = ("all", *_PARTS, "none")
 
 
 def resolve(config: PreTrainedConfig, name: str) -> None:
-    """Set `num_hidden_groups` by a config's `shared_parameters`, if any. Raises `InputError`; `name`: of the config."""
+    """Set `num_hidden_groups` by the `shared_parameters` of the config of `name`, if any. Raises `InputError`."""
     shared = getattr(config, SHARED, None)
     if shared is None:
         return
     if not isinstance(config, AlbertConfig) or shared not in _KINDS:
         raise InputError(
-            f"{name} has {SHARED}={shared!r}, which a {config.model_type!r} model cannot do; an ALBERT takes one of "
-            f"{', '.join(_KINDS)}"
+            f"{name} has {SHARED}={shared!r} in a {config.model_type!r} model; use one of {', '.join(_KINDS)} in an "
+            "ALBERT"
         )
+    if shared in _PARTS and config.inner_group_num > 1:
+        raise InputError(f"{name} has {SHARED}={shared}, so inner_group_num={config.inner_group_num} must be 1")
     config.num_hidden_groups = 1 if shared == "all" else config.num_hidden_layers
 
 
+def shares_parts(config: PreTrainedConfig) -> bool:
+    """Whether the model needs `SharedParts`."""
+    return getattr(config, SHARED, None) in _PARTS and config.num_hidden_layers > 1
+
+
+def _shared_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """(layer, first layer, attribute) for each module that a layer shares with the first."""
+    first, *others = (group.albert_layers[0] for group in model.base_model.encoder.albert_layer_groups)
+    for layer in others:
+        for part in _PARTS[getattr(model.config, SHARED)]:
+            yield layer, first, part
+
+
 class SharedParts:
-    """Mixin before a stock ALBERT class whose layers share attention or feed-forward networks."""
+    """A mixin before a stock ALBERT whose layers share attention or feed-forward networks."""
 
     def __init__(self, config: AlbertConfig):
         super().__init__(config)
-        first, *others = self.base_model.encoder.albert_layer_groups
-        for group in others:
-            for layer, of_first in zip(group.albert_layers, first.albert_layers, strict=True):
-                for part in _PARTS[getattr(config, SHARED)]:
-                    setattr(layer, part, getattr(of_first, part))
+        for layer, first, part in _shared_modules(self):
+            setattr(layer, part, getattr(first, part))
 
     def save_pretrained(self, save_directory: Any, state_dict: dict[str, torch.Tensor] | None = None, **kwargs: Any):
-        """As the stock class, with the shared weights of each group."""
+        """As the stock class, with the shared weights repeated in each group."""
         state, first = dict(self.state_dict() if state_dict is None else state_dict), {}
         encoder = f"{self.base_model_prefix}.encoder"
         for name, weight in self.base_model.encoder.named_parameters(encoder, remove_duplicate=False):
-            of = first.setdefault(id(weight), name)
-            if of != name and of in state:
-                state[name] = state[of].clone()
+            original = first.setdefault(id(weight), name)
+            if original != name and original in state:
+                state[name] = state[original].clone()
         return super().save_pretrained(save_directory, state_dict=state, **kwargs)
 
 
 def check_copies(stock: PreTrainedModel, where: str) -> None:
-    """Raise `InputError` where a checkpoint, read as the stock class, has unequal copies of shared weights."""
-    first, *others = stock.base_model.encoder.albert_layer_groups
-    shared = getattr(stock.config, SHARED)
-    for group in others:
-        for layer, of_first in zip(group.albert_layers, first.albert_layers, strict=True):
-            for part in _PARTS[shared]:
-                pairs = zip(getattr(layer, part).parameters(), getattr(of_first, part).parameters(), strict=True)
-                if not all(torch.equal(*pair) for pair in pairs):
-                    raise InputError(
-                        f"{where} has {SHARED}={shared} in its config, and layers whose {part} differ: it was trained "
-                        f"without sharing. Write {SHARED}: none into its config.json to continue like that"
-                    )
-
-
-def shares_parts(config: PreTrainedConfig) -> bool:
-    """Whether `SharedParts` is needed to train the model."""
-    return getattr(config, SHARED, None) in _PARTS and config.num_hidden_layers > 1
+    """Raise `InputError` where shared weights differ between the groups of a checkpoint in the stock class."""
+    for layer, first, part in _shared_modules(stock):
+        pairs = zip(getattr(layer, part).parameters(), getattr(first, part).parameters(), strict=True)
+        if not all(torch.equal(*pair) for pair in pairs):
+            shared = getattr(stock.config, SHARED)
+            raise InputError(
+                f"{where} has {SHARED}={shared} in its config, and layers whose {part} differ: it was trained in the "
+                f"stock class. Write {SHARED}: none into its config.json to continue without sharing"
+            )

@@ -1,9 +1,9 @@
 """Dropout and attention for training on a CPU, where PyTorch's own are slow.
 
 PyTorch draws a dropout mask number by number, at the cost of some hundred multiply-adds each, and its attention with
-dropout writes every matrix of weights to memory. Here a mask takes 16 random bits an element, and attention goes over
-the sequences a few heads at a time, so that their weights stay in the processor's cache; the backward pass computes
-them again (Dao et al. 2022, section 3.1, without the tiling). benchmarks/README.md has what that gains.
+dropout writes every weight matrix to memory. Here a mask takes 16 random bits an element, and attention processes a few
+heads at a time, so that their weights stay in the cache; the backward pass recomputes them (Dao et al. 2022, section
+3.1, without the tiling). benchmarks/README.md has the speed.
 """
 
 import math
@@ -13,54 +13,40 @@ import torch
 from torch import nn
 
 BLOCKWISE = "blockwise"  # as `attn_implementation`
-_WEIGHTS_AT_ONCE = 1 << 19  # attention weights in work: 2 MiB in fp32
-_LEVELS = 1 << 16  # of a drawn number
+_WEIGHTS_AT_ONCE = 1 << 19  # attention weights in cache: 2 MiB in fp32
+_LEVELS = 1 << 16  # of a random number
 
 
-def kept_share(p: float) -> float:
-    """The probability with which `draw_kept` keeps an element, where `p` is asked to be dropped: within 2^-17."""
+def keep_probability(p: float) -> float:
+    """The probability that `keep_mask` keeps an element: 1 - `p` within 2^-17."""
     return 1 - round(p * _LEVELS) / _LEVELS
 
 
-def draw_kept(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
-    """A bool mask of `shape`, each element False with probability 1 - `kept_share(p)`, independently.
-
-    It is a function of the state of torch's CPU generator, which is drawn from once.
-    """
+def keep_mask(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
+    """A bool mask of `shape`, each element independently True with `keep_probability(p)`. It depends on the state of
+    torch's CPU generator alone, and advances it once."""
     count = math.prod(shape)
     seed = int(torch.empty((), dtype=torch.int64).random_())
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
     return torch.from_numpy(bits >= round(p * _LEVELS)).view(shape)
 
 
-def _factors(kept: torch.Tensor, share: float, dtype: torch.dtype) -> torch.Tensor:
-    """What elements are multiplied by, 1 / `share` or 0, of the mask `kept`."""
-    return kept.view(torch.uint8).to(dtype).div_(share)  # PyTorch casts bytes, not bools, many at a time
-
-
-class _Dropped(torch.autograd.Function):
-    """`x` with elements dropped; keeps a byte an element for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, p: float) -> torch.Tensor:
-        kept = draw_kept(x.shape, p)
-        ctx.save_for_backward(kept)
-        ctx.share = kept_share(p)
-        return _factors(kept, ctx.share, x.dtype).mul_(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        (kept,) = ctx.saved_tensors
-        return _factors(kept, ctx.share, grad.dtype).mul_(grad), None
-
-
 class Dropout(nn.Dropout):
-    """`nn.Dropout` with the fast mask on a CPU; elsewhere the stock one."""
+    """`nn.Dropout` with the fast mask, for a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p in (0.0, 1.0) or x.device.type != "cpu":
+        if not self.training or self.p in (0.0, 1.0):
             return super().forward(x)
-        return _Dropped.apply(x, self.p)
+        # as bytes: PyTorch's cast of bools is not vectorized
+        keep = keep_mask(x.shape, self.p).view(torch.uint8)
+        return x * keep.to(x.dtype).div_(keep_probability(self.p))
+
+
+def use_fast_dropout(model: nn.Module) -> None:
+    """Make every `nn.Dropout` of `model` a `Dropout`."""
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = Dropout
 
 
 class _Attention(torch.autograd.Function):
@@ -68,45 +54,43 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias, scaling: float, p: float) -> torch.Tensor:
-        """`bias`: None, or (batch x heads, 1 or seq_len, seq_len) that is added to the scores. `q`, `k`, `v` in one
-        precision, whose products are in it; the softmax is in fp32. Kept weights are multiplied by 1 / `kept_share`:
-        here, what they are summed up to is, which is smaller."""
+        """`bias`: None or (batch x heads, 1 or seq_len, seq_len), added to the scores. Matrix products have the
+        precision of `q`, `k` and `v`, the softmax is in fp32. The factor 1 / `keep_probability` is applied to the
+        output, which is smaller than the weights."""
         q = q * scaling
-        out, kept = torch.empty_like(v), []
+        out, packed = torch.empty_like(v), []
         for chunk in _chunks(q):
-            weights = _softmax(q[chunk], k[chunk], None if bias is None else bias[chunk])
+            weights = _softmax(q, k, bias, chunk)
             if p:
-                mask = draw_kept(weights.shape, p)
-                kept.append(torch.from_numpy(np.packbits(mask.numpy())))
+                mask = keep_mask(weights.shape, p)
+                packed.append(torch.from_numpy(np.packbits(mask.numpy())))
                 weights = weights.mul_(mask.view(torch.uint8).to(weights.dtype))
             torch.bmm(weights.to(v.dtype), v[chunk], out=out[chunk])
         if p:
-            out.div_(kept_share(p))
-        ctx.save_for_backward(q, k, v, out, *([] if bias is None else [bias]), *kept)
-        ctx.has_bias, ctx.scaling, ctx.p = bias is not None, scaling, p
+            out.div_(keep_probability(p))
+        ctx.save_for_backward(q, k, v, out, bias, *packed)
+        ctx.scaling, ctx.p = scaling, p
         return out
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        q, k, v, out, *others = ctx.saved_tensors
-        bias = others.pop(0) if ctx.has_bias else None
+        q, k, v, out, bias, *packed = ctx.saved_tensors
         grad = grad.contiguous()
         grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
-        # the mean gradient of a row's weights, by which its softmax lowers each of them (Dao et al., equation 4)
+        # the mean gradient of a row's weights, which the softmax subtracts from each (Dao et al., equation 4)
         mean = (grad.float() * out.float()).sum(-1, keepdim=True)
         if ctx.p:
-            grad = grad / kept_share(ctx.p)
+            grad = grad / keep_probability(ctx.p)
         for number, chunk in enumerate(_chunks(q)):
-            weights = _softmax(q[chunk], k[chunk], None if bias is None else bias[chunk])
+            weights = _softmax(q, k, bias, chunk)
             of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
+            dropped = weights
             if ctx.p:
-                bits = np.unpackbits(others[number].numpy(), count=weights.numel()).reshape(weights.shape)
-                kept = torch.from_numpy(bits).to(weights.dtype)
-                of_weights.mul_(kept)
-                dropped = kept.mul_(weights).to(v.dtype)
-            else:
-                dropped = weights.to(v.dtype)
-            torch.bmm(dropped.transpose(1, 2), grad[chunk], out=grads[2][chunk])
+                bits = np.unpackbits(packed[number].numpy(), count=weights.numel()).reshape(weights.shape)
+                keep = torch.from_numpy(bits).to(weights.dtype)
+                of_weights.mul_(keep)
+                dropped = keep.mul_(weights)
+            torch.bmm(dropped.to(v.dtype).transpose(1, 2), grad[chunk], out=grads[2][chunk])
             of_scores = of_weights.sub_(mean[chunk]).mul_(weights).to(q.dtype)
             torch.bmm(of_scores, k[chunk], out=grads[0][chunk])
             torch.bmm(of_scores.transpose(1, 2), q[chunk], out=grads[1][chunk])
@@ -114,17 +98,17 @@ class _Attention(torch.autograd.Function):
 
 
 def _chunks(q: torch.Tensor) -> list[slice]:
-    """Heads that are worked on together: their attention weights fit into a cache."""
+    """Groups of heads with attention weights that fit into the cache."""
     heads, length = q.shape[0], q.shape[1]
     size = max(1, _WEIGHTS_AT_ONCE // length**2)
     return [slice(start, start + size) for start in range(0, heads, size)]
 
 
-def _softmax(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _softmax(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, chunk: slice) -> torch.Tensor:
     """(heads, seq_len, seq_len) fp32 attention weights of a chunk."""
-    scores = torch.bmm(q, k.transpose(1, 2)).float()
+    scores = torch.bmm(q[chunk], k[chunk].transpose(1, 2)).float()
     if bias is not None:
-        scores += bias
+        scores += bias[chunk]
     return torch.softmax(scores, -1, out=scores)
 
 
@@ -147,7 +131,7 @@ def blockwise_attention(
     flat = [tensor.reshape(batch * heads, -1, size) for tensor in (query, key, value)]
     bias = None
     if attention_mask is not None:
-        # padding is the same for all queries and heads, which transformers says by strides of 0
+        # a padding mask is expanded over heads and queries, with strides of 0
         one_for_all = [slice(None) if stride else slice(1) for stride in attention_mask.stride()[1:3]]
         mask = attention_mask[:, *one_for_all]
         bias = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
@@ -155,10 +139,3 @@ def blockwise_attention(
     with torch.autocast("cpu", enabled=False):
         out = _Attention.apply(*flat, bias, scaling, dropout)
     return out.view(batch, heads, length, size).transpose(1, 2), None
-
-
-def use_fast_dropout(model: nn.Module) -> None:
-    """Make every `nn.Dropout` of `model` a `Dropout`."""
-    for module in model.modules():
-        if type(module) is nn.Dropout:
-            module.__class__ = Dropout

@@ -1,16 +1,15 @@
-"""Cross-entropy over a large vocabulary without fp32 logits: a few rows at a time, the softmax computed again in the
+"""Memory-saving cross-entropy over a large vocabulary: a few rows in fp32 at a time, the softmax recomputed in the
 backward pass.
 
-`functional.cross_entropy(logits.float(), ...)` holds the logits, their log-probabilities and the gradients on both
-sides in fp32: 12 bytes a logit, 6 GB for 9,800 positions of 50,304. Here it is the logits and their gradient, in the
-precision of the logits.
+`functional.cross_entropy(logits.float(), ...)` keeps logits, log-probabilities and both gradients in fp32: 12 bytes a
+logit, 6 GB for 9,800 positions of 50,304. This keeps the logits and their gradient, in the precision of the logits.
 """
 
 import torch
 
 from roberta_recipe.data import IGNORED
 
-LOGITS_AT_ONCE = 1 << 22  # fp32 copy and softmax take 34 MB, which stay in an H100's L2 cache
+LOGITS_AT_ONCE = 1 << 22  # fp32 copy and softmax take 34 MB, within an H100's L2 cache
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -36,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Positions whose logits are in fp32 together."""
+    """The number of positions with logits in fp32 at a time."""
     return max(1, LOGITS_AT_ONCE // vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a model to fine-tune (paper, section 5): its head kept or fresh, and a rate for each layer."""
+"""A checkpoint with a task head to fine-tune (paper, section 5), and layer-wise learning rates."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 
-# Where Hugging Face's configs keep the dropout of a head.
+# the config keys for the dropout of a head in Hugging Face's models; some (MPNet) have none
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
 
 
@@ -17,82 +17,63 @@ def load_with_head(
     cls: Any, name: str, head_dropout: float | None, random_weights: bool = False, **settings: Any
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, `settings` in its config. The head is the checkpoint's where
-    it has the right size, else fresh; the log says which. With `random_weights`, the whole model is fresh. Raises
-    `InputError` where there is no such checkpoint, or it is damaged, or its head reads the last token."""
+    size and labels agree, else fresh; the log says which. With `random_weights`, the whole model is fresh. Raises
+    `InputError` for a missing or damaged checkpoint, and for a head that reads the last token."""
     config = weights.read_config(name, **settings)
     if getattr(config, "summary_type", None) == "last" and cls is not AutoModelForQuestionAnswering:
         raise InputError(
             f"the head of {name!r} reads the last token (summary_type=last, as XLNet's), and batches are padded on the "
-            "right; name a model of another family"
+            "right; use another architecture"
         )
     for field in _HEAD_DROPOUT:
         if head_dropout is not None and hasattr(config, field):
             setattr(config, field, head_dropout)
     if random_weights:
         weights.check(name)
+        model = weights.fresh(cls, config)
         logger.info("Weights     random")
-        return _with_head_dropout(weights.fresh(cls, name, config), head_dropout)
-    model, info = weights.load(cls, name, config=config, fresh_head=True)
-    replaced, why = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
-    before = weights.read_config(name).id2label
-    if not replaced and not info["missing_keys"] and _permuted(before, config.id2label):
-        body = f"{model.base_model_prefix}."
-        replaced = {key.partition(".")[0] for key, _ in model.named_parameters() if not key.startswith(body)}
-        why = f"has its labels in another order: {', '.join(before.values())}"
-    for head in replaced:  # the whole head, as in fairseq, not only the layer of another size
-        for module in getattr(model, head).modules():
-            if isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=getattr(config, "initializer_range", 0.02))
-                torch.nn.init.zeros_(module.bias)
-    fresh = f"fresh, as the checkpoint's {why}" if replaced else "fresh" if info["missing_keys"] else "kept"
-    logger.info(f"Head        {fresh}")
-    return _with_head_dropout(model, head_dropout)
-
-
-def _permuted(before: dict[int, str], now: dict[int, str]) -> bool:
-    """Whether two heads have the same labels in another order."""
-    names = [[str(of[number]).lower() for number in sorted(of)] for of in (before, now)]
-    return names[0] != names[1] and sorted(names[0]) == sorted(names[1])
-
-
-def _with_head_dropout(model: torch.nn.Module, head_dropout: float | None) -> torch.nn.Module:
-    """Set every dropout outside of the body, as some configs (DeBERTa's, ...) have no name for the head's."""
-    if head_dropout is not None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and not name.startswith(f"{model.base_model_prefix}."):
-                module.p = head_dropout
+    else:
+        model, info = weights.load(cls, name, config=config, fresh_head=True)
+        logger.info(f"Head        {_refresh_head(model, info, weights.read_config(name).id2label)}")
+    for key, module in model.named_modules():
+        in_head = not key.startswith(f"{model.base_model_prefix}.")
+        if head_dropout is not None and in_head and isinstance(module, torch.nn.Dropout):
+            module.p = head_dropout
     return model
 
 
-def check_length(name: str, max_seq_length: int) -> None:
-    """Raise `InputError` where a checkpoint has fewer than `max_seq_length` positions."""
-    positions = weights.positions(weights.read_config(name))
-    if positions and max_seq_length > positions:
-        raise InputError(
-            f"max_seq_length={max_seq_length} is more than the {positions} positions of {name!r}: --max_seq_length "
-            f"{positions}"
-        )
+def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int, str]) -> str:
+    """Initialize a head of another size, or with the same `labels` in another order, as a whole (as in fairseq);
+    returns how the head was made."""
+    replaced, reason = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
+    before, now = ([str(of[number]).lower() for number in sorted(of)] for of in (labels, model.config.id2label))
+    if not replaced and not info["missing_keys"] and before != now and sorted(before) == sorted(now):
+        replaced = {key.partition(".")[0] for key, _ in model.named_parameters()} - {model.base_model_prefix}
+        reason = f"has its labels in another order: {', '.join(labels.values())}"
+    for head in replaced:
+        for module in getattr(model, head).modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.normal_(module.weight, std=getattr(model.config, "initializer_range", 0.02))
+                torch.nn.init.zeros_(module.bias)
+    if replaced:
+        return f"fresh, as the checkpoint's {reason}"
+    return "fresh" if info["missing_keys"] else "kept"
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
-    """The rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further down; the
-    embeddings count as a layer below the lowest (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555,
-    appendix B). Raises `InputError` where the model is not one stack of layers."""
+    """The learning rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further
+    down, the embeddings last (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises
+    `InputError` for a model without a single stack of layers (ALBERT)."""
     count, modules = getattr(model.config, "num_hidden_layers", None), dict(model.named_modules())
-    stacks = [
-        name for name, module in modules.items() if isinstance(module, torch.nn.ModuleList) and len(module) == count
-    ]
+    stacks = [name for name, of in modules.items() if isinstance(of, torch.nn.ModuleList) and len(of) == count]
     if len(stacks) != 1:
-        raise InputError(
-            f"layer_decay={layer_decay}: {type(model).__name__} is no single stack of {count} layers, each with "
-            "weights of its own; leave it at 1"
-        )
+        raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no single stack of layers; leave it 1")
     rates, layers = {}, f"{stacks[0]}."
     for name, _ in model.named_parameters():
+        depth = 0
         if name.startswith(layers):
             depth = count - int(name.removeprefix(layers).partition(".")[0])
-        else:
-            embeds = isinstance(modules[name.rpartition(".")[0]], torch.nn.Embedding) or "embedding" in name
-            depth = count + 1 if embeds else 0
+        elif isinstance(modules[name.rpartition(".")[0]], torch.nn.Embedding) or "embedding" in name:
+            depth = count + 1
         rates[name] = learning_rate * layer_decay**depth
     return rates

@@ -2,8 +2,8 @@
 
 Trained attention weights have a simple structure: neighbouring positions have similar embeddings, queries resemble
 keys, and value times output is close to a multiple of the identity (negative for the paper's vision models, positive
-here). A model with this structure attends to neighbours from the first step; from the normal draw alone, the search for
-them is most of the unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
+here). A model with this structure attends to neighbours from the first step; from the normal draw alone, learning this
+takes most of the unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
 """
 
 import math
@@ -16,7 +16,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures
 
 _DEFAULTS = {"positions": 2.0, "query_key": 0.7, "value_output": 0.5}
-FAMILIES = ("roberta", "xlm-roberta", "camembert", "bert")  # with BERT's modules under BERT's names
+MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert")  # modules as BERT's, under the same names
 _STD = 0.02  # of the normal draw: `initializer_range` of BERT and RoBERTa
 
 
@@ -24,19 +24,46 @@ def factors(text: str | None) -> dict[str, float] | None:
     """The factors of "mimetic,name=number,..."; None for "normal" and None. Raises `InputError`."""
     if text in (None, "normal"):
         return None
-    name, _, options = text.replace(" ", "").partition(",")
+    name, *options = text.replace(" ", "").split(",")
     try:
-        pairs = [pair.split("=") for pair in options.split(",") if pair]
-        given = {key: float(value) for key, value in pairs}
-        if name != "mimetic" or given.keys() - _DEFAULTS.keys() or not all(0 <= v < math.inf for v in given.values()):
-            raise ValueError
+        given = {key: float(value) for key, value in (option.split("=") for option in options)}
+        valid = (
+            name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(0 <= v < math.inf for v in given.values())
+        )
     except ValueError:
+        valid = False
+    if not valid:
         defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
-        raise InputError(
-            f"initialization={text}: must be normal or mimetic, optionally with non-negative factors: "
-            f"mimetic,{defaults}"
-        ) from None
+        raise InputError(f"initialization={text}: use normal or mimetic, with factors from 0 on: mimetic,{defaults}")
     return {**_DEFAULTS, **given}
+
+
+@torch.no_grad()
+def initialize(model: PreTrainedModel, text: str | None) -> None:
+    """Add the structure that `text` names to the fresh weights of a model, with torch's generator. Raises `InputError`
+    for other architectures than `MODEL_TYPES`."""
+    if (factor := factors(text)) is None:
+        return
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise InputError(
+            f"initialization={text} supports {', '.join(MODEL_TYPES)}, not {config.model_type!r}: use --initialization "
+            "normal"
+        )
+    size, heads = config.hidden_size, config.num_attention_heads
+    first = architectures.TABLE[config.model_type].first_position(config)
+    table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); those before `first` are unused
+    table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
+    for layer in model.base_model.encoder.layer:
+        own, output = layer.attention.self, layer.attention.output.dense
+        # orthonormal rows, by QR of a normal draw
+        by_head = [nn.init.orthogonal_(torch.empty(size // heads, size)) for _ in range(heads)]
+        shared = torch.cat(by_head)  # (size, size)
+        own.query.weight += factor["query_key"] * shared
+        own.key.weight += factor["query_key"] * shared
+        rotation = nn.init.orthogonal_(torch.empty(size, size))
+        own.value.weight += factor["value_output"] * rotation
+        output.weight += factor["value_output"] * rotation.T
 
 
 def sinusoids(positions: int, size: int) -> torch.Tensor:
@@ -44,34 +71,3 @@ def sinusoids(positions: int, size: int) -> torch.Tensor:
     (Vaswani et al. 2017, section 3.5)."""
     angles = torch.arange(positions)[:, None] * 10000 ** (-torch.arange(0, size, 2) / size)
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :size]
-
-
-def orthonormal(rows: int, columns: int) -> torch.Tensor:
-    """(rows, columns) with orthonormal rows, at most as many as columns, by QR of a normal draw."""
-    return nn.init.orthogonal_(torch.empty(rows, columns))
-
-
-@torch.no_grad()
-def initialize(model: PreTrainedModel, text: str | None) -> None:
-    """Add what `text` asks for to the fresh weights of a model, drawn from torch's generator. Raises `InputError` for a
-    family with other modules than BERT's."""
-    if (factor := factors(text)) is None:
-        return
-    config = model.config
-    if config.model_type not in FAMILIES:
-        raise InputError(
-            f"initialization={text} supports {', '.join(FAMILIES)}, not {config.model_type!r}: use --initialization "
-            "normal"
-        )
-    size, heads = config.hidden_size, config.num_attention_heads
-    first = architectures.TABLE[config.model_type].first_position(config)
-    table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); no token uses those before `first`
-    table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
-    for layer in model.base_model.encoder.layer:
-        own, output = layer.attention.self, layer.attention.output.dense
-        shared = torch.cat([orthonormal(size // heads, size) for _ in range(heads)])  # (size, size)
-        own.query.weight += factor["query_key"] * shared
-        own.key.weight += factor["query_key"] * shared
-        rotation = orthonormal(size, size)
-        own.value.weight += factor["value_output"] * rotation
-        output.weight += factor["value_output"] * rotation.T

@@ -2,10 +2,11 @@
 section 3.2), BERT's next sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, 3.1).
 
 A new objective is an entry of `TABLE`; flag, checks, model, logged losses, checkpoints and estimates follow from it.
-Its labels are made of the mask, or by packers: entries "format objective" of `chunks.PACKERS`. Heads are trained and
-kept in checkpoints; the stock class has none of them, so the finished model is saved without.
+Its labels come from the mask, or from packers: entries "format objective" of `chunks.PACKERS`. Heads are trained and
+saved in checkpoints; the stock class has none of them, so the finished model is saved without.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -20,14 +21,13 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.masked_lm import MLM, Objective
 
-_MAX_SPAN = 64  # positions in a span that have an embedding; those behind share the last one
-_POSITION_SIZE = 200  # of an embedding of a position in the span (SpanBERT, section 4.2)
+_MAX_SPAN = 64  # embedded positions in a span; those behind share the last one
+_POSITION_SIZE = 200  # of the embedding of a position in a span (SpanBERT, section 4.2)
 
 
 class SpanBoundaryHead(nn.Module):
-    """Predicts the tokens of a span from the two tokens beside it and the position in it: two layers with GELU and
-    LayerNorm. `width`: that of the token embedding, narrower than the hidden states in ALBERT. The output layer behind
-    it is the masked LM's."""
+    """Two layers with GELU and LayerNorm over the two tokens beside a span and the position in it; the masked LM's
+    output layer follows. `width`: that of the token embedding, narrower than the hidden states in ALBERT."""
 
     def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
@@ -51,63 +51,48 @@ class SpanBoundaryHead(nn.Module):
 
 
 def _span_boundary_head(model: PreTrainedModel) -> SpanBoundaryHead:
-    decoder, config = model.get_output_embeddings(), model.config
-    if getattr(decoder, "out_features", None) != config.vocab_size:
-        raise InputError(
-            f"objective sbo needs the output layer of the masked LM, which a {config.model_type!r} model does not "
-            "show; leave it out, or take another family"
-        )
-    return SpanBoundaryHead(config, decoder.in_features)
+    decoder = model.get_output_embeddings()
+    if getattr(decoder, "out_features", None) != model.config.vocab_size:
+        raise InputError(f"objective sbo: a {model.config.model_type!r} model does not show its output layer")
+    return SpanBoundaryHead(model.config, decoder.in_features)
 
 
 def _span_boundary_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    asked = labels != IGNORED
-    logits = model.get_output_embeddings()(model.sbo_head(hidden, asked))  # (predicted positions, vocab_size)
-    return cross_entropy(logits, labels[asked]).sum()
+    predicted = labels != IGNORED
+    logits = model.get_output_embeddings()(model.sbo_head(hidden, predicted))  # (predicted positions, vocab_size)
+    return cross_entropy(logits, labels[predicted]).sum()
 
 
-def _within(labels: np.ndarray) -> np.ndarray:
+def _without_outer_spans(labels: np.ndarray) -> np.ndarray:
     """A block's `labels` without those of a span that touches its first or last position."""
     shown = labels == IGNORED
-    within = np.logical_or.accumulate(shown) & np.logical_or.accumulate(shown[::-1])[::-1]
-    return np.where(within, labels, IGNORED)
+    inside = np.logical_or.accumulate(shown) & np.logical_or.accumulate(shown[::-1])[::-1]
+    return np.where(inside, labels, IGNORED)
 
 
-class PairHead(nn.Module):
-    """Tells the label of a pair of segments from its `<s>`, as BERT's pooler and the layer behind it."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.pooler, self.output = nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 2)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(pairs, 2) of `states` (pairs, hidden_size)."""
-        return self.output(torch.tanh(self.pooler(states)))
+def _pair_head(model: PreTrainedModel) -> nn.Module:
+    """BERT's pooler and a layer: the class of a pair of segments, (pairs, 2), from its `<s>` (pairs, hidden_size)."""
+    size = model.config.hidden_size
+    return nn.Sequential(OrderedDict(pooler=nn.Linear(size, size), tanh=nn.Tanh(), output=nn.Linear(size, 2)))
 
 
 def _pair_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    asked = labels != IGNORED
-    return cross_entropy(model.pair_head(hidden[asked]), labels[asked]).sum()
+    labelled = labels != IGNORED
+    return cross_entropy(model.pair_head(hidden[labelled]), labels[labelled]).sum()
 
 
-_PAIR = ("pair_head", lambda model: PairHead(model.config), _pair_loss)
+_PAIR = ("pair_head", _pair_head, _pair_loss)
 TABLE = {
     "mlm": MLM,
     "sbo": Objective(
         "sbo_labels",
         "SpanBERT: the tokens of a span from the two beside it",
-        *("sbo_head", _span_boundary_head, _span_boundary_loss, _within),
+        *("sbo_head", _span_boundary_head, _span_boundary_loss, _without_outer_spans),
         masking_units=("span",),
         layers=lambda hidden, width: [(2 * hidden, hidden), (hidden, width)],
     ),
-    "nsp": Objective(
-        *(NSP, "BERT: whether the second segment follows", *_PAIR),
-        needs="files with several held-out documents of two sentences or more: second segments come from others of the "
-        "same chunk",
-    ),
-    "sop": Objective(
-        *(SOP, "ALBERT: the order of two segments", *_PAIR), needs="held-out documents of two sentences or more"
-    ),
+    "nsp": Objective(NSP, "BERT: whether the second segment follows", *_PAIR, needs="files with several documents"),
+    "sop": Objective(SOP, "ALBERT: the order of two segments", *_PAIR, needs="documents of two sentences or more"),
 }
 
 
@@ -117,5 +102,5 @@ def named(names: Collection[str]) -> dict[str, Objective]:
 
 
 def labels_of_mask(names: Collection[str]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The label columns of objectives that are made of masks (`MlmCollator.labels_of_mask`)."""
+    """The label columns of objectives that come from masks (`MlmCollator.labels_of_mask`)."""
     return {of.column: of.labels_of_mask for of in named(names).values() if of.labels_of_mask}

@@ -1,7 +1,7 @@
 """Unpadded batches: all sequences concatenated in one row, with FlashAttention within each of them (cu_seqlens).
 
-`attn_implementation="varlen"` (`torch.nn.attention.varlen`, CUDA, bf16 or fp16, no dropout of attention weights): no
-layer computes padding, and sequences that share a block need no mask of every two tokens.
+`attn_implementation="varlen"` (`torch.nn.attention.varlen`, CUDA, bf16 or fp16, no dropout of attention weights):
+no padding is computed, and sequences that share a block need no mask (seq_len, seq_len).
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ VARLEN = "varlen"  # as `attn_implementation`
 
 
 class Unpadded(NamedTuple):
-    """Indices of the tokens of a padded batch (batch, seq_len) that are no padding, in order."""
+    """The tokens of a padded batch (batch, seq_len) that are no padding, in order."""
 
-    flat: torch.Tensor  # (tokens,): in the flattened batch
-    position_ids: torch.Tensor  # (1, tokens): each sequence's begin at `first_position`
+    flat: torch.Tensor  # (tokens,): indices into the flattened batch
+    position_ids: torch.Tensor  # (1, tokens)
     arguments: dict[str, torch.Tensor | int]  # of the attention, by transformers' names
 
     def row(self, column: torch.Tensor) -> torch.Tensor:
@@ -28,25 +28,24 @@ class Unpadded(NamedTuple):
 def unpad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, sequence: torch.Tensor | None, first_position: int
 ) -> Unpadded:
-    """The tokens that `attention_mask` (batch, seq_len) keeps; a sequence is a row, or with `sequence` (batch, seq_len)
-    the tokens of a row that have the same number. Two synchronisations: how many tokens and how many sequences."""
+    """Unpad a batch by `attention_mask` (batch, seq_len); a sequence is a row, or with `sequence` (batch, seq_len) the
+    tokens of a row with the same number. Two synchronizations: the numbers of tokens and of sequences."""
     begins = torch.zeros_like(input_ids, dtype=torch.bool)
     begins[:, 0] = True
     if sequence is not None:
         begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    if attention_mask is None:
-        flat = torch.arange(input_ids.numel(), device=input_ids.device)
-    else:
+    flat = torch.arange(input_ids.numel(), device=input_ids.device)
+    if attention_mask is not None:
         flat = attention_mask.flatten().nonzero()[:, 0]
     begins = begins.flatten()[flat]
     starts = nn.functional.pad(begins.nonzero()[:, 0], (0, 1), value=len(flat)).to(torch.int32)
-    widest = input_ids.shape[1]  # an upper bound, which costs no synchronisation
+    widest = input_ids.shape[1]  # an upper bound, without a synchronization
     arguments = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": widest, "max_length_k": widest}
     return Unpadded(flat, positions_within(begins, first_position)[None], arguments)
 
 
 def positions_within(begins: torch.Tensor, first_position: int) -> torch.Tensor:
-    """Position ids (..., tokens) that start again at `first_position` where `begins` (..., tokens) is True."""
+    """Position ids (..., tokens) that restart at `first_position` where `begins` (..., tokens) is True."""
     columns = torch.arange(begins.shape[-1], device=begins.device)
     return columns - torch.where(begins, columns, 0).cummax(dim=-1).values + first_position
 
@@ -63,10 +62,10 @@ def varlen_attention(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: (1, heads, tokens, head_size) to (1, tokens, heads, head_size). Without
-    sequence lengths, as where no labels are given: SDPA over padded rows."""
+    sequence lengths, as for a forward pass without labels: SDPA over padded rows."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    from torch.nn.attention.varlen import varlen_attn  # a third of a second
+    from torch.nn.attention.varlen import varlen_attn  # the import takes a third of a second
 
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)

@@ -1,10 +1,9 @@
-"""A checkpoint's config and weights, whole or refused (paper, section 5: every fine-tuning starts from one).
+"""Config and weights of a checkpoint, complete or refused (paper, section 5: every fine-tuning starts from one).
 
-`from_pretrained` draws at random what a file lacks, and warns; here, nothing is drawn that the file should have.
+`from_pretrained` initializes missing weights at random and warns; here, missing weights are an error.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,11 @@ from roberta_recipe.log import counted
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "embedding_size", "num_hidden_layers", "num_attention_heads"),
-    *("inner_group_num", "num_hidden_groups", "max_position_embeddings"),
-)
 
 
 def check(name: str) -> None:
-    """Raise `InputError` where a checkpoint's folder has a manifest, and its files are not what it says; those
-    of its tokenizer, which need not be used, are checked when they are loaded."""
+    """Raise `InputError` where a checkpoint's files differ from its manifest; those of its tokenizer, which need not
+    be used, are checked when they are loaded."""
     folder = resolve_path(name)
     if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
         raise InputError(
@@ -39,59 +34,44 @@ def check(name: str) -> None:
 
 
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
-    """A checkpoint's config, with `settings` in it. Raises `InputError` where there is none that can be read."""
+    """A checkpoint's config, updated with `settings`. Raises `InputError` where it cannot be read."""
     try:
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
-    except Exception as error:  # what a file's content makes transformers raise has no end
+    except Exception as error:  # a malformed file raises anything
         raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
 
 
 def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
-    """The config `name` of a model with fresh weights, with `overrides` (key=value,key=value) in it. Raises
-    `InputError`."""
+    """The config `name` of a model with fresh weights, with `overrides` (key=value,key=value). Raises `InputError`."""
     config = read_config(name, "config_name")
-    where = f"config_name={name!r}" + (f" with config_overrides={overrides!r}" if overrides else "")
     if overrides:
+        derived = {"model_type", "num_hidden_groups"} if hasattr(config, albert.SHARED) else {"model_type"}
+        for key in (pair.partition("=")[0].strip() for pair in overrides.split(",")):
+            if key in derived:
+                raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
         try:
-            _override(config, overrides.replace(" ", ""))
-        except Exception as error:  # values of each config's own checks too
+            config.update_from_string(overrides.replace(" ", ""))
+        except Exception as error:  # each config has its own checks
             raise InputError(
-                f"config_overrides={overrides!r} does not go into {name!r}: {_reason(error)}; write them as "
-                "key=value,key=value, with keys of the config"
+                f"config_overrides={overrides!r} does not fit {name!r}: {_reason(error)}; write key=value,key=value, "
+                "with keys of the config"
             ) from error
-    albert.resolve(config, where)
-    for field in _SIZES:
-        if getattr(config, field, 1) < 1:
-            raise InputError(f"{where}: {field}={getattr(config, field)} must be at least 1")
-    size, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
-    if not hasattr(config, "head_dim") and size % heads:  # ALBERT does not tell
-        raise InputError(f"{where}: hidden_size={size} is not divisible by {heads} heads")
+    albert.resolve(config, f"config_name={name!r}")
     return config
 
 
 def config_of(config_name: str | None, overrides: str | None, model_name_or_path: str | None) -> PreTrainedConfig:
-    """The config of a checkpoint, where one is named, or of fresh weights. Raises `InputError`."""
-    return read_config(model_name_or_path) if model_name_or_path else fresh_config(config_name, overrides)
-
-
-def _override(config: PreTrainedConfig, overrides: str) -> None:
-    """`PreTrainedConfig.update_from_string`. Raises `ValueError` also for what would have no effect, or another."""
-    names = [pair.partition("=")[0] for pair in overrides.split(",")]
-    if len(set(names)) < len(names):
-        raise ValueError("a key is given twice")
-    if "model_type" in names:
-        raise ValueError("model_type is the family: name the config of another one")
-    if "num_hidden_groups" in names and hasattr(config, albert.SHARED):
-        raise ValueError(f"num_hidden_groups follows from {albert.SHARED}={getattr(config, albert.SHARED)}")
-    config.update_from_string(overrides)
-    for name in names:
-        if isinstance(value := getattr(config, name), float) and not math.isfinite(value):
-            raise ValueError(f"{name}={value} is no number")
+    """The config of a checkpoint, or of fresh weights where none is named. Raises `InputError`."""
+    if not model_name_or_path:
+        return fresh_config(config_name, overrides)
+    config = read_config(model_name_or_path)
+    albert.resolve(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
+    return config
 
 
 def positions(config: PreTrainedConfig) -> int | None:
-    """The tokens that a model takes at once, None where no table of positions limits them; RoBERTa counts positions
-    from its padding id + 1, so it never uses the rows of the table before that."""
+    """The longest sequence of a model in tokens, None without a table of positions; RoBERTa counts positions from its
+    padding id + 1, and never uses the rows of the table before that."""
     rows = getattr(config, "max_position_embeddings", None)
     if rows is None or rows < 1:  # XLNet's is -1
         return None
@@ -100,12 +80,22 @@ def positions(config: PreTrainedConfig) -> int | None:
     return rows
 
 
+def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
+    """Raise `InputError` where the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
+    longest = positions(config or read_config(name))
+    if longest and max_seq_length > longest:
+        raise InputError(
+            f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
+            f"{longest}, or another max_position_embeddings where the weights are fresh"
+        )
+
+
 @contextlib.contextmanager
 def fitted(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """Sets `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
-    by default the model's positions. Restored afterwards: fingerprints have the loaded value."""
+    """Set `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
+    by default the model's positions. Restored afterwards, as fingerprints have the loaded value."""
     before = tokenizer.model_max_length
     tokenizer.model_max_length = max_length or positions(config) or before
     try:
@@ -119,14 +109,13 @@ def load(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A checkpoint as `cls` (an Auto class too), float32, and transformers' `output_loading_info`.
 
-    Raises `InputError` where a weight is missing (tied weights aside), of another size than the config says, not
-    finite, or of a layer that the config has no room for, and where the files are not as they were written. With
-    `fresh_head`, modules outside of the body may be missing as a whole, or of other sizes, and are then drawn at
-    random. `advice` ends the line on weights that are missing.
+    Raises `InputError` where a weight is missing (tied weights aside), unexpected, not finite, or of another size than
+    in the config, and where a file differs from the manifest. With `fresh_head`, whole modules outside of the body may
+    be missing or of other sizes, and are initialized at random. `advice` ends the message on missing weights.
     """
     check(name)
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report on missing weights: the lines here say what matters
+    transformers_logging.set_verbosity_error()  # its report on missing weights
     try:
         model, info = cls.from_pretrained(
             path_or_hub_id(name),
@@ -138,8 +127,8 @@ def load(
         )
     except InputError:
         raise
-    except Exception as error:  # as above
-        raise InputError(f"no weights to load at {where}: {_reason(error)}{_pickle_hint(name)}") from error
+    except Exception as error:  # a malformed file raises anything
+        raise InputError(f"no weights to load at {where}: {_reason(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_names(model, info, where, fresh_head, advice)
@@ -148,39 +137,31 @@ def load(
     return model, info
 
 
-def fresh(cls: Any, name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of a class, or of an Auto class, with fresh weights. Raises `InputError` for a config (that of `name`)
-    of which no such model can be made."""
-    try:
-        return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
-    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"no model can be made from {name!r}: {_reason(error)}") from error
+def fresh(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A float32 model of a class, or of an Auto class, with fresh weights."""
+    return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
 
 
 def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh_head: bool, advice: str) -> None:
-    """Raise `InputError` for weights that are missing, of other sizes, or left over; as `load`."""
+    """Raise `InputError` for weights that are missing, of other sizes, or unexpected; as `load`."""
     body, missing = f"{model.base_model_prefix}.", set(info["missing_keys"])
     resized = {key for key, *_ in info["mismatched_keys"]}
-    if fresh_head:  # a pooler belongs to the heads that use it
-        replaced = {_module(key) for key in resized if not key.startswith(body)}
-        found = {_module(key) for key in model.state_dict().keys() - missing}
-        missing = {
-            key
-            for key in missing
-            if (key.startswith(body) and "pooler" not in key)
-            or (not key.startswith(body) and _module(key) in found - replaced)
-        }
+    if fresh_head:  # poolers belong to the heads that use them
+        resized_heads = {key.partition(".")[0] for key in resized if not key.startswith(body)}
+        loaded = {key.partition(".")[0] for key in model.state_dict().keys() - missing} - resized_heads
+        loaded.add(model.base_model_prefix)
         resized = {key for key in resized if key.startswith(body)}
+        missing = {key for key in missing if key.partition(".")[0] in loaded and not _is_pooler(key, body)}
     if missing:
         raise InputError(f"{where} has no weights for {_listed(missing)}{advice and f': {advice}'}")
     if resized:
-        raise InputError(f"{where}: its weights have other sizes than its config.json says, {_listed(resized)}")
-    if left := [key for key in info["unexpected_keys"] if key.startswith(body) and "pooler" not in key]:
-        raise InputError(f"{where}: its config.json has no room for {_listed(left)} in its weights")
+        raise InputError(f"{where}: weights have other sizes than in its config.json, {_listed(resized)}")
+    if left := [key for key in info["unexpected_keys"] if key.startswith(body) and not _is_pooler(key, body)]:
+        raise InputError(f"{where}: its config.json has no place for the weights {_listed(left)}")
 
 
-def _module(key: str) -> str:
-    return key.partition(".")[0]
+def _is_pooler(key: str, body: str) -> bool:
+    return key.startswith(body) and "pooler" in key
 
 
 def _listed(keys: Any) -> str:
@@ -190,22 +171,11 @@ def _listed(keys: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    said = first_line(error)
-    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
-
-
-def _pickle_hint(name: str) -> str:
-    folder = resolve_path(name)
-    if not folder.is_dir() or list(folder.glob("*.safetensors*")) or not list(folder.glob("*.bin")):
-        return ""
-    return (
-        '. It has a pickle, which is not loaded; where you trust it, save it anew: python -c "from transformers '
-        f"import AutoModelForMaskedLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-    )
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def identity(name: str) -> str:
-    """A fingerprint of a checkpoint's content: config and weight files of a folder, the commit of a Hub id."""
+    """A hash of a checkpoint's content: config and weight files of a folder, the commit of a Hub id."""
     folder = Path(resolve_path(name))
     if not folder.is_dir():
         return str(getattr(read_config(name), "_commit_hash", None))

@@ -20,7 +20,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import counted, is_first_process, logger
-from roberta_recipe.model import attention, heads, weights
+from roberta_recipe.model import attention, weights
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
@@ -133,7 +133,7 @@ def check_arguments(
         raise InputError("keep=none leaves no weights to push: with push_to_hub, keep=best")
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
-    heads.check_length(args.model_name_or_path, args.max_seq_length)
+    weights.check_length(args.model_name_or_path, args.max_seq_length)
     environment.check_launcher(training_args)
     environment.check_processes(training_args)
     environment.check_precision(training_args)

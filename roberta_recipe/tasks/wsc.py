@@ -128,7 +128,7 @@ def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> Pre
     if random_weights:
         weights.check(model_name_or_path)
         logger.info("Weights     random")
-        return weights.fresh(cls, model_name_or_path, config)
+        return weights.fresh(cls, config)
     advice = "WNLI is scored by the masked-LM head; name a checkpoint that was saved with it"
     return weights.load(cls, model_name_or_path, config=config, advice=advice)[0]
 

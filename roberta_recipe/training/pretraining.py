@@ -23,7 +23,7 @@ from roberta_recipe.data.pairs import VERSIONS
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
-from roberta_recipe.model import architectures, attention, initialization, masked_lm, objectives, weights
+from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, data_loading, environment, optimizers, stopping
@@ -317,13 +317,11 @@ def check_training(training_args: MlmTrainingArguments) -> None:
 
 
 def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """`arguments.resolve` for the model that is named. Raises `InputError` also where its attention or its family
-    cannot keep apart the sequences that share a row."""
+    """`arguments.resolve` for the model. Raises `InputError` also where it cannot separate sequences in a row."""
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
     arguments.resolve(args, training_args, config, unpads=True)
     if args.input_format in SHARED_ROWS:
-        architectures.check_shared_rows(config, args.input_format)
-        attention.check_shared_rows(training_args.attn_implementation, args.input_format)
+        attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
 
 
 def leave_threads_to_worker(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
