@@ -23,16 +23,16 @@ import torch
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from roberta_recipe import durable
-from roberta_recipe.args import setting
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
+from roberta_recipe.settings import setting
 from roberta_recipe.tasks import answers, glue, glue_scores, protocol, qnli_ranking, seeds, summary_text, wnli, wsc
 from roberta_recipe.tasks.stored_scores import scores_of_tests
-from roberta_recipe.training import environment
+from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 from roberta_recipe.training.heads import load_with_head
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line, and what they must not say.
     (args, training_args), resolved = read_arguments(argv)
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 6. The test set, as the server takes it.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
-    environment.leave_process_group()
+    processes.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

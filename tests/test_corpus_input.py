@@ -22,7 +22,7 @@ from roberta_recipe.errors import InputError
         ("sources: [{name: a, files: x, builtin: docstrings}]", "exactly one of"),
         ("sources: [{name: a, fils: x}]", "unknown key 'fils'; did you mean 'files'"),
         ("sources: [{files: x}]", "has no name"),
-        ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a number"),
+        ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a valid number"),
         ("sources: [{name: a, files: x, weight: 0}]", "weight is 0.0, and must be above 0"),
         ("sources: [{name: a, dataset: org/data}]", "pin the dataset 'org/data' with `revision:`"),
         ("sources: [{name: a, files: x, weight: .nan}]", "weight is nan, and must be above 0 and finite"),

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer, pipeline
 import train_mlm
 from roberta_recipe.data import tokenization
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import load_yaml
+from roberta_recipe.settings import load_yaml
 from roberta_recipe.training import weights
 from roberta_recipe.training.modeling import masked_lm_class
 from roberta_recipe.training.weights import read_config

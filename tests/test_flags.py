@@ -17,10 +17,10 @@ from transformers.training_args import OptimizerNames
 
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.args import Flag, fixed_values, flags_of, layout_values
 from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.settings import Flag, fixed_values, flags_of, layout_values
 from roberta_recipe.tasks import protocol
 from roberta_recipe.training import checkpoint, environment, optimizers, pretraining
 from roberta_recipe.training.arguments import TRAINER_FLAGS, FinetuneTrainingArguments, MlmTrainingArguments

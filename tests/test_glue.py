@@ -24,8 +24,8 @@ import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
+from roberta_recipe.settings import load_yaml
 from roberta_recipe.tasks import answers, glue, seeds, summary_text
 from roberta_recipe.tasks.glue import AX, TASKS
 from roberta_recipe.tools import glue_table

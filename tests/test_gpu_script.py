@@ -22,7 +22,7 @@ from benchmarks.gpu.runs import Work
 from results import report
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import load_yaml
+from roberta_recipe.settings import load_yaml
 from roberta_recipe.training import optimization, pretraining
 from roberta_recipe.training.modeling import RobertaForMaskedLM
 from roberta_recipe.training.weights import read_config

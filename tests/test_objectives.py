@@ -209,11 +209,6 @@ def test_the_mean_of_each_objective_is_resumed_between_two_log_lines(train_toy, 
     assert resumed == whole and len(whole) == 3  # steps 1, 2 (it is saved) and 4
 
 
-def test_the_search_for_a_micro_batch_runs_all_objectives(train_toy, tmp_path):
-    lines, _ = train_toy(tmp_path / "run", "--auto_find_batch_size")
-    assert lines == train_toy(tmp_path / "again")[0]
-
-
 def test_a_checkpoint_of_other_objectives_is_another_run(train_toy, tmp_path):
     train_toy(tmp_path / "run")
     resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-4"]

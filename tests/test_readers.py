@@ -598,16 +598,19 @@ def test_an_arrow_file_cut_anywhere_is_refused_or_has_fewer_rows_to_read(tmp_pat
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("language: no", "language is False, and must be text; put it in quotes"),
-        ("language: on", "language is True, and must be text; put it in quotes"),
-        ("sources: [{name: no, files: x}]", "name is False, and must be text; put it in quotes"),
-        ("sources: [{name: a, files: x, text_column: 7}]", "text_column is 7, and must be text; put it in quotes"),
+        ("language: no", "language is False, and must be a valid string; put it in quotes"),
+        ("language: on", "language is True, and must be a valid string; put it in quotes"),
+        ("sources: [{name: no, files: x}]", "name is False, and must be a valid string; put it in quotes"),
+        (
+            "sources: [{name: a, files: x, text_column: 7}]",
+            "text_column is 7, and must be a valid string; put it",
+        ),
         (
             "sources: [{name: a, dataset: x/y, config: 20220301, revision: a}]",
-            "config is 20220301, and must be text;",
+            "config is 20220301, and must be a valid string;",
         ),
         ("sources: [{name: a, dataset: x/y, config: 2022-03-01, revision: a}]", "put it in quotes"),
-        ("validation_share: no", "validation_share is False, and must be a number"),
+        ("validation_share: no", "validation_share is False, and must be a valid number"),
     ],
 )
 def test_words_that_yaml_takes_for_something_else(tmp_path, line, said):

@@ -104,5 +104,5 @@ def test_a_script_loads_no_heavy_library_beside_trainer(script, root):
     done = run_python("-c", LOADED.format(script=script), cwd=root)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert "roberta_recipe.args" in loaded
+    assert "roberta_recipe.settings" in loaded
     assert not loaded & set(HEAVY) and not [name for name in loaded if name.startswith("huggingface_hub.")]

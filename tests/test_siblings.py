@@ -20,7 +20,7 @@ def functions(script):
 
 def calls_into_the_library(node):
     """Calls such as `protocol.run_all`, in the order of the source, without calls into the task's own module."""
-    shared = ("set_up_logging", "environment", "hub", "tokenization", "protocol", "plots", "publisher")
+    shared = ("set_up_logging", "processes", "hub", "tokenization", "protocol", "plots", "publisher")
     found = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(found, key=lambda call: (call.lineno, call.col_offset))]
     return [name for name in names if name.partition(".")[0] in shared]
@@ -80,7 +80,7 @@ def test_lines_of_main_that_mean_the_same_are_the_same():
         "after_run = publisher.push_run",
         "summary = protocol.finish(",
         "plots.plot_runs(",
-        "environment.leave_process_group()",
+        "processes.leave_process_group()",
     ):
         lines = {line for source in sources for line in source if line.startswith(wanted)}
         assert len(lines) == 1, lines

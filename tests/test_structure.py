@@ -13,8 +13,8 @@ import finetune_glue
 import finetune_race
 import finetune_squad
 import train_mlm
-from roberta_recipe.args import Flag, fixed_values, flag_of, flags_of, setting, shown_names
 from roberta_recipe.input_files import ROOT
+from roberta_recipe.settings import Flag, fixed_values, flag_of, flags_of, setting, shown_names
 from roberta_recipe.training.arguments import (
     TRAINER_FLAGS,
     FinetuneTrainingArguments,

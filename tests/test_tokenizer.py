@@ -308,4 +308,4 @@ def test_a_signal_ends_training_at_once(root, number, name, code):
         finally:
             process.kill()
         assert process.stdout.read() == ""
-        assert process.stderr.read().startswith(f"ended by {name}; what was saved is whole.")
+        assert process.stderr.read().startswith(f"ended by {name}; saved files are complete.")

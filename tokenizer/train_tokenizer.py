@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenization, tokenizer_training
 from roberta_recipe.data.documents import sample_documents, text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import peak_memory_bytes
 from roberta_recipe.log import Bar, set_up_logging
+from roberta_recipe.settings import RecipeParser
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

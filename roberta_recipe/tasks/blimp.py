@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, parse_json, read_text, resolve_path
 from roberta_recipe.log import counted, logger
-from roberta_recipe.presets import did_you_mean
 from roberta_recipe.record import BlimpScores
+from roberta_recipe.settings import did_you_mean
 from roberta_recipe.tasks import pseudo_likelihood
 from roberta_recipe.training import weights
 

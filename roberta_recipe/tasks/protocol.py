@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable, lock
-from roberta_recipe.args import config_of, fixed_values, parse, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
@@ -35,6 +34,7 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
+from roberta_recipe.settings import config_of, fixed_values, parse, shown_names
 from roberta_recipe.tasks import answers, stored_scores
 from roberta_recipe.tasks.seeds import Run, comparable, name_on_split, of_setting, runs_of, summarise
 from roberta_recipe.training import (
@@ -42,9 +42,9 @@ from roberta_recipe.training import (
     attention,
     batch,
     checkpoint,
-    environment,
     finetune_trainer,
     heads,
+    launching,
     optimization,
     optimizers,
     weights,
@@ -149,11 +149,8 @@ def check_arguments(
             "the best of all (end)"
         )
     heads.check_length(args.model_name_or_path, args.max_seq_length)
-    environment.check_launcher(training_args)
-    environment.check_processes(training_args)
-    environment.check_precision(training_args)
+    launching.check(training_args)
     optimization.check(training_args)
-    environment.check_machine(training_args)
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
 

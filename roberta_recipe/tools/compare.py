@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roberta_recipe import durable, presets
-from roberta_recipe.args import RecipeParser, flags_of
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
+from roberta_recipe.settings import RecipeParser, flags_of, load_yaml
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.checkpoint import STATE_NAME, newest_first
 from roberta_recipe.training.pretraining import MlmArguments
@@ -77,7 +77,7 @@ def read_run(folder: Path) -> Run:
         record = read_record(folder / RECORD_NAME, ("steps", "resolved_args"), "it cannot be compared")
         steps.setdefault(record["steps"], {}).update(record.get("state_digests", {}))
         fingerprint = record.get("fingerprint", fingerprint)
-    preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
+    preset = load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
     scopes = scopes_of_flags()
     own = {name: value for name, value in preset.items() if scopes.get(name, "fixed") in ("content", "fixed", "data")}
     settings = own if fingerprint is None else fingerprint

@@ -18,20 +18,19 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig
 
-from roberta_recipe.args import setting
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import Corpus, resolve
 from roberta_recipe.data.documents import text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.log import counted, duration, set_up_logging
-from roberta_recipe.presets import did_you_mean
+from roberta_recipe.settings import did_you_mean, setting
+from roberta_recipe.tools.devices import DEVICES, Device
 from roberta_recipe.training import (
     batch,
     cross_entropy,
-    environment,
     families,
+    launching,
     modeling,
     objectives,
     optimizers,
@@ -365,7 +364,7 @@ def read_estimate(argv: list[str]) -> Estimate:
     """What the preset costs on `hardware`, under `deepspeed`'s ZeRO stage where one is named."""
     argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
-    pretraining.check_text(args)
+    pretraining.check_data(args)
     pretraining.check_model(args)
     source = args.config_name or args.model_name_or_path
     config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
@@ -388,7 +387,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         accumulation=batch.accumulation_steps(sequences, micro_batch, hardware.count),
         max_steps=training_args.max_steps,
         precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
-        zero=Zero.from_deepspeed(environment.deepspeed_settings(training_args), config.hidden_size),
+        zero=Zero.from_deepspeed(launching.deepspeed_settings(training_args), config.hidden_size),
         activation_checkpointing=bool(training_args.activation_checkpointing),
         objective=tuple(args.objective),
         optim=training_args.optim,

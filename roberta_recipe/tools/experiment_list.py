@@ -21,12 +21,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from roberta_recipe import durable
-from roberta_recipe.args import NUMBERS_END, flags_of
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.input_files import resolve_path, taken_apart
-from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
+from roberta_recipe.settings import NUMBERS_END, check_mapping, did_you_mean, flags_of, load_yaml
 from roberta_recipe.significance import MOST_SEEDS
 from roberta_recipe.tools.experiment_scale import at_scale
 from roberta_recipe.training import optimization, pretraining
@@ -462,7 +461,7 @@ def _resolve(setting: Setting, where: str) -> Resolved:
                 raise InputError(f"flag {name}={value} is of one value: write a row for each") from None
         raise
     if isinstance(filled[0], pretraining.MlmArguments):
-        pretraining.check_text(filled[0])
+        pretraining.check_data(filled[0])
         pretraining.check_model(filled[0])
         pretraining.check_cooldown(*filled)
     optimization.check(filled[-1])

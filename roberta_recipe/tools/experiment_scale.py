@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml, parse_value
+from roberta_recipe.settings import check_mapping, did_you_mean, load_yaml, parse_yaml
 
 
 @dataclass
@@ -62,7 +62,7 @@ def at_scale(written: dict[str, Any], path: str, scale: str | None, changes: lis
         name, equals, value = change.partition("=")
         if not (name and equals):
             raise InputError(f"--set {change!r}: write flag=value")
-        written = _with(written, name, parse_value(value, f"--set {change}"))
+        written = _with(written, name, parse_yaml(value, f"--set {change}"))
     return written, found
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from roberta_recipe import durable, lock
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import counted, duration, logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.started import continue_with
 from roberta_recipe.tools import estimate, experiment_checks, experiment_list, experiment_table
 from roberta_recipe.tools.experiment_list import FAILED_NAME, MEASURES, ROW_NAME, Experiments, Row, words_of

@@ -12,12 +12,11 @@ import argparse
 import zipfile
 from pathlib import Path
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
-from roberta_recipe.presets import load_yaml
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
+from roberta_recipe.settings import RecipeParser, load_yaml
 from roberta_recipe.tasks import glue, summary_text
 
 PAPER_SEEDS = 5  # section 5.1

@@ -8,11 +8,11 @@ The token is that of `hf auth login` or HF_TOKEN; it is never printed and never 
 
 from pathlib import Path
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import set_up_logging
 from roberta_recipe.publishing import hub
+from roberta_recipe.settings import RecipeParser
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,9 +14,9 @@ import json
 import math
 from pathlib import Path
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
 from roberta_recipe.tasks.squad_scores import WITHHELD_ABOVE, score_1, score_2
 

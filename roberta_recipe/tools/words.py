@@ -29,14 +29,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, corpus_of_files, read_corpus, resolve
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.significance import error_of_ratio, with_error
-from roberta_recipe.training import environment, predictions, weights
+from roberta_recipe.training import predictions, processes, weights
 
 SHARE = 0.15  # of the words of a window
 WINDOW = 64  # words
@@ -283,7 +283,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line `argv`; prints and returns the figures. Raises `InputError`."""
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))

@@ -11,10 +11,10 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
-from roberta_recipe.args import layout_values
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, logger
 from roberta_recipe.record import LOG_NAME
+from roberta_recipe.settings import values_of
 from roberta_recipe.training import digests, optimizers
 from roberta_recipe.training.processes import from_first_process
 
@@ -162,7 +162,7 @@ def layout(args: TrainingArguments) -> dict[str, Any]:
         "deepspeed_config": durable.fingerprint(plugin.deepspeed_config) if plugin else None,
         "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {threads}",
         "torch": torch.__version__,
-        **layout_values(args),
+        **values_of(args, "layout"),
         **{name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
     }
 

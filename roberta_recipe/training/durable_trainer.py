@@ -89,7 +89,6 @@ class DurableTrainer(Trainer):
     the step is counted in `skipped_steps`. It is a step of `max_steps` like any other, and its batch is consumed.
     """
 
-    memory_advice = ""  # further advice for the out-of-memory message
     change_advice = "in another output_dir"  # how a run continues with another precision or rate
     saved_max_length: int | None = None  # tokens that the saved tokenizer truncates to; None: the model's positions
     loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already

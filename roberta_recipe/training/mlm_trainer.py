@@ -26,11 +26,13 @@ from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
-from roberta_recipe.training import advice, data_loading, modeling, optimization
+from roberta_recipe.training import data_loading, modeling, optimization
 from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 _DATA_DIGESTS = data_loading.RECORD[1:]  # of a step, a log line, a checkpoint and the record
+_TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
+_TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -58,7 +60,6 @@ class MlmTrainer(DurableTrainer):
     the losses; it is called in all processes.
     """
 
-    memory_advice = ", or let --auto_find_batch_size find what fits"
     change_advice = "with --resume_despite_changes true"
 
     def __init__(
@@ -146,14 +147,20 @@ class MlmTrainer(DurableTrainer):
         return output
 
     def warn_of_tokenization(self) -> None:
-        """Say on the first process where tokenization is slower than training (`advice.on_tokenization`)."""
+        """Warn on the first process where tokenization is slower than training: every process, and every data worker of
+        it, tokenizes the whole text."""
         if self.args.process_index or not self.text_reader or self.train_dataset.limit:
             return
-        readers = local_processes() * max(1, self.args.dataloader_num_workers)
-        preset = os.path.join(self.args.output_dir, PRESET_NAME)
-        machine = self.args.world_size, self.throughput.matrix_rate
-        if line := advice.on_tokenization(cpu_cores() / readers, *machine, self.flops_per_token, preset):
-            logger.warning(line)
+        cores = cpu_cores() / (local_processes() * max(1, self.args.dataloader_num_workers))
+        tokenized = _TOKENIZED_PER_CORE * cores
+        trained = self.args.world_size * _TRAINED_SHARE * self.throughput.matrix_rate / self.flops_per_token
+        if tokenized < trained:
+            preset = os.path.join(self.args.output_dir, PRESET_NAME)
+            logger.warning(
+                f"Tokenization is the bottleneck: some {tokenized / 1e6:.2f} M tokens/s for the {trained / 1e6:.2f} M "
+                "that can be trained. Pack the text once, then start with --token_cache DIR: "
+                f"python -m roberta_recipe.tools.pack --config {preset} --token_cache DIR"
+            )
 
     def check_before_saving(self):
         self.check_text()

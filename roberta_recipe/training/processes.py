@@ -1,25 +1,31 @@
-"""The processes of one run: they begin with a launcher, decide together, and end together."""
+"""The processes of a run: thread count and memory at the start, end with the launcher, results of the first rank, end
+of the process group."""
 
 import signal
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import end_with_parent
-from roberta_recipe.started import launcher
+from roberta_recipe.hardware import cpu_cores, end_with_parent, free_memory, keep_freed_memory, local_processes
+from roberta_recipe.started import by_launcher, launcher, threads_are_the_users
 
 
-def end_with_launcher() -> None:
-    """Where a launcher started this process, have Linux send it SIGTERM when the launcher ends, however that ends.
+def set_up_process() -> None:
+    """End with the launcher, free the memory of an earlier run in this process, keep memory that is freed, and divide
+    the cores among this machine's processes if they train on the CPU.
 
-    A launcher that is killed (`kill -9`, out of memory) cannot end what it started, which would train on unseen. A
-    process that a shell started outlives it, as `nohup` promises.
+    Launchers give a CPU process OMP_NUM_THREADS=1, and the other cores would be idle; a user's setting stays.
     """
-    if (parent := launcher()) is not None:
+    if (parent := launcher()) is not None:  # a process that a shell started outlives it, as `nohup` promises
         end_with_parent(parent, signal.SIGTERM)
+    free_memory()
+    keep_freed_memory()
+    if not torch.cuda.is_available() and by_launcher() and not threads_are_the_users():
+        torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 
 def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
@@ -35,3 +41,10 @@ def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
     if isinstance(found[0], InputError):
         raise found[0]
     return found[0]
+
+
+def leave_process_group() -> None:
+    """End together: no process closes its connections while another still works."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -29,7 +29,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import attention, environment
+from roberta_recipe.training import attention, processes
 from roberta_recipe.training.checkpoint import newest_first
 from roberta_recipe.training.processes import from_first_process
 
@@ -151,7 +151,7 @@ class Stopping(TrainerCallback):
             self._end(f"the run in {self.trainer.args.output_dir} is finished")
 
     def _end(self, what: str) -> None:
-        environment.leave_process_group()
+        processes.leave_process_group()
         raise Stopped(f"stopped by {self.stopped_by}: {what}. {continue_with()}", self.stopped_by)
 
 
@@ -167,7 +167,7 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
         return RunError(f"{lost_message(lost, error)} {trainer._last_good()} {continue_with()}")
     if not is_out_of_memory(error):
         return None
-    lower = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}{trainer.memory_advice}"
+    lower = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}"
     return RunError(
         f"out of memory at step {trainer.state.global_step + 1} ({first_line(error)}): {lower}; the global batch stays "
         f"what it is. {trainer._last_good()}"

@@ -69,7 +69,7 @@ class Throughput(TrainerCallback):
         """Set `matrix_rate`, and say it."""
         precision, device = attention.precision(self.args), self.args.device
         self.matrix_rate = self._probed(again=False)
-        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
+        forget_peak_memory()  # of its matrices
         if self.args.process_index == 0:
             on_gpu, threads = device.type == "cuda", torch.get_num_threads()
             where = torch.cuda.get_device_name() if on_gpu else counted(threads, "thread")
