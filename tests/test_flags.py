@@ -24,7 +24,7 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.settings import Flag, fixed_values, flags_of, values_of
 from roberta_recipe.tasks import protocol
 from roberta_recipe.training import checkpoint, launching, optimizers, pretraining
-from roberta_recipe.training.arguments import TRAINER_FLAGS, FinetuneTrainingArguments, MlmTrainingArguments
+from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
 spec = importlib.util.spec_from_file_location("benchmark_of_flags", ROOT / "benchmarks" / "flags.py")
@@ -68,30 +68,6 @@ def check(script, filled):
         pretraining.check_training(filled[1])
     else:
         sys.modules[script].check_arguments(*filled)
-
-
-# inherited flags whose value may differ from one start of a run to the next
-FREE = """
-batch_eval_metrics dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
-dataloader_drop_last dataloader_persistent_workers ddp_timeout disable_tqdm do_eval do_predict do_train
-enable_jit_checkpoint eval_accumulation_steps eval_delay eval_on_start eval_steps eval_strategy eval_use_gather_object
-greater_is_better include_for_metrics include_num_input_tokens_seen length_column_name load_best_model_at_end log_level
-log_level_replica metric_for_best_model
-log_on_each_node logging_first_step logging_steps logging_strategy output_dir prediction_loss_only project
-report_to run_name save_steps save_strategy save_total_limit skip_memory_metrics torch_empty_cache_steps
-trackio_bucket_id trackio_space_id trackio_static_space_id
-"""
-LAYOUT = """
-activation_checkpointing activation_checkpointing_kwargs ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-ddp_find_unused_parameters ddp_static_graph deepspeed full_determinism gradient_accumulation_steps
-gradient_checkpointing gradient_checkpointing_kwargs per_device_eval_batch_size per_device_train_batch_size
-torch_compile torch_compile_backend torch_compile_mode use_cpu
-"""
-
-
-def test_the_inherited_flags_that_are_free_or_of_the_layout_are_these():
-    for scope, names in (("free", FREE), ("layout", LAYOUT)):
-        assert {name for name, flag in TRAINER_FLAGS.items() if flag.resume == scope} == set(names.split())
 
 
 @pytest.mark.parametrize("script", flags.CLASSES)

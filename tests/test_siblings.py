@@ -69,24 +69,6 @@ def test_nothing_of_more_than_two_statements_is_written_twice():
         assert compared, script.__name__
 
 
-def test_lines_of_main_that_mean_the_same_are_the_same():
-    """Arguments, tokenizer, runs and summary are equal word for word, so that who reads a script knows all."""
-    sources = [[line.strip() for line in inspect.getsource(script.main).splitlines()] for script in SCRIPTS]
-    for wanted in (
-        "(args, training_args), resolved = read_arguments(argv)",
-        "check_arguments(args, training_args)",
-        "publisher = hub.publisher(training_args)",
-        "tokenizer = protocol.load_tokenizer(",
-        "after_run = publisher.push_run",
-        "summary = protocol.finish(",
-        "plots.plot_runs(",
-        "processes.leave_process_group()",
-    ):
-        lines = {line for source in sources for line in source if line.startswith(wanted)}
-        assert len(lines) == 1, lines
-        assert all(any(line in lines for line in source) for source in sources), wanted
-
-
 def test_a_flag_of_all_three_scripts_has_one_home():
     shared = {field.name for field in dataclasses.fields(protocol.FinetuneArguments)}
     own = [{field.name: field for field in dataclasses.fields(cls) if field.name not in shared} for cls in ARGUMENTS]
