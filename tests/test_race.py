@@ -109,7 +109,7 @@ def test_from_the_command_line(flags, tmp_path, data_dir, capsys):
 
 
 def test_long_parts_say_how_far_they_are(flags, capsys, monkeypatch):
-    monkeypatch.setattr(log, "SILENT_S", -1.0)  # each step is a long one
+    monkeypatch.setattr(log, "SILENT_S", 1e-9)  # each step is a long one
     finetune_race.main(flags("--do_predict"))
     said = capsys.readouterr().err
     # three splits; an epoch and the test set

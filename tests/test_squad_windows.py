@@ -61,7 +61,7 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
 
 
 def test_many_questions_say_how_far_they_are(tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(log, "SILENT_S", -1.0)
+    monkeypatch.setattr(log, "SILENT_S", 1e-9)
     caplog.set_level("INFO", logger="recipe")
     question = squad.Question("x", "Where?", "The boat is in Rome.", (("Rome", 15),))
     assert len(squad.windows([question] * 2500, tokenizer, 64, 8, 16).features) == 2500
