@@ -205,7 +205,7 @@ def announce_run(
     steps, length = training_args.max_steps, args.max_seq_length
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
-    by_token = "" if args.masking_unit == "token" else f"; masked by token, harder than by {args.masking_unit}"
+    by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
     logger.info(
         f"Recipe      {config_of(argv) or DEMONSTRATION}: learning rate {training_args.learning_rate:g}, warm-up "
         f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"
