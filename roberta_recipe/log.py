@@ -26,7 +26,7 @@ def set_up_logging() -> None:
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(known, Redact) for known in handler.filters):
                 handler.addFilter(Redact())
-    logging.getLogger("DeepSpeed").addFilter(_is_not_of_every_cpu)
+    logging.getLogger("DeepSpeed").addFilter(_drop_cpu_warning)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in {"transformers", "datasets"} & sys.modules.keys():  # a command that needs neither starts at once
         sys.modules[name].utils.logging.set_verbosity_warning()
@@ -37,7 +37,7 @@ def set_up_logging() -> None:
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
 
-def _is_not_of_every_cpu(record: logging.LogRecord) -> bool:
+def _drop_cpu_warning(record: logging.LogRecord) -> bool:
     """Logging filter: DeepSpeed, which accelerate imports if it is installed, warns on every machine without a GPU."""
     return not record.getMessage().startswith("Setting accelerator to CPU")
 

@@ -129,16 +129,7 @@ def parse(
         parser.exit()
     given = {name: value for name, value in given.items() if value is not _NOT_GIVEN}
     _check_numbers(preset, defaults)
-    alternatives = [pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ())]
-    replaces = [pair for cls in dataclass_types for pair in getattr(cls, "replaces", ())]
-    replaced = {second for first, second in replaces if first in given}
-    replaced |= {second for first, second in alternatives if given.get(first)}
-    replaced |= {first for first, second in alternatives if given.get(second)}
-    values = {**defaults, **{name: value for name, value in preset.items() if name not in replaced}, **given}
-    for first, second in alternatives:
-        if values[first] and values[second]:
-            raise InputError(f"{first}={values[first]} and {second}={values[second]} exclude each other; leave one out")
-
+    values = _merged(dataclass_types, defaults, preset, given)
     filled, resolved = [], {}
     for cls in dataclass_types:
         own = {name: values[name] for name in flags_of(cls)}
@@ -153,6 +144,23 @@ def parse(
             if flag.resume != "start" and not (own[name] is None and defaults[name] is None):
                 resolved[name] = plain(own[name])
     return filled, resolved
+
+
+def _merged(
+    dataclass_types: Sequence[type], defaults: dict[str, Any], preset: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """The values by precedence, without those of the preset that a given flag replaces."""
+    alternatives = [pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ())]
+    replaces = [pair for cls in dataclass_types for pair in getattr(cls, "replaces", ())]
+    replaced = {second for first, second in replaces if first in given}
+    replaced |= {second for first, second in alternatives if given.get(first)}
+    replaced |= {first for first, second in alternatives if given.get(second)}
+    from_preset = {name: value for name, value in preset.items() if name not in replaced}
+    values = {**defaults, **from_preset, **given}
+    for first, second in alternatives:
+        if values[first] and values[second]:
+            raise InputError(f"{first}={values[first]} and {second}={values[second]} exclude each other; leave one out")
+    return values
 
 
 def _check_values(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -> None:
