@@ -286,7 +286,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, KeyError) as error:  # the latter two for 2024-02-30, !!bool foo
-        raise InputError(f"{where} is not valid YAML: {error}") from None
+        raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -323,6 +323,10 @@ def check_mapping(
             checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
             wanted = " or ".join(each["msg"].removeprefix("Input should be ") for each in error.errors())
-            quote = "; put it in quotes, or YAML takes it for something else" if "string" in wanted else ""
+            quote = (
+                "; put it in quotes, or YAML takes it for something else"
+                if "string" in wanted and value is not None
+                else ""
+            )
             raise InputError(f"{where}: {key} is {value!r}, and must be {wanted}{quote}") from None
     return checked

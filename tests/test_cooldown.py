@@ -74,6 +74,6 @@ def test_by_the_real_clock_it_falls_to_the_end(preset, tmp_path):
     ids=["linear", "no limit", "whole", "nothing"],
 )
 def test_what_it_goes_with(preset, changes):
-    said = "cooldown_share=.* above 0 and below 1, with --max_train_minutes MINUTES and --lr_scheduler_type constant"
+    said = "cooldown_share=.* between 0 and 1, with --max_train_minutes MINUTES and --lr_scheduler_type constant"
     with pytest.raises(InputError, match=said):
         train_mlm.main(["--config", preset, SHARE, "0.5", *changes])
