@@ -23,7 +23,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from roberta_recipe import durable
-from roberta_recipe.args import setting
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
@@ -31,8 +30,9 @@ from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
+from roberta_recipe.settings import setting
 from roberta_recipe.tasks import glue, glue_scores, protocol, qnli_ranking, summaries, wnli, wsc
-from roberta_recipe.training import environment
+from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 
 TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 6. The test set, in the server's format.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
-    environment.leave_process_group()
+    processes.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

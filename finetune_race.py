@@ -18,14 +18,14 @@ import torch
 from transformers import AutoModelForMultipleChoice
 
 from roberta_recipe import durable
-from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
+from roberta_recipe.settings import setting
 from roberta_recipe.tasks import protocol, race, summaries
-from roberta_recipe.training import environment
+from roberta_recipe.training import processes
 
 DEFAULT = "presets/race/paper.yaml"
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> Summary:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
         print(summaries.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
-    environment.leave_process_group()
+    processes.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

@@ -20,16 +20,16 @@ import torch
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
-from roberta_recipe.args import setting
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model import masked_lm
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
+from roberta_recipe.settings import setting
 from roberta_recipe.tasks import protocol, squad, squad_files, squad_scores, summaries
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
-from roberta_recipe.training import environment
+from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 
 FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # of the official archive, below data_dir
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> Summary:
         for run in runs:
             write_predictions(args, run.output_dir, data["validation"], windows["validation"])
         print(f"predictions {folder}/*/predictions.json, nbest_predictions.json")
-    environment.leave_process_group()
+    processes.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

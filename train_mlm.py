@@ -11,19 +11,17 @@ in the preset, with its source; any flag overrides it. The same presets are read
 a step.
 """
 
-import dataclasses
-import functools
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe import record as records
-from roberta_recipe.args import config_of, shown_names
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, stream, tokenization
 from roberta_recipe.data.documents import check_sources, sample_documents
@@ -35,24 +33,11 @@ from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import PredictedPositions, flops_per_token
 from roberta_recipe.publishing import hub, plots
+from roberta_recipe.settings import config_of, shown_names
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import advice, batch, checkpoint, environment, pretraining
+from roberta_recipe.training import checkpoint, launching, output_folder, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.pretraining import (
-    DEMONSTRATION,
-    MlmArguments,
-    MlmTrainingArguments,
-    Reader,
-    build_collator,
-    build_model,
-    build_readers,
-    full_batch,
-    mask_validation,
-    read_corpus,
-    run_fingerprint,
-    skipped_blocks,
-    validation_blocks,
-)
+from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments, Reader
 from roberta_recipe.training.stopping import Stopping
 
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
@@ -62,9 +47,9 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     """Run the command line `argv`; returns the run record. Raises `InputError`, `RunError`."""
     argv, started_s = (sys.argv[1:] if argv is None else argv), time.monotonic()
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
 
-    # 1. Arguments: dataclass < preset < command line, and what they must not say.
+    # 1. Arguments: dataclass < preset < command line, checked.
     (args, training_args), resolved = read_arguments(argv)
     check_arguments(args, training_args)
     resolved["attn_implementation"] = training_args.attn_implementation
@@ -72,22 +57,21 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
     with training_args.main_process_first():  # one process collects docstrings and hashes files, the others read them
-        corpus = corpora.resolve(read_corpus(args))
+        corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_demonstration(argv, args, corpus)
         check_sources(corpus)
         corpus = corpora.identified(corpus, kept_in=args.token_cache or training_args.output_dir)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
-    model = build_model(args, training_args, tokenizer)
+    model = pretraining.build_model(args, training_args, tokenizer)
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
-    reader, validation_reader = build_readers(args, training_args, corpus, tokenizer)
-    fingerprint, of_data = run_fingerprint(args, training_args, model, tokenizer, reader)
+    reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
+    fingerprint, of_data = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
-    collator = build_collator(args, training_args, tokenizer)
-    validation = validation_blocks(args, training_args, validation_reader)
+    collator = pretraining.build_collator(args, training_args, tokenizer)
+    validation = pretraining.validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
-    training_args = fit_to_memory(args, training_args, model, validation[0], collator)
     blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
@@ -95,7 +79,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         model=model,
         args=training_args,
         train_dataset=blocks,
-        eval_dataset=mask_validation(args, corpus, validation, tokenizer),
+        eval_dataset=pretraining.mask_validation(args, validation, tokenizer),
         data_collator=collator,
         processing_class=tokenizer,
         callbacks=[hub.PublishCheckpoints(publisher, training_args.save_total_limit)] if publisher else [],
@@ -106,16 +90,17 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         also_measured=blimp_while_training(args, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, model.objectives),
     )
-    announce_run(args, training_args, corpus, model, validation, entropy, resumed_from, trainer)
+    announce_run(argv, args, training_args, corpus, model, validation, entropy)
+    announce_position(resumed_from, blocks.skipped)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
-    trainer.stopping.end_if_stopped(note_on_push(publisher))
+    trainer.stopping.end_if_stopped("; a push to the Hub ends first" if publisher and publisher.is_pushing() else "")
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
     metrics, by_source = trainer.measured(), trainer.evaluate_sources(corpus, validation)
 
-    # 6. Run record, loss curve, what came out.
+    # 6. Run record, loss curve, results on the screen.
     counts, passes = stream.consumed(reader, min(trainer.position, args.max_train_samples or trainer.position))
     record: records.PretrainingRecord = records.run_record(
         trainer,
@@ -130,33 +115,34 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     )
     if trainer.is_world_process_zero():
         write_results(record, args, training_args.output_dir)
-    environment.leave_process_group()
-    check_loss(metrics["eval_loss"])
+    processes.leave_process_group()
+    if not math.isfinite(metrics["eval_loss"]):
+        raise RunError(f"the validation loss is {metrics['eval_loss']}: lower learning_rate or warm up longer")
     if publisher:
         publisher.push(Path(training_args.output_dir), f"Trained for {counted(record['steps'], 'step')}")
     return record
 
 
-def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict]:
+def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict[str, Any]]:
     """The filled dataclasses, and the resolved values as a preset."""
-    filled, resolved = pretraining.read_arguments(argv, __doc__, MlmArguments)
+    filled, resolved = pretraining.read_arguments(argv, __doc__)
     return tuple(filled), resolved
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for choices that exclude each other; fix batch and attention."""
-    pretraining.check_text(args)
+    """Raise `InputError` for values out of range and choices that exclude each other; resolve batch and attention, and
+    lock the output folder."""
+    pretraining.check_data(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
-    pretraining.leave_threads_to_worker(args, training_args)
     pretraining.resolve(args, training_args)
-    environment.check_deepspeed(training_args)
-    environment.take_output_dir(training_args, extend=args.resume_despite_changes)
+    launching.check_deepspeed(training_args)
+    output_folder.prepare(training_args, extend=args.resume_despite_changes)
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
-    """Where the command line names neither preset nor text: say that this is the demonstration and not the recipe, and
+    """Where the command line names neither preset nor text, log that this is the demonstration and not the recipe, and
     train its tokenizer if it does not exist."""
     if config_of(argv) or not all(source.builtin for source in corpus.sources):
         return
@@ -173,22 +159,16 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
             save_tokenizer(tokenizer, args.tokenizer_name)
 
 
-def check_examples(args: MlmArguments, tokenizer) -> None:
-    """Raise `InputError` for a `fill_mask_examples` that could not be completed at the end."""
+def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `InputError` for a `fill_mask_examples` that cannot be completed at the end."""
     for sentence in args.fill_mask_examples or []:
         ids = tokenizer(sentence).input_ids
         if ids.count(tokenizer.mask_token_id) != 1 or len(ids) > args.max_seq_length:
-            raise InputError(
-                f"fill_mask_examples: {sentence!r} must have {tokenizer.mask_token} once and at most "
-                f"{args.max_seq_length} tokens"
-            )
+            raise InputError(f"fill_mask_examples: {sentence!r} is too long, or has not {tokenizer.mask_token} once")
 
 
 def build_blocks(
-    args: MlmArguments,
-    training_args: MlmTrainingArguments,
-    reader: Reader,
-    resumed: dict | None,
+    args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict[str, Any] | None
 ) -> TrainBlocks:
     """This process's training blocks, from the checkpoint's position on."""
     return TrainBlocks(
@@ -197,29 +177,14 @@ def build_blocks(
         processes=training_args.world_size,
         process=training_args.process_index,
         start=resumed["position"] if resumed else 0,
-        skipped=skipped_blocks(args, training_args, resumed),
+        skipped=pretraining.skipped_blocks(args, training_args, resumed),
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )
 
 
-def fit_to_memory(
-    args: MlmArguments, training_args: MlmTrainingArguments, model, block: Block, collator
-) -> MlmTrainingArguments:
-    """Check the shared memory of the data workers. With `auto_find_batch_size`: arguments with the micro-batch lowered
-    until full blocks, made of `block`, fit into memory; the global batch stays."""
-    pretraining.check_shared_memory(args, training_args, block, collator)
-    if not training_args.auto_find_batch_size:
-        return training_args
-    blocks = functools.partial(full_batch, args, block, collator)
-    micro = batch.lower_to_memory(training_args, model, args.global_batch_size, blocks)
-    steps = batch.accumulation_steps(args.global_batch_size, micro, training_args.world_size)
-    found = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
-    return dataclasses.replace(training_args, **found, auto_find_batch_size=False)
-
-
 def blimp_while_training(
-    args: MlmArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    args: MlmArguments, model: PredictedPositions, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[MlmTrainer], dict[str, float]] | None:
     """BLiMP at each evaluation; None without `blimp_dir`."""
     if not args.blimp_dir:
@@ -230,50 +195,49 @@ def blimp_while_training(
 
 
 def announce_run(
+    argv: list[str],
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     corpus: corpora.Corpus,
     model: PredictedPositions,
     validation: list[Block],
     entropy: float,
-    resumed_from: str | None,
-    trainer: MlmTrainer,
 ) -> None:
-    """What is about to be trained, in a few lines."""
-    tokens = training_args.max_steps * args.global_batch_size * args.max_seq_length
+    """Log the recipe, the model and the data."""
+    steps, length = training_args.max_steps, args.max_seq_length
+    seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
     shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
-    held_out = sum(len(block["input_ids"]) for block in validation)
-    by_token = f"masked by token, which costs a model of masking_unit={args.masking_unit} more"
+    by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
     logger.info(
-        f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
-        f"Corpus      {corpus.name}: {shares}\n"
+        f"Recipe      {config_of(argv) or DEMONSTRATION}: learning rate {training_args.learning_rate:g}, warm-up "
+        f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
-        f"Steps       {training_args.max_steps:,}, at most {tokens / 1e6:,.1f} M tokens\n"
-        f"Validation  {counted(len(validation), 'block')}, {held_out:,} tokens, unigram entropy {entropy:.3f} nats "
-        "(a loss that stays there has learnt frequencies only)\n"
-        + (f"            {by_token}\n" if args.masking_unit != "token" else "")
-        + f"Checkpoints {pretraining.saving_in_words(training_args)}\n"
-        f"Output      {training_args.output_dir}\n"
-        + (f"Left out    blocks {order.in_words(trainer.skipped)}\n" if trainer.skipped else "")
-        + (f"Resuming    from {resumed_from}\n" if resumed_from else "")
+        f"Steps       {steps:,} of {length} tokens a sequence, at most "
+        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens\n"
+        f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
+        f"Corpus      {corpus.name}: {shares}\n"
+        f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
+        f"tokens, unigram entropy {entropy:.3f} nats (a loss that stays there has learnt frequencies only){by_token}\n"
+        f"Output      {training_args.output_dir}"
     )
-    sizes = training_args.per_device_train_batch_size, args.max_seq_length, args.global_batch_size
-    if training_args.device.type == "cuda" and (line := advice.on_micro_batch(*sizes, training_args.world_size)):
-        logger.info(line)
 
 
-def note_on_push(publisher: hub.Publisher | None) -> str:
-    """A note for a run that is stopped, where a push to the Hub is under way."""
-    pushing = publisher and publisher.is_pushing()
-    return "; the process ends after the push to the Hub that is under way" if pushing else ""
+def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
+    """Log the checkpoint that training resumes from, and the blocks that it leaves out."""
+    if skipped:
+        logger.info(f"Left out    blocks {order.in_words(skipped)}")
+    if resumed_from:
+        logger.info(f"Resuming    from {resumed_from}")
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:
-    """Loss curve and run record; predictions and figures on stdout."""
-    plots.plot_loss(record, os.path.join(output_dir, records.CURVE_NAME))
-    records.write_record(record, output_dir)  # the last file: it says that the run is finished
-    show_predictions(args.fill_mask_examples, output_dir)
+    """Write loss curve and run record; print predictions, losses and files."""
+    curve = os.path.join(output_dir, records.CURVE_NAME)
+    plots.plot_loss(record, curve)
+    records.write_record(record, output_dir)  # the last file: with it the run is finished
+    if args.fill_mask_examples:
+        show_predictions(args.fill_mask_examples, output_dir)
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])
     starts = f" in {record['resumes'] + 1} starts" if record["resumes"] else ""
     print(
@@ -281,23 +245,15 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
         f"{duration(record['train_seconds'])} of training{starts}, median {record['tokens_per_second']:,} tokens/s; "
         f"{duration(record['wall_clock_s'])} for this start\n"
         f"checkpoint  {output_dir}\n"
-        f"run record  {Path(output_dir, records.RECORD_NAME)}\n"
-        f"loss curve  {Path(output_dir, records.CURVE_NAME)}"
+        f"run record  {os.path.join(output_dir, records.RECORD_NAME)}\n"
+        f"loss curve  {curve}"
     )
     if record["stopped_by"] == records.TIME_LIMIT:
-        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is kept. {continue_with()}")
+        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is saved. {continue_with()}")
 
 
-def check_loss(loss: float) -> None:
-    """Raise `RunError` where the validation loss is not finite."""
-    if not math.isfinite(loss):
-        raise RunError(f"the validation loss is {loss}: lower learning_rate, warm up longer, or use bf16")
-
-
-def show_predictions(sentences: list[str] | None, checkpoint: str) -> None:
-    """The five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
-    if not sentences:
-        return
+def show_predictions(sentences: list[str], checkpoint: str) -> None:
+    """Print the five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
     from transformers import pipeline  # a tenth of a second
 
     fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")

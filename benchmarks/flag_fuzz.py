@@ -35,7 +35,7 @@ import yaml
 from conftest import Forked, make_documents, write_jsonl, write_parquet, write_text
 from official_files import write_paradigm, write_race, write_squad
 
-from roberta_recipe.args import RecipeParser
+from roberta_recipe.settings import RecipeParser
 
 LIMIT_S = 300  # of a start, beside other work
 MEMORY = 6 << 30  # bytes that a start may take beyond what the commands have loaded

@@ -3,9 +3,9 @@
     python benchmarks/flags.py [--script train_mlm] [--flags eval_steps seeds]    # about a second a flag
 
 A tiny model with dropout trains for half of its steps, is ended, and is resumed under each flag that may differ at each
-start ("free" in its declaration, `roberta_recipe/args.py`), with another value. The weights after the last step must be
-those of the run that was not ended. Flags that change the rounding ("layout") run too, and must say so. The exit code
-is 1 where a flag is not what it is declared to be.
+start ("free" in its declaration, `roberta_recipe/settings.py`), with another value. The weights after the last step
+must be those of the run that was not ended. Flags that change the rounding ("layout") run too, and must say so. The
+exit code is 1 where a flag is not what it is declared to be.
 """
 
 import argparse
@@ -35,10 +35,10 @@ import finetune_glue
 import finetune_race
 import finetune_squad
 import train_mlm
-from roberta_recipe.args import flags_of
 from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import build_model
+from roberta_recipe.settings import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import DurableTrainer
 

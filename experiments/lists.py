@@ -22,11 +22,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from roberta_recipe import durable
-from roberta_recipe.args import NUMBERS_END, flags_of
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT, resolve_path
-from roberta_recipe.presets import check_mapping, did_you_mean, load_yaml, parse_value
 from roberta_recipe.record import RECORD_NAME, SUMMARY_NAME, TIME_LIMIT, picked_setting, read_record
+from roberta_recipe.settings import NUMBERS_END, check_mapping, did_you_mean, flags_of, load_yaml, parse_yaml
 from roberta_recipe.training import optimizers, pretraining
 from tools.significance import MOST_SEEDS
 
@@ -308,7 +307,7 @@ def _change(change: str, variants: list[Variant], flags: dict[str, Any], measure
     name, equals, text = change.partition("=")
     if not (name and equals):
         raise InputError(f"--set {change!r}: write flag=value")
-    value = parse_value(text, f"--set {change}")
+    value = parse_yaml(text, f"--set {change}")
     measure, dot, flag = name.partition(".")
     if dot:
         if measure not in measures:
@@ -444,7 +443,7 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
     argv = ["--config", variant.config] if variant.config else []
     filled, resolved = script.read_arguments([*argv, *words_of(variant.flags, where), "--output_dir", "run"])
     if isinstance(filled[0], pretraining.MlmArguments):
-        pretraining.check_text(filled[0])
+        pretraining.check_data(filled[0])
         pretraining.check_model(filled[0])
         pretraining.check_cooldown(*filled)
     optimizers.check(filled[-1])

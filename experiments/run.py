@@ -29,10 +29,10 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 from experiments import checks, lists, table
 from experiments.lists import MEASURES, ROW_NAME, Experiment, ExperimentList, words_of
 from roberta_recipe import durable, lock
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import counted, duration, logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.started import continue_with
 from tools import estimate
 

@@ -29,11 +29,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
-from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.publishing import minimal_pairs, plots, tables
 from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
 from roberta_recipe.record import (
@@ -52,6 +50,7 @@ from roberta_recipe.record import (
     read_record,
     validation_blocks,
 )
+from roberta_recipe.settings import RecipeParser, check_mapping, load_yaml
 from roberta_recipe.standard_error import perplexity_with_error, with_error
 from roberta_recipe.tasks import glue, race, squad
 from tools import significance

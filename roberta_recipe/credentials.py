@@ -1,4 +1,4 @@
-"""Passwords and tokens: found in what a run would save, and taken out of what a command says."""
+"""Passwords and tokens: detection in values that a run would save, redaction of log lines and error messages."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ _USER = re.compile(r"(\w[\w+.-]*://)[^\s/'\"]+@")  # http://user:password@host
 _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
 _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
-_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)  # of the environment
-_SHORTEST = 8  # characters of a secret of the environment; "true" is none
+_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)
+_SHORTEST = 8  # characters of a secret in an environment variable; "true" is none
 
 
 def redact(text: str) -> str:
-    """`text` without the user and the query values of its URLs, without tokens of the Hub, and without the values that
-    the environment has under the name of a token, key, secret or password."""
+    """`text` without users and query values of URLs, Hub tokens, and the values of environment variables that are named
+    like a token, key, secret or password."""
     values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _SHORTEST)
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
@@ -26,16 +26,17 @@ def redact(text: str) -> str:
 
 
 def holds_secret(value: Any) -> bool:
-    """Whether a flag's value, or one of a list, has a password, a token or a key in it."""
+    """Whether a flag's value, or one of a list, contains a password, a token or a key."""
     if isinstance(value, list):
         return any(map(holds_secret, value))
-    return isinstance(value, str) and bool(
-        _HUB_TOKEN.search(value) or ("://" in value and (_USER.search(value) or _SECRET_VALUE.search(value)))
-    )
+    if not isinstance(value, str):
+        return False
+    in_url = "://" in value and (_USER.search(value) or _SECRET_VALUE.search(value))
+    return bool(in_url or _HUB_TOKEN.search(value))
 
 
 class Redact(logging.Filter):
-    """Takes secrets out of log lines."""
+    """Logging filter that redacts secrets."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact(record.getMessage()), None

@@ -1,4 +1,4 @@
-"""The machine that a run is on: processor, GPUs and their peaks, memory taken."""
+"""The machine of a run: processor and GPUs, memory, matrix rate; errors of memory and of lost processes."""
 
 import ctypes
 import gc
@@ -8,7 +8,6 @@ import re
 import resource
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -23,10 +22,10 @@ _PROBE_SIZES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
 
 
 class Machine(TypedDict):
-    """Where a run ran, as its record says it."""
+    """The machine of a run, as in its record."""
 
-    machine: str  # of the processor: x86_64, ...
-    processor: NotRequired[str | None]  # its name, where the system tells it; older records have none
+    machine: str  # architecture of the processor: x86_64, ...
+    processor: NotRequired[str | None]  # its name, where known; older records have none
     system: str
     cpu_cores: int
     gpus: list[str]
@@ -44,10 +43,10 @@ def describe_machine() -> Machine:
 
 
 def processor_name() -> str | None:
-    """What the system calls the processor; None where it does not say."""
+    """The processor's name; None where the system does not say."""
     path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: *(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
-    return found[1].strip() if found else platform.processor() or None
+    name = re.search(r"^model name\s*: *(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return name[1].strip() if name else platform.processor() or None
 
 
 def cpu_cores() -> int:
@@ -61,8 +60,8 @@ def local_processes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory taken so far: of the GPU since `forget_peak_memory`, where this process has used one, else resident
-    memory of this process."""
+    """Peak memory: of the GPU since `forget_peak_memory`, if this process has used one, else this process's resident
+    set."""
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0: it trains with use_cpu
         return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -70,38 +69,36 @@ def peak_memory_bytes() -> int:
 
 
 def forget_peak_memory() -> None:
-    """Count the peak of a GPU from what is allocated now: what was measured or tried before belongs to no run."""
+    """Restart the count of the GPU's peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep memory that is freed, and serve large allocations from it; returns whether it does. Where the
-    user has set up an allocator, nothing is changed.
+    """Have glibc keep freed memory and serve large allocations from it; returns whether it does. A user's own allocator
+    settings stay.
 
     By default each activation above 128 KiB to 32 MiB comes as fresh pages, which the kernel clears one by one.
     """
-    theirs = any(name.startswith("MALLOC_") for name in os.environ) or {"GLIBC_TUNABLES", "LD_PRELOAD"} & set(
-        os.environ
-    )
-    if theirs or platform.libc_ver()[0] != "glibc":
+    has_settings = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
+    if has_settings or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def has_bf16(use_cpu: bool = False) -> bool:
-    """Whether the device that trains, a GPU or with `use_cpu` the processor, multiplies matrices in bf16 by itself:
-    GPUs from Ampere on, AVX-512 BF16, AMX."""
+    """Whether the training device, a GPU or with `use_cpu` the processor, has bf16 matrix products in hardware: GPUs
+    from Ampere on, AVX-512 BF16, AMX."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has = torch.cpu.get_capabilities()
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of two large square matrices on this machine, with this process's threads: the fastest of
-    several, so that what else runs here does not count. Takes at most two seconds."""
+    """FLOP/s of a product of two large square matrices with this process's threads: the fastest of several, so that
+    other processes do not distort the measurement. Takes at most two seconds."""
     size = _PROBE_SIZES.get(device.type, 1024)
     # drawn on the device: a processor takes more than a second for so many numbers
     a, b = torch.randn(2, size, size, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
@@ -115,75 +112,35 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(seconds[1:] or seconds)
 
 
-def give_back_freed_memory() -> None:
-    """Return to the system what was freed, as far as glibc can: for what does not allocate through it."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def free_memory() -> None:
-    """Free what a run held, trainers with their cycles of references, before the next run of the same process."""
+    """Free the memory of an earlier run in this process: trainers have reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a GPU or of the machine; oneDNN, which maps memory for its kernels' code, says only
-    that a primitive could not be created."""
+    """Whether the GPU or the machine is out of memory; oneDNN says only that a primitive could not be created."""
     cpu = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in cpu)
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Have Linux send this process the signal `number` when `parent`, which started it, ends, however that ends; at
-    once where it has ended already. Elsewhere nothing."""
+    """On Linux, have this process receive the signal `number` when its parent process ends, or ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # since before the line above, so that no signal comes
+        if os.getppid() != parent:  # it ended before the line above, and no signal comes
             os.kill(os.getpid(), number)
 
 
 def lost_process(error: BaseException) -> str | None:
-    """What has ended that a run needs, where `error` says so: another process of it, or a data worker; else None.
+    """The lost process that `error` reports, another rank or a data worker; None for another error.
 
-    NCCL's and the store's errors have a type; gloo's and those of `DataLoader` are plain RuntimeErrors. The last is
-    raised by the handler of a signal, wherever the process is, so that another error may be raised on its way.
+    Errors of NCCL and the store have a type; those of gloo and `DataLoader` are plain RuntimeErrors. The last comes
+    from a signal handler, so another error may be raised on its way.
     """
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return "another process of this run is gone, or cannot be reached"
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return "a data worker is gone"
     return lost_process(error.__context__) if error.__context__ else None
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU: memory in bytes (the data sheet's GB as 10^9), peak FLOP/s, whether it has bf16, price in USD an hour."""
-
-    memory_bytes: float
-    peak_flops: float
-    bf16: bool
-    gpu_hour_price: float
-
-
-# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets. Prices are an assumption, they change
-# weekly and differ threefold between providers: AWS list prices of an instance / its GPUs, in the US (H200, H100,
-# A100-40GB: capacity blocks of 2025; A10G, L40S, L4, V100, T4: on demand), RunPod's of spring 2026 where AWS has no
-# such card by itself (H100-PCIe, A100-80GB, RTX), Lambda's for A10.
-DEVICES = {
-    "H200": Device(141e9, 989e12, True, 5.41),
-    "H100": Device(80e9, 989e12, True, 4.92),
-    "H100-PCIe": Device(80e9, 756e12, True, 2.79),
-    "A100-80GB": Device(80e9, 312e12, True, 2.45),
-    "A100-40GB": Device(40e9, 312e12, True, 1.84),
-    "L40S": Device(48e9, 362e12, True, 1.86),
-    "L4": Device(24e9, 121e12, True, 0.80),
-    "A10G": Device(24e9, 70e12, True, 1.01),
-    "A10": Device(24e9, 125e12, True, 0.75),
-    "V100-32GB": Device(32e9, 125e12, False, 3.90),
-    "V100-16GB": Device(16e9, 125e12, False, 3.06),
-    "T4": Device(16e9, 65e12, False, 0.53),
-    "RTX-4090": Device(24e9, 165e12, True, 0.60),
-    "RTX-3090": Device(24e9, 71e12, True, 0.39),
-}

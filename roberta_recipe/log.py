@@ -1,11 +1,9 @@
-"""What a command says while it runs: our log lines and progress bars on stderr, the libraries' warnings only."""
+"""Logging: our log lines and progress bars on stderr, the libraries' warnings only."""
 
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -13,28 +11,22 @@ from tqdm.auto import tqdm
 from roberta_recipe.credentials import Redact
 
 logger = logging.getLogger("recipe")
-SILENT_S = 30.0  # without a log entry or a bar, until a line says how far it is
-# what libraries say of every run, and there is nothing to do about
-_OF_EVERY_RUN = (
-    "Setting accelerator to CPU.",  # DeepSpeed, which accelerate imports wherever it is installed
-    "Warning: The following arguments do not match the ones in the `trainer_state.json`",  # those of this start count
-)
+SILENT_S = 30.0  # between two lines of a progress bar that has no terminal
 
 
 def is_first_process() -> bool:
-    """Whether this is the process, of those that a launcher started, that writes files and log lines."""
+    """Whether this process, of those that a launcher started, writes files and log lines."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def set_up_logging() -> None:
-    """Our log lines and progress bars on stderr; the libraries' only where something is wrong."""
+    """Our log lines and progress bars on stderr, without secrets; the libraries' warnings only."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
-    for name in (None, "transformers", "datasets", "huggingface_hub"):  # these libraries have handlers of their own
+    for name in (None, "transformers", "datasets", "huggingface_hub"):  # these libraries have their own handlers
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(known, Redact) for known in handler.filters):
                 handler.addFilter(Redact())
-    for name in ("DeepSpeed", "transformers.trainer_utils"):
-        logging.getLogger(name).addFilter(_is_of_this_run)
+    logging.getLogger("DeepSpeed").addFilter(_drop_cpu_warning)
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in {"transformers", "datasets"} & sys.modules.keys():  # a command that needs neither starts at once
         sys.modules[name].utils.logging.set_verbosity_warning()
@@ -45,34 +37,32 @@ def set_up_logging() -> None:
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
 
+def _drop_cpu_warning(record: logging.LogRecord) -> bool:
+    """Logging filter: DeepSpeed, which accelerate imports if it is installed, warns on every machine without a GPU."""
+    return not record.getMessage().startswith("Setting accelerator to CPU")
+
+
 class Bar(tqdm):
-    """A progress bar where stderr is a terminal; elsewhere a log line every `SILENT_S`: `Packing 34%, ETA 12 min`."""
+    """A progress bar on a terminal; elsewhere a log line every `SILENT_S`: `Packing 34%, ETA 12 min`."""
 
-    def __init__(
-        self, iterable: Iterable[Any] | None = None, desc: str = "", disable: bool | None = None, **look: Any
-    ) -> None:
-        super().__init__(iterable, desc, disable=disable, **look)
-        self._what, self._unit, self._begun_s = desc, look.get("unit", ""), time.monotonic()
-        self._said_s = self._begun_s
+    monitor_interval = 0  # no thread beside it: data workers are forked
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self.disable:
-            yield from super().__iter__()
-            return
-        for item in self.iterable:
-            yield item
-            self.update()
+    def __init__(self, *args: Any, disable: bool | None = None, **kwargs: Any) -> None:
+        self.is_shown = not disable and (kwargs.get("file") or sys.stderr).isatty()
+        if not self.is_shown:
+            kwargs |= {"mininterval": SILENT_S, "delay": SILENT_S, "miniters": 1, "leave": False}
+        super().__init__(*args, **kwargs)
 
-    def update(self, n: float = 1) -> bool | None:
-        if not self.disable:
-            return super().update(n)
-        self.n += n
-        if (now_s := time.monotonic()) - self._said_s > SILENT_S:
-            self._said_s = now_s
-            left_s = (now_s - self._begun_s) / max(self.n, 1) * ((self.total or 0) - self.n)
-            done = f"{self.n / self.total:.0%}, ETA {duration(left_s)}" if self.total else f"{self.n:,}{self._unit}"
-            logger.info(f"{self._what} {done}")
-        return None
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if self.is_shown:
+            super().display(msg, pos)
+        elif msg is None:  # "" clears a bar
+            state = self.format_dict
+            done = f"{self.n:,}{self.unit}"
+            if self.total:
+                left_s = state["elapsed"] / max(self.n, 1) * (self.total - self.n)
+                done = f"{self.n / self.total:.0%}, ETA {duration(left_s)}"
+            logger.info(f"{self.desc.removesuffix(': ')} {done}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -82,13 +72,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time in words: "40 s", "12 min", "3.5 h", "2.4 days"."""
+    """A duration in words: "40 s", "12 min", "3.5 h", "2.4 days"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-def _is_of_this_run(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_OF_EVERY_RUN)

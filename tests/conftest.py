@@ -193,16 +193,8 @@ class KeepGradients(TrainerCallback):
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-SUBJECTS = [
-    "the cat",
-    "a small dog",
-    "my old friend",
-    "the red boat",
-    "every child",
-    "no teacher",
-    "the river",
-    "this house",
-]
+SUBJECTS = ["the cat", "a small dog", "my old friend", "the red boat", "every child", "no teacher"]
+SUBJECTS += ["the river", "this house"]
 VERBS = ["sees", "follows", "likes", "forgets", "remembers", "paints", "carries", "leaves"]
 PLACES = ["in the garden", "near the sea", "behind a wall", "after the rain", "at night", "without a word", "on Monday"]
 

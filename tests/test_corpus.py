@@ -22,7 +22,7 @@ from roberta_recipe.data.order import interleave, taken_of_source
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import HASHES_NAME
-from roberta_recipe.training import environment
+from roberta_recipe.training import output_folder
 
 TEXTS = make_documents(60, seed=4)
 
@@ -183,7 +183,7 @@ def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, mo
     first = fingerprint()
     assert fingerprint() == first == young and len(hashed) == 3 and kept.exists()
     assert fingerprint("another") == first and len(hashed) == 4  # of another run
-    environment._check_content(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
+    output_folder.check_content(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
     assert token_cache.claim(tmp_path / "another", {})  # and so does a token cache
     kept.write_bytes(kept.read_bytes().replace(b"sum", b"sun"))
     assert fingerprint() == first and len(hashed) == 5

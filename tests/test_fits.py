@@ -13,7 +13,7 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.model.weights import read_config
-from roberta_recipe.presets import load_yaml
+from roberta_recipe.settings import load_yaml
 
 PRESETS = sorted((ROOT / "presets" / "mlm").glob("*.yaml"))
 assert len(PRESETS) == 9

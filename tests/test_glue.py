@@ -23,8 +23,8 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model import heads
-from roberta_recipe.presets import load_yaml
 from roberta_recipe.publishing import card
+from roberta_recipe.settings import load_yaml
 from roberta_recipe.tasks import glue, summaries
 from roberta_recipe.tasks.glue import TASKS
 from tools import glue_table

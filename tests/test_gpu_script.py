@@ -20,7 +20,7 @@ from benchmarks.gpu.runs import Work
 from results import report
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import load_yaml
+from roberta_recipe.settings import load_yaml
 from roberta_recipe.training import optimizers, pretraining
 
 DOMAINS = [source["name"] for source in load_yaml(carry.CORPUS)["sources"]]

@@ -188,9 +188,7 @@ def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
 
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    with pytest.raises(
-        Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; the process ends after the push to the Hub"
-    ):
+    with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; a push to the Hub ends first"):
         train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
     over.set()
 

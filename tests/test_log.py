@@ -1,15 +1,18 @@
-"""Progress of long parts: a bar on a terminal, elsewhere a log line every half minute. The clock is a made-up one."""
+"""Progress of long parts: a bar on a terminal, elsewhere log lines; warnings of slow tokenization."""
 
 import io
-import itertools
 import logging
+import re
+import time
 import types
 
 import pytest
 
+import train_mlm
 from roberta_recipe import log
 from roberta_recipe.log import Bar
-from roberta_recipe.training import progress
+from roberta_recipe.tools import pack
+from roberta_recipe.training import mlm_trainer, progress
 
 
 class Terminal(io.StringIO):
@@ -18,45 +21,32 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Seconds that a test sets."""
-    now = types.SimpleNamespace(s=0.0)
-    monkeypatch.setattr(log, "time", types.SimpleNamespace(monotonic=lambda: now.s))
-    return now
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("step_s", [7, 31])
-def test_a_line_every_half_minute_where_there_is_no_terminal(clock, caplog, by_hand, step_s):
+def lines(monkeypatch, caplog):
+    """Log lines, of which a bar gives one every 0.05 seconds."""
+    monkeypatch.setattr(log, "SILENT_S", 0.05)
     caplog.set_level(logging.INFO, logger="recipe")
-    said_s = []
-    bar = Bar(None if by_hand else range(100), "Packing", total=100, file=io.StringIO())
-    for _ in range(100) if by_hand else bar:
-        if by_hand:
-            bar.update()
-        if len(caplog.messages) > len(said_s):
-            said_s.append(clock.s)
-        clock.s += step_s
-    wait_s = step_s * (30 // step_s + 1)
-    assert bar.n == 100 and len(said_s) in (100 * step_s // wait_s - 1, 100 * step_s // wait_s)
-    assert all(b - a == wait_s for a, b in itertools.pairwise(said_s))
-    assert all(line.startswith("Packing ") and "%, ETA " in line for line in caplog.messages)
+    return caplog
 
 
-def test_short_parts_and_terminals_have_no_line(clock, caplog):
-    caplog.set_level(logging.INFO, logger="recipe")
+@pytest.mark.parametrize("disable", [None, True])
+def test_without_a_terminal_a_bar_is_a_line_now_and_then(lines, disable):
+    shown = io.StringIO()
+    for _ in Bar(range(10), "Packing", file=shown, disable=disable):
+        time.sleep(0.02)
+    assert 2 <= len(lines.messages) <= 4 and not shown.getvalue()
+    assert all(re.fullmatch(r"Packing \d+%, ETA \d+ s", line) for line in lines.messages)
+    with Bar(desc="Reading", unit=" documents", file=shown) as bar:
+        time.sleep(0.06)
+        bar.update(2000)
+    assert lines.messages[-1] == "Reading 2,000 documents" and not shown.getvalue()
+
+
+def test_short_parts_and_terminals_have_no_line(lines):
     shown = Terminal()
-    assert list(Bar(range(3), "Short", file=io.StringIO())) == [0, 1, 2] and not caplog.messages
+    assert list(Bar(range(3), "Short", file=io.StringIO())) == [0, 1, 2]
     for _ in Bar(range(3), "Long", file=shown):
-        clock.s += 100
-    assert "Long" in shown.getvalue() and not caplog.messages
-
-
-def test_without_a_total_a_line_says_how_many(clock, caplog):
-    caplog.set_level(logging.INFO, logger="recipe")
-    for _ in Bar(iter(range(3)), "wiki", unit=" documents", file=io.StringIO()):
-        clock.s += 20
-    assert caplog.messages == ["wiki 2 documents"]
+        time.sleep(0.06)
+    assert "Long" in shown.getvalue() and not lines.messages
 
 
 def test_the_eta_of_several_runs_has_them_all(monkeypatch):
@@ -71,3 +61,13 @@ def test_the_eta_of_several_runs_has_them_all(monkeypatch):
             now.s += 10
         now.s -= 10
         assert line._line(state, {"loss": 1.0, "learning_rate": 1e-3}).rpartition("  ")[2] == said
+
+
+def test_a_warning_of_slow_tokenization_has_a_command_that_packs(preset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mlm_trainer, "_TOKENIZED_PER_CORE", 1e-3)
+    train_mlm.main(["--config", preset])
+    (command,) = re.findall(r"roberta_recipe\.tools\.pack (.*)", capsys.readouterr().err)
+    cache = str(tmp_path / "cache")
+    assert pack.main(command.replace("DIR", cache).split())
+    train_mlm.main(["--config", preset, "--token_cache", cache, "--output_dir", str(tmp_path / "cached")])
+    assert "Tokenization" not in capsys.readouterr().err

@@ -6,7 +6,7 @@ from torch import nn
 
 import train_mlm
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import environment, optimizers, pretraining
+from roberta_recipe.training import optimizers, pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.optimizers import build
 
@@ -134,7 +134,6 @@ def test_zero_is_refused(optim, preset, monkeypatch):
     (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", optim])
     pretraining.check_training(args)
     args.deepspeed_plugin = object()
-    monkeypatch.setattr(environment, "deepspeed_settings", lambda args: {})
     with pytest.raises(InputError, match=f"optim={optim}: ZeRO flattens .*; take adamw_torch, or start without"):
         optimizers.check(args)
 

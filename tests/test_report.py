@@ -244,7 +244,7 @@ def test_bad_input(ledger, tmp_path):
     proofs = tmp_path / "results" / "proofs.yaml"
     for text, message in (
         ("proofs: [{claim: a, figure: b}]", r"proofs.yaml, entry 1 has no 'command'"),
-        ("proofs: [{claim: a, figure: 3, command: b}]", "figure is 3, and must be text"),
+        ("proofs: [{claim: a, figure: 3, command: b}]", "figure is 3, and must be a valid string"),
     ):
         proofs.write_text(text)
         with pytest.raises(InputError, match=message):

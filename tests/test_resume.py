@@ -19,10 +19,8 @@ import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import chunks
 from roberta_recipe.errors import InputError, says_no_room
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.training import batch, checkpoint
-from roberta_recipe.training.arguments import MlmTrainingArguments
+from roberta_recipe.training import checkpoint
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import compare
@@ -293,25 +291,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(preset, 
     assert train(preset, *SAVING)["steps"] == 12
 
 
-@pytest.mark.parametrize(("at_once", "passes"), [(8, 1), (4, 2), (2, 2)])
-def test_a_trial_of_a_batch_is_what_training_does(config, tokenizer, tmp_path, at_once, passes):
-    """Activations as they are kept in training; of several micro-batches, the second beside the first's gradient."""
-    model, seen = RobertaForMaskedLM(config), []
-    values = {"activation_checkpointing": True, "per_device_train_batch_size": at_once, "max_steps": 1}
-    args = MlmTrainingArguments(str(tmp_path), use_cpu=True, bf16=False, auto_find_batch_size=True, **values)
-
-    def looked_at(*_):
-        seen.append((model.is_activation_checkpointing, model.get_input_embeddings().weight.grad is not None))
-
-    hook = model.register_forward_pre_hook(looked_at)
-    labels = torch.full((at_once, 8), 7)
-    found = batch.lower_to_memory(args, model, 8, lambda count: {"input_ids": labels[:count], "labels": labels[:count]})
-    hook.remove()
-    assert seen == [(True, number > 0) for number in range(passes)]
-    assert found == at_once and model.get_input_embeddings().weight.grad is None
-
-
-def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeypatch):
+def test_out_of_memory_says_what_to_lower(preset, tmp_path, monkeypatch):
     """A real limit: the process may take 100 MB more than it has after loading."""
 
     def limited(function):
@@ -326,15 +306,6 @@ def test_out_of_memory_says_what_to_lower_or_lowers_it(preset, tmp_path, monkeyp
         return within
 
     big = ["--global_batch_size", "1024", "--per_device_train_batch_size", "1024", "--max_steps", "1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(MlmTrainer, "training_step", limited(MlmTrainer.training_step))
-        run = Forked(lambda: train(preset, *big), tmp_path / "log")
-        assert run.end() == 1 and "lower per_device_train_batch_size=1024" in run.log, run.log
-    shutil.rmtree(tmp_path / "run")
-    # The trial alone is limited: memory that it gave back to the allocator would count again in a step's limit. And
-    # oneDNN, which a thread asks for a kernel at the very limit, makes none for that thread any more: GELU without it.
-    monkeypatch.setattr(batch, "lower_to_memory", limited(batch.lower_to_memory))
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    run = Forked(lambda: train(preset, *big, "--auto_find_batch_size"), tmp_path / "log")
-    assert run.end() == 0 and "trying per_device_train_batch_size=512" in run.log, run.log
-    assert "Batch       1,024 sequences = 1 process x " in run.log
+    monkeypatch.setattr(MlmTrainer, "training_step", limited(MlmTrainer.training_step))
+    run = Forked(lambda: train(preset, *big), tmp_path / "log")
+    assert run.end() == 1 and "lower per_device_train_batch_size=1024" in run.log, run.log

@@ -1,6 +1,7 @@
 """Imports: no side effects, one direction, and no heavy library before its first use."""
 
-import pytest
+import json
+
 from conftest import run_python
 
 # What the code of the package itself does as it is imported; a library that it imports is not its own code.
@@ -71,38 +72,27 @@ def test_no_import_has_an_effect(root):
     assert int(done.stdout.split()[-1]) >= 70
 
 
-IMPORT_ALL = """
-import importlib, pathlib, sys
-rooms = [pathlib.Path("roberta_recipe", room) for room in ("data", "model", "training", "tasks")]
+LOADED = """
+import importlib, json, pathlib, sys
+from transformers import Trainer
+
+before = set(sys.modules)
+rooms = [pathlib.Path("roberta_recipe", room) for room in ("data", "model", "training")]
 names = [".".join(path.with_suffix("").parts) for room in rooms for path in sorted(room.glob("[!_]*.py"))]
 for name in names:
     importlib.import_module(name)
-print(len(names), *(name for name in sys.modules if name.startswith(("roberta_recipe.publishing", "matplotlib"))))
+of_library = set(sys.modules) - before
+import train_mlm, finetune_glue, finetune_squad, finetune_race
+print(json.dumps([len(names), sorted(of_library), sorted(set(sys.modules) - before)]))
 """
-
-
-def test_trainers_and_tasks_load_no_publishing_and_no_plotting(root):
-    done = run_python("-c", IMPORT_ALL, cwd=root)
-    assert done.returncode == 0, done.stderr
-    count, *loaded = done.stdout.split()
-    assert int(count) >= 25 and loaded == []
-
-
 HEAVY = ("matplotlib", "spacy", "deepspeed", "evaluate", "setuptools", "transformers.pipelines", "pytorch_optimizer")
 HEAVY += ("torch.nn.attention.varlen", "torch.utils.cpp_extension", "roberta_recipe.tasks.blimp")
-LOADED = """
-import sys
-from transformers import Trainer
-before = set(sys.modules)
-import {script}
-print(*(set(sys.modules) - before))
-"""
 
 
-@pytest.mark.parametrize("script", ["train_mlm", "finetune_glue", "finetune_squad", "finetune_race"])
-def test_a_script_loads_no_heavy_library_beside_trainer(script, root):
-    done = run_python("-c", LOADED.format(script=script), cwd=root)
+def test_no_heavy_library_is_loaded_before_its_use(root):
+    done = run_python("-c", LOADED, cwd=root)
     assert done.returncode == 0, done.stderr
-    loaded = set(done.stdout.split())
-    assert "roberta_recipe.args" in loaded
-    assert not loaded & set(HEAVY) and not [name for name in loaded if name.startswith("huggingface_hub.")]
+    count, of_library, of_scripts = json.loads(done.stdout)
+    assert count >= 25 and not [name for name in of_library if name.startswith("roberta_recipe.publishing")]
+    assert "roberta_recipe.settings" in of_library and not set(HEAVY) & set(of_scripts)
+    assert not [name for name in of_scripts if name.startswith("huggingface_hub.")]

@@ -20,7 +20,7 @@ def functions(script):
 
 def calls_into_the_library(node):
     """Calls such as `protocol.run_all`, in the order of the source, without calls into the task's own module."""
-    shared = ("set_up_logging", "environment", "hub", "tokenization", "protocol", "plots", "publisher")
+    shared = ("set_up_logging", "processes", "hub", "tokenization", "protocol", "plots", "publisher")
     found = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(found, key=lambda call: (call.lineno, call.col_offset))]
     return [name for name in names if name.partition(".")[0] in shared]
@@ -67,24 +67,6 @@ def test_nothing_of_more_than_two_statements_is_written_twice():
             assert text not in seen, f"{script.__name__}.{name} is {seen.get(text)}"
             seen[text] = f"{script.__name__}.{name}"
         assert compared, script.__name__
-
-
-def test_lines_of_main_that_mean_the_same_are_the_same():
-    """Arguments, tokenizer, runs and summary are equal word for word, so that who reads a script knows all."""
-    sources = [[line.strip() for line in inspect.getsource(script.main).splitlines()] for script in SCRIPTS]
-    for wanted in (
-        "(args, training_args), resolved = read_arguments(argv)",
-        "check_arguments(args, training_args)",
-        "publisher = hub.publisher(training_args)",
-        "tokenizer = protocol.load_tokenizer(",
-        "after_run = publisher.push_run",
-        "summary = protocol.finish(",
-        "plots.plot_runs(",
-        "environment.leave_process_group()",
-    ):
-        lines = {line for source in sources for line in source if line.startswith(wanted)}
-        assert len(lines) == 1, lines
-        assert all(any(line in lines for line in source) for source in sources), wanted
 
 
 def test_a_flag_of_all_three_scripts_has_one_home():

@@ -280,7 +280,7 @@ def test_packing_that_is_stopped_is_one_line_and_continues(corpus, tokenizer, tm
     os.killpg(run.pid, number)  # as a terminal does
     assert run.end(20) == {"Ctrl-C": 130, "SIGTERM": 75}[by]
     last = run.log.strip().splitlines()[-1]
-    assert last.startswith(f"ended by {by}; what was saved is whole. Continue with: ") and "Traceback" not in run.log
+    assert last.startswith(f"ended by {by}; saved files are complete. Continue with: ") and "Traceback" not in run.log
     monkeypatch.setattr(token_cache, "_write_shard", write_shard)
     assert token_cache.build(folder, reader, num_proc=2)
 

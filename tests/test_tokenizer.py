@@ -239,4 +239,4 @@ def test_a_signal_ends_training_at_once(root):
         finally:
             process.kill()
         assert process.stdout.read() == ""
-        assert process.stderr.read().startswith("ended by SIGTERM; what was saved is whole.")
+        assert process.stderr.read().startswith("ended by SIGTERM; saved files are complete.")

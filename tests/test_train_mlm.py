@@ -4,22 +4,20 @@ import json
 import math
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import copied, make_documents, run_python, write_text
+from conftest import Forked, copied, end_well, forked_ranks, make_documents, run_python, write_text
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 import train_mlm
 from roberta_recipe import record as records
-from roberta_recipe.data import chunks, masking
+from roberta_recipe.data import masking, tokenizer_training
 from roberta_recipe.data.corpus import resolve
-from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.training import batch, checkpoint, pretraining, progress
+from roberta_recipe.training import batch, checkpoint, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import evaluate, pack
 
@@ -76,6 +74,8 @@ def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
     counts = record["counts"]["train"]["train_file"]
     assert counts["documents"] > 0 and counts["blocks"] >= 48 and counts["held_out_documents"] == 0
 
+    assert f"Recipe      {preset}: learning rate 0.001, warm-up 0 steps, 15% masked, seed 42" in done.stderr
+    assert "Steps       6 of 64 tokens a sequence" in done.stderr and "Batch       8 sequences = 1" in done.stderr
     assert done.stderr.count("unigram entropy") == 1 and done.stderr.count("  validation  loss ") == 2
     assert "The cat <mask> a dog.\n" in done.stdout and done.stdout.rstrip().endswith("loss_curve.png")
     assert yaml.safe_load((out / "preset.yaml").read_text())["max_steps"] == 6
@@ -93,8 +93,7 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
 
 
 def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path, capsys):
-    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU; at its end it
-    says what there is, what was split, and how often the run will read it."""
+    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
@@ -103,15 +102,9 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
     assert pack.main([*flags, "--machine", "2/2"]) is True
     assert list((tmp_path / "cache").rglob("*.bin")) and not (tmp_path / "run").exists()
     [[chunk, *_]] = json.loads((tmp_path / "cache" / "train_file" / "train-00000.json").read_text())["chunks"]
-    facts = chunk[-1]
-    lines = capsys.readouterr().err.splitlines()
-    (cache,) = [line for line in lines if line.startswith("Cache ")]
-    assert f"train {facts['blocks']} blocks, {facts['tokens']:,} tokens of 200 documents; validation " in cache
-    assert (
-        cache.endswith(" tokens of 20 documents")
-        and "Not whole   nothing: no sentence was split, no row was lost" in lines
-    )
-    assert f"Passes      in 4 steps of 8 blocks: train_file {32 / facts['blocks']:.2f}" in lines
+    lines = capsys.readouterr().err
+    assert f"train {chunk[-1]['blocks']} blocks, {chunk[-1]['tokens']:,} tokens of 200 documents\n" in lines
+    assert " tokens of 20 documents\n            0 sentences longer than a block were split; left out: 0 empty" in lines
     with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
         pack.main([*flags, "--machine", "3/2"])
     with pytest.raises(InputError, match="token_cache is not set"):
@@ -154,7 +147,7 @@ def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
 def test_transformers_own_collator_drops_in(preset, tmp_path, monkeypatch):
     """Training takes its masks from it; held-out examples keep theirs, as their loss shows of weights that stay."""
     own = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "own")
-    monkeypatch.setattr(train_mlm, "build_collator", lambda *args: DataCollatorForLanguageModeling(args[-1], seed=0))
+    monkeypatch.setattr(pretraining, "build_collator", lambda *args: DataCollatorForLanguageModeling(args[-1], seed=0))
     stock = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "stock")
     assert stock["metrics"]["eval_loss"] == pytest.approx(own["metrics"]["eval_loss"], rel=1e-6)
     assert stock["blocks_digest"] == own["blocks_digest"] and stock["digest"] != own["digest"]
@@ -224,58 +217,25 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
         evaluate.main(flags)
 
 
-def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys):
     """Also where the preset names another of equal size; named in the command, the other is used and warned of."""
-    other = train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400)
-    other.save_pretrained(tmp_path / "other")
+    other = tmp_path / "other"
+    tokenizer_training.train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400).save_pretrained(other)
     record, run = train(preset, "--max_steps", 2), tmp_path / "run"
-    values = yaml.safe_load(Path(preset).read_text()) | {"tokenizer_name": str(tmp_path / "other")}
+    values = yaml.safe_load(Path(preset).read_text()) | {"tokenizer_name": str(other)}
     Path(preset).write_text(yaml.safe_dump(values))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
     argv = ["--config", preset, "--model_name_or_path", str(run)]
     capsys.readouterr()
     metrics, _ = evaluate.main(argv)
     assert metrics["eval_loss"] == record["metrics"]["eval_loss"] and "differs" not in capsys.readouterr().err
-    for flag in (["--tokenizer_name", str(tmp_path / "other")], [f"--tokenizer-name={tmp_path / 'other'}"]):
-        metrics, _ = evaluate.main([*argv, *flag])
-        said = capsys.readouterr().err
-        assert f"tokenizer_name='{tmp_path / 'other'}' differs from the tokenizer of" in said and "comparable" in said
-        assert metrics["eval_loss"] != record["metrics"]["eval_loss"]
-    evaluate.main([*argv, "--tokenizer_name", str(run)])
-    assert "differs" not in capsys.readouterr().err
-
+    metrics, _ = evaluate.main([*argv, f"--tokenizer-name={other}"])
+    assert f"tokenizer_name='{other}' differs from the tokenizer of" in capsys.readouterr().err
+    assert metrics["eval_loss"] != record["metrics"]["eval_loss"]
     # a checkpoint without tokenizer: its config alone gives transformers a tokenizer of special tokens
     for path in (*run.glob("tokenizer*"), *run.glob("vocab*"), *run.glob("merges*"), *run.glob("special*")):
         path.unlink()
     with pytest.raises(InputError, match=r"run' has no tokenizer of its own .*: --tokenizer_name NAME"):
         evaluate.main(argv)
-    evaluate.main([*argv, "--tokenizer_name", str(tmp_path / "other")])
-    assert "differs" not in capsys.readouterr().err
-
-    monkeypatch.setattr(evaluate.MlmTrainer, "evaluate_sources", lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate.main([*argv, "--tokenizer_name", str(tmp_path / "other")])
-    assert not list((tmp_path / "temporary").iterdir())
-
-
-def test_a_source_with_next_to_nothing_held_out_breaks_nothing(preset, tmp_path, capsys):
-    write_text(tmp_path / "much.txt", make_documents(160, seed=1))
-    write_text(tmp_path / "word.txt", ["The"])
-    sources = [{"name": name, "files": str(tmp_path / "much.txt"), "weight": 1} for name in ("whole", "short")]
-    sources[1]["validation_files"] = str(tmp_path / "word.txt")
-    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"validation_share": 0.3, "sources": sources}))
-    record = train(preset, "--corpus", tmp_path / "mixture.yaml", "--max_steps", 1)
-    assert list(record["metrics_by_source"]) == ["whole"]
-    assert "source 'short': nothing is predicted in its 1 validation blocks" in capsys.readouterr().err
-
-
-def test_training_learns(preset, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4_000)
-    record = train(preset, "--max_steps", 60, "--learning_rate", "5e-3", "--max_train_samples", 16)
-    losses = logged_losses(record)
-    assert losses[-1] < losses[0] - 1.0
-    assert record["counts"]["train"]["train_file"]["blocks"] < 100  # 16 blocks, up to the end of their chunk
 
 
 def test_training_starts_from_a_checkpoint(preset, tmp_path):
@@ -286,42 +246,12 @@ def test_training_starts_from_a_checkpoint(preset, tmp_path):
     assert second["metrics"]["eval_loss"] == pytest.approx(first["metrics"]["eval_loss"], rel=1e-4)
 
 
-def test_formats_precisions_and_sizes(preset, tmp_path):
-    """Fixed-size chunks in bf16 with a padded embedding."""
-    flags = ["--shuffle_window", 0, "--bf16", "--pad_vocab_to_multiple_of", 64]  # the last block is shorter
-    record = train(preset, "--input_format", "contiguous", *flags)
-    assert record["tokens_seen"] == 4 * 8 * 64  # no padding
-    assert all(math.isfinite(loss) for loss in logged_losses(record))
-    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "run").config.vocab_size == 448
-
-
 def test_the_last_step_is_measured_once(preset, tmp_path):
     for every, steps in (("2", [2, 4]), ("3", [3, 4])):
         flags = ["--eval_strategy", "steps", "--eval_steps", every, "--output_dir", str(tmp_path / every)]
         record = train(preset, *flags)
         assert [step for step, _ in record["loss_at_steps"]["validation"]] == steps
         assert record["metrics"]["eval_loss"] == record["loss_at_steps"]["validation"][-1][1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--save_strategy", "no"], "none before the end, unless it is told to stop"),
-        (["--save_strategy", "steps", "--save_steps", "2000"], "every 2,000 steps"),
-        (["--save_strategy", "steps", "--save_steps", "0.25", "--save_total_limit", "2"], "the last 2 are kept"),
-    ],
-)
-def test_what_is_saved_is_said_before_training(preset, flags, said):
-    (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *flags])
-    assert said in pretraining.saving_in_words(training_args)
-
-
-def test_between_distant_log_entries_a_line_says_how_far_it_is(preset, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SILENT_S", 0.0)
-    train(preset, "--logging_steps", "3")
-    lines = re.findall(r"^step \d/4 .*$", capsys.readouterr().err, re.M)
-    assert [line.split("/")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
-    assert lines[1].startswith("step 2/4  ETA ") and "loss" not in lines[1] and "loss" in lines[2]
 
 
 def test_a_run_too_short_for_its_log(preset, capsys):
@@ -367,7 +297,7 @@ import sys
 sys.path.insert(0, {str(root)!r})
 if __name__ == "__main__":
     from roberta_recipe.data import docstrings
-    docstrings.MAX_BYTES = 2_000_000
+    docstrings.MAX_BYTES = 600_000
     import train_mlm
     train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
                     "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
@@ -389,37 +319,17 @@ def test_other_text_is_no_demonstration(tmp_path, train_file):
         )
 
 
-def test_help_reads_well(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train_mlm.py"])
-    with pytest.raises(SystemExit) as ended:
-        train_mlm.main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: train_mlm.py [--config PRESET] [--flag value ...]\n\nPretrain RoBERTa")
-    assert shown.index("--global_batch_size") < shown.index("--learning_rate")
-    assert "--global-batch-size" not in shown and "%%" not in shown
-    assert "Trainer has 0.999. (default: 0.98)" in " ".join(shown.split())
-    assert "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml" in shown
-
-
 # Bad input
 
 
 BAD = {
     "unknown key": (["--config", "{bad_key}"], ["bad_key.yaml", "unknown key 'max_stepz'"]),
-    "wrong type": (["--config", "{bad_type}"], ["bad_type.yaml", "max_steps is 'lots'"]),
-    "missing preset": (["--config", "absent.yaml"], ["no such file: absent.yaml"]),
     "missing file": (["--train_file", "absent.txt"], ["'absent.txt' does not exist"]),
     "no readable file": (["--train_file", "{unreadable}"], ["has no file that can be read", "unreadable"]),
     "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
     "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
-    "not UTF-8": (["--train_file", "{latin1}"], ["latin1.txt: line 1 is not UTF-8"]),
     "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265", "the tokenizer 400"]),
-    "no tokenizer": (["--tokenizer_name", "absent"], ["no tokenizer at tokenizer_name='absent'"]),
-    "small validation set": (
-        ["--validation_file", "{text}", "--per_device_eval_batch_size", "64"],
-        ["less than one batch"],
-    ),
+    "small validation set": (["--per_device_eval_batch_size", "64"], ["less than one batch"]),
     "output folder": (["--output_dir", "{full}"], ["already holds", "--output_dir"]),
     "output file": (["--output_dir", "{text}"], ["File exists"]),
     "batch": (["--global_batch_size", "12"], ["global_batch_size=12", "8 or 16"]),
@@ -428,77 +338,46 @@ BAD = {
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
     "validation alone": (["--config", "presets/mlm/roberta_tiny.yaml", "--validation_file", "{text}"], ["train_file"]),
-    "two corpora": (["--train_file", "{text}", "--corpus", "presets/corpus/docstrings.yaml"], ["exclude each other"]),
     "resume": (["--resume_from_checkpoint", "true"], ["resume_from_checkpoint=true cannot be used"]),
-    "rate": (["--learning_rate", "nan"], ["learning_rate=nan"]),
-    "seed": (["--seed", "-1"], ["seed=-1"]),
-    "no prediction": (["--mlm_probability", "1e-9"], ["mlm_probability=1e-09"]),
     "example": (["--fill_mask_examples", "No blank here."], ["'No blank here.'", "<mask> once"]),
-    "tracker": (["--report_to", "nonesuch"], ["nonesuch"]),
-    "folder below a file": (["--output_dir", "{text}/run"], ["cannot be made"]),
     "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
-    "two counts": (["--include_num_input_tokens_seen", "all"], ["include_num_input_tokens_seen"]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
-    "window of blocks": (
-        ["--shuffle_window", "4096"],
-        ["shuffle_window=4096", "a window of up to 16,384 of them is now 1"],
-    ),
+    "window of blocks": (["--shuffle_window", "4096"], ["shuffle_window=4096", "--token_cache"]),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_training(case, preset, tmp_path, monkeypatch):
-    paths = {name: tmp_path / name for name in ("unreadable", "full", "made")}
-    for path in paths.values():
-        path.mkdir()
+    paths = {name: tmp_path / name for name in ("unreadable", "full", "empty", "text", "bad_key")}
+    (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "a.doc").write_text("x")
+    (tmp_path / "full").mkdir()
     (tmp_path / "full" / "model.safetensors").write_text("x")
-    for name, content in {"empty": b"\n\n", "latin1": b"Caf\xe9.\n", "text": b"A text.\n"}.items():
+    for name, content in {"empty": "\n\n", "text": "A text.\n"}.items():
         paths[name] = tmp_path / f"{name}.txt"
-        paths[name].write_bytes(content)
-    for name, line in {"bad_key": "max_stepz: 3", "bad_type": "max_steps: lots"}.items():
-        paths[name] = tmp_path / f"{name}.yaml"
-        paths[name].write_text(Path(preset).read_text() + line + "\n" if name == "bad_key" else line)
+        paths[name].write_text(content)
+    paths["bad_key"] = tmp_path / "bad_key.yaml"
+    paths["bad_key"].write_text(Path(preset).read_text() + "max_stepz: 3\n")
     argv, named = BAD[case]
     monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
     with pytest.raises(InputError) as error:
         train_mlm.main(["--config", preset, *(arg.format(**paths) for arg in argv)])
-    for word in named:
-        assert word in str(error.value)
-    assert not (tmp_path / "run").exists() or {path.name for path in (tmp_path / "run").iterdir()} <= {
-        ".lock",
-        ".file_hashes.json",
-    }
+    assert all(word in str(error.value) for word in named), error.value
+    left = {path.name for path in (tmp_path / "run").glob("*")}
+    assert left <= {".lock", ".file_hashes.json"}
     assert (tmp_path / "full" / "model.safetensors").read_text() == "x"
 
 
-def test_bad_input_is_one_line_and_exit_code_2(root, tmp_path):
-    done = run_python(root / "train_mlm.py", "--config", "absent.yaml", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: no such file: absent.yaml"
-    assert "Traceback" not in done.stderr
-
-
-def test_bad_text_met_by_a_data_worker_is_one_line_too(preset, tmp_path, root):
+def test_bad_text_met_by_a_data_worker_is_one_line(preset, tmp_path):
     path = tmp_path / "late.jsonl"
     lines = [json.dumps({"text": text}) for text in make_documents(3500, seed=1, sentences=(30, 30))]
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "Caf\xe9"}\n')
     assert path.stat().st_size > 4 << 20  # beyond what the check before training reads
-    script = f"""
-import sys
-sys.path.insert(0, {str(root)!r})
-from roberta_recipe.errors import exit_on_error
-import train_mlm
-exit_on_error(train_mlm.main)
-"""
-    done = run_python(
-        *["-c", script, "--config", preset, "--train_file", path, "--max_steps", "9"],
-        *["--dataloader_num_workers", "1"],
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8 (character 3); convert it, e.g. "
-        "with iconv -t UTF-8 (row 3500); fix or remove it, or set `on_bad_shard: skip` in a corpus preset"
+    flags = ["--train_file", path, "--max_steps", "9", "--dataloader_num_workers", "1"]
+    run = Forked(lambda: train(preset, *flags), tmp_path / "log")
+    assert run.end() == InputError.exit_code, run.log
+    assert run.log.splitlines()[-1].startswith(
+        f"error: source 'train_file': cannot read {path}: line 3501 is not UTF-8"
     )
 
 
@@ -513,19 +392,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(preset, tmp_pat
 def test_a_finished_run_is_not_written_over(preset, tmp_path):
     train(preset)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    with pytest.raises(InputError, match=r"already holds a finished run.* saved no checkpoint.* anew") as error:
+    with pytest.raises(InputError, match=r"already holds a finished run.*--max_steps"):
         train(preset)
-    assert "resume_despite_changes" not in str(error.value)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
 def test_batch_arithmetic():
     assert batch.accumulation_steps(8192, 32, 8) == 32
-    with pytest.raises(
-        InputError, match=r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; .*8160 or 8256"
-    ):
+    said = r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; use 8160 or 8256"
+    with pytest.raises(InputError, match=said):
         batch.accumulation_steps(8192, 32, 3)
-    with pytest.raises(InputError, match=r"the nearest divisible sizes are 64,"):
+    with pytest.raises(InputError, match=r"use 64,"):
         batch.accumulation_steps(8, 64, 1)
 
 
@@ -539,22 +416,16 @@ def test_loss_at_steps_is_thinned_and_keeps_the_last():
     assert records.loss_at_steps(history[:5], "loss") == [[s, float(s)] for s in range(1, 6)]
 
 
-def test_two_processes_give_the_curve_of_one_process(preset, tmp_path, root):
+def test_two_processes_give_the_curve_of_one_process(preset, tmp_path):
     """Both processes read the same stream, and each takes its share of every step."""
-    values = yaml.safe_load(Path(preset).read_text())
     single = train(preset, "--output_dir", tmp_path / "single")
-    done = run_python(
-        *["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/two_cpus.yaml"],
-        *["--main_process_port", "0", root / "train_mlm.py"],
-        *["--config", preset, "--per_device_train_batch_size", "2"],
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    two = json.loads((Path(values["output_dir"]) / "run_record.json").read_text())
+    ranks = forked_ranks(lambda rank: train(preset, "--per_device_train_batch_size", "2"), tmp_path)
+    end_well(ranks)
+    two = json.loads((tmp_path / "run" / "run_record.json").read_text())
     assert logged_losses(two) == pytest.approx(logged_losses(single), rel=1e-5) and len(logged_losses(two)) == 4
     assert two["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
     assert two["tokens_seen"] == single["tokens_seen"]
-    assert done.stdout.count("checkpoint  ") == 1  # only process 0 logs
+    assert ["checkpoint  " in rank.log for rank in ranks] == [True, False]
 
 
 def test_held_out_text_of_a_single_document_has_no_error(preset, tmp_path, capsys):

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data.documents import sample_documents
 from roberta_recipe.data.tokenization import corpus_encoder, load_tokenizer
@@ -27,6 +26,7 @@ from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokeniz
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import peak_memory_bytes
 from roberta_recipe.log import Bar, set_up_logging
+from roberta_recipe.settings import RecipeParser
 
 
 def main(argv: list[str] | None = None) -> None:

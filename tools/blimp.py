@@ -23,7 +23,6 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 
 from roberta_recipe import durable
 from roberta_recipe import record as records
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
@@ -32,8 +31,9 @@ from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
 from roberta_recipe.publishing import minimal_pairs, plots
 from roberta_recipe.publishing.tables import table
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.training import environment, predictions
+from roberta_recipe.training import predictions, processes
 
 CHART_NAME = "blimp.png"
 
@@ -144,7 +144,7 @@ def plot(record: records.BlimpRecord, path: Path) -> None:
 def main(argv: list[str] | None = None) -> records.BlimpRecord:
     """Run the command line `argv`; prints the tables and returns the record. Raises `InputError`."""
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
     args, started_s = parse(argv), time.monotonic()
     if args.output_dir.exists():
         durable.make_folder(args.output_dir)  # fails for a file, before the work

@@ -16,12 +16,11 @@ from typing import Any
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe import presets
-from roberta_recipe.args import RecipeParser, flags_of
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path, taken_apart
 from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
+from roberta_recipe.settings import RecipeParser, flags_of, load_yaml
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.checkpoint import newest_first, read_state
 from roberta_recipe.training.pretraining import MlmArguments
@@ -76,7 +75,7 @@ def read_run(folder: Path) -> RunFolder:
         record = read_record(folder / RECORD_NAME, ("steps", "resolved_args"), "it cannot be compared")
         steps.setdefault(record["steps"], {}).update(record.get("state_digests", {}))
         fingerprint = record.get("fingerprint", fingerprint)
-    preset = presets.load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
+    preset = load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
     return RunFolder(folder, fingerprint, preset, layout, steps, finished)
 
 

@@ -27,11 +27,11 @@ import numpy as np
 import regex
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import Corpus, read_corpus, resolve
 from roberta_recipe.data.documents import documents, text_digest
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import glue, race
 from roberta_recipe.tasks.squad_files import read_file
 

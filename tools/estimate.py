@@ -23,18 +23,17 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedConfig
 
-from roberta_recipe.args import setting
 from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import Corpus, resolve
 from roberta_recipe.data.readers import COMPRESSIONS
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.hardware import DEVICES, Device
 from roberta_recipe.input_files import taken_apart
 from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
-from roberta_recipe.presets import did_you_mean
-from roberta_recipe.training import batch, environment, optimizers, pretraining
+from roberta_recipe.settings import did_you_mean, setting
+from roberta_recipe.training import batch, launching, optimizers, pretraining
+from tools.devices import DEVICES, Device
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families with layers of one shape
 
@@ -375,7 +374,7 @@ def read_estimate(argv: list[str]) -> Estimate:
     """The estimate of a command line, under the ZeRO stage of `--deepspeed`. Raises `InputError`."""
     argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
-    pretraining.check_text(args)
+    pretraining.check_data(args)
     pretraining.check_model(args)
     source = args.config_name or args.model_name_or_path
     config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
@@ -399,7 +398,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         accumulation=batch.accumulation_steps(sequences, micro_batch, hardware.count),
         max_steps=training_args.max_steps,
         precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
-        zero=Zero.from_deepspeed(environment.deepspeed_settings(training_args), config.hidden_size),
+        zero=Zero.from_deepspeed(launching.deepspeed_settings(training_args), config.hidden_size),
         activation_checkpointing=bool(training_args.activation_checkpointing),
         objective=tuple(args.objective),
         optim=training_args.optim,

@@ -27,7 +27,7 @@ from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import environment, pretraining
+from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
@@ -63,7 +63,7 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
     argv = sys.argv[1:] if argv is None else argv
     with tempfile.TemporaryDirectory() as folder:  # Trainer makes its folder
         return evaluate([*argv, "--report_to", "none", "--output_dir", folder])
@@ -77,7 +77,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     in_command = any(word.split("=")[0].replace("-", "_") == "__tokenizer_name" for word in argv)
     named = args.tokenizer_name if in_command else None
     args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
-    pretraining.check_text(args)
+    pretraining.check_data(args)
     pretraining.check_training(training_args)
     pretraining.resolve(args, training_args)
     with training_args.main_process_first():
@@ -94,7 +94,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     trainer = MlmTrainer(
         model=model,
         args=training_args,
-        eval_dataset=pretraining.mask_validation(args, corpus, validation, tokenizer),
+        eval_dataset=pretraining.mask_validation(args, validation, tokenizer),
         data_collator=collator,
         processing_class=tokenizer,
         fingerprint={},
@@ -105,7 +105,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():
         pretraining.print_validation(metrics, masking.unigram_entropy(validation, tokenizer), by_source)
-    environment.leave_process_group()
+    processes.leave_process_group()
     return metrics, by_source
 
 

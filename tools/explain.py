@@ -25,9 +25,8 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe import args as flags
 from roberta_recipe import durable
-from roberta_recipe.args import setting
+from roberta_recipe import settings as flags
 from roberta_recipe.credentials import redact
 from roberta_recipe.data import order, tokenization
 from roberta_recipe.data.corpus import Corpus, identified, resolve
@@ -37,6 +36,7 @@ from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
+from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
 from roberta_recipe.training.data_loading import record_of
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
@@ -108,7 +108,7 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
         raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
     if not 1 <= explain.step <= training_args.max_steps:
         raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")
-    pretraining.check_text(args)
+    pretraining.check_data(args)
     return folder, filled
 
 

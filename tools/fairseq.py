@@ -34,12 +34,12 @@ from transformers import (
 )
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import read_input_json, read_text, taken_apart
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.model.weights import fitted, load, read_config
+from roberta_recipe.settings import RecipeParser
 
 _BODY = "encoder.sentence_encoder."
 _OUTSIDE = {

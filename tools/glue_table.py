@@ -16,12 +16,11 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
-from roberta_recipe.presets import load_yaml
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
+from roberta_recipe.settings import RecipeParser, load_yaml
 from roberta_recipe.tasks import glue
 from roberta_recipe.tasks.summaries import lines_of_tests
 

@@ -14,13 +14,13 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe.args import setting
 from roberta_recipe.data import token_cache, tokenization
 from roberta_recipe.data.corpus import identified, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.settings import setting
 from roberta_recipe.training import pretraining
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> bool:
     # a preset's bf16 is for the training machine
     argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]
     (packing, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
-    pretraining.check_text(args)
+    pretraining.check_data(args)
     if not args.token_cache:
         raise InputError("token_cache is not set: name the folder to pack into")
     if packing.num_proc is not None and packing.num_proc < 1:
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> bool:
     share = {"num_proc": packing.num_proc or cpu_cores(), "machine": machine, "machines": machines}
     if complete := token_cache.build(args.token_cache, reader, **share):
         cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
-        pretraining.announce_cache(args, training_args, cache)
+        pretraining.announce_cache(args.token_cache, cache)
     else:
         logger.info(f"The share of machine {packing.machine} is packed, others are missing: {args.token_cache}")
     return complete

@@ -12,11 +12,11 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import set_up_logging
 from roberta_recipe.publishing import hub
+from roberta_recipe.settings import RecipeParser
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
 from roberta_recipe.tasks.squad_scores import WITHHELD_ABOVE, score_1, score_2
 

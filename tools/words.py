@@ -31,15 +31,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
-from roberta_recipe.args import RecipeParser
 from roberta_recipe.data.corpus import corpus_of_files, read_corpus, resolve
 from roberta_recipe.data.documents import check_sources, documents, text_digest
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model import weights
+from roberta_recipe.settings import RecipeParser
 from roberta_recipe.standard_error import error_of_ratio, with_error
-from roberta_recipe.training import environment, predictions
+from roberta_recipe.training import predictions, processes
 
 SHARE = 0.15  # of the words of a window
 WINDOW = 64  # words
@@ -276,7 +276,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line `argv`; prints and returns the figures. Raises `InputError`."""
     set_up_logging()
-    environment.set_up_process()
+    processes.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))

@@ -16,7 +16,7 @@ from typing import Any
 import finetune_glue
 import train_mlm
 from benchmarks.faults.scenarios import LAUNCHED, SCENARIOS, WARM, Scenario
-from roberta_recipe.args import flags_of
+from roberta_recipe.settings import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 
 Plan = dict[str, Any]  # as JSON holds it
@@ -36,7 +36,7 @@ NOT_DRAWN = {
 # each names another run of a fine-tuning, in a folder of its own
 NAMES_A_RUN = ("learning_rate", "global_batch_size", "seed")
 # these spread the same batch in another way: the data are the same, the weights to rounding
-LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
+LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 VALUES = {
     **{"optim": ["adamw_torch", "adafactor", "sgd"], "optim_args": ["momentum=0.5"], "learning_rate": ["5e-4"]},
     **{"lr_scheduler_type": ["cosine", "constant_with_warmup", "polynomial"], "neftune_noise_alpha": ["5"]},

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks.gpu.runs import PAIRS, TASKS
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.presets import load_yaml
+from roberta_recipe.settings import load_yaml
 
 CORPUS = "presets/corpus/five_domains.yaml"
 GLUE = ("CoLA", "MRPC", "SST-2")

@@ -22,8 +22,8 @@ from roberta_recipe.data.readers import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
 from roberta_recipe.log import Bar
-from roberta_recipe.presets import check_mapping, load_yaml
 from roberta_recipe.record import HASHES_NAME
+from roberta_recipe.settings import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}

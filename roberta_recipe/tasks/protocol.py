@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable, lock
-from roberta_recipe.args import config_of, fixed_values, parse, shown_names
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
@@ -36,14 +35,15 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
+from roberta_recipe.settings import config_of, fixed_values, parse, shown_names
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
 from roberta_recipe.training import (
     arguments,
     batch,
     checkpoint,
-    environment,
     finetune_trainer,
+    launching,
     optimizers,
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
@@ -134,11 +134,8 @@ def check_arguments(
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
     weights.check_length(args.model_name_or_path, args.max_seq_length)
-    environment.check_launcher(training_args)
-    environment.check_processes(training_args)
-    environment.check_precision(training_args)
+    launching.check(training_args)
     optimizers.check(training_args)
-    environment.check_machine(training_args)
 
 
 def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:

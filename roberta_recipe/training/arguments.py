@@ -1,5 +1,5 @@
-"""`TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10), and what each flag of it means for a run that is
-started again."""
+"""The flags of the scripts: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10), each flag's resume
+scope, and the flags of pretraining and fine-tuning beside them."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -9,13 +9,14 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from roberta_recipe import hardware
-from roberta_recipe.args import Flag, setting
+from roberta_recipe.data import mask_units
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import architectures, attention
+from roberta_recipe.model import architectures, attention, objectives
+from roberta_recipe.settings import Flag, setting
 from roberta_recipe.training import batch, optimizers
 
-# Every flag of transformers 5.23's `TrainingArguments`, by what it means for a run that is started again (`Flag`).
-# "fixed": they change what is computed
+# Every flag of transformers 5.23's `TrainingArguments`, by resume scope (`Flag`).
+# "fixed": they change the weights
 _OPTIMIZATION = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "optim_args", "bf16", "fp16", "seed"),
@@ -24,7 +25,7 @@ _ALSO_FIXED = (
     *("lr_scheduler_kwargs", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
     *("label_names", "label_smoothing_factor"),
 )
-# "layout": how the same step is spread out and which kernels compute it
+# "layout": the split of a step over devices and micro-batches, and the kernels that compute it
 _LAYOUT = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "use_cpu"),
     *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
@@ -32,9 +33,9 @@ _LAYOUT = (
     *("full_determinism", "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
     *("ddp_static_graph", "ddp_backend"),
 )
-# "free": reading, logging, saving, evaluation; not a bit of the weights depends on them
+# "free": data loading, logging, saving, evaluation; the weights do not depend on them
 _FREE = (
-    *("output_dir", "auto_find_batch_size", "torch_empty_cache_steps", "ddp_timeout", "dataloader_num_workers"),
+    *("output_dir", "torch_empty_cache_steps", "ddp_timeout", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "length_column_name"),
     *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "log_level"),
     *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
@@ -42,132 +43,103 @@ _FREE = (
     *("prediction_loss_only", "eval_on_start", "eval_use_gather_object", "eval_accumulation_steps"),
     *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps", "save_total_limit"),
     *("skip_memory_metrics", "do_train", "do_eval", "do_predict"),
-    # what is so in any case (`_ALREADY`)
-    *("include_num_input_tokens_seen", "enable_jit_checkpoint", "dataloader_drop_last"),
+    *("include_num_input_tokens_seen", "enable_jit_checkpoint", "dataloader_drop_last"),  # `_DONE_HERE`
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),  # of fine-tuning
 )
 _START = (
     *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
     *("hub_strategy", "hub_always_push", "hub_revision"),
 )
-# "kept": Trainer would do in silence what is done here already, or leave a checkpoint that cannot be resumed
-_SHARDED = "a model is whole on every process here, or sharded by DeepSpeed (ds_configs/accelerate)"
-_ONE_PRECISION = "evaluation has the precision of training"
-_OWN_ORDER = "the order of the examples is a function of the seed here"
-_NO_BEST = "pretraining keeps its last step, behind the decay of the rate; the checkpoints before it stay"
-_NO_LIGER = "Liger's kernels are of decoders, and of an encoder it would change nothing without a word"
-_KEPT = {
-    "average_tokens_across_devices": "the batch is that of all processes",
-    "bf16_full_eval": _ONE_PRECISION,
-    "fp16_full_eval": _ONE_PRECISION,
-    "use_liger_kernel": _NO_LIGER,
-    "liger_kernel_config": _NO_LIGER,
-    "debug": "what is not finite ends a run already, and Trainer's search for it fails on masks",
-    "use_cache": "an encoder has no cache, and the value would be published in config.json",
-    "logging_nan_inf_filter": "a loss that is not finite is never logged as 0",
-    "save_only_model": "a checkpoint without optimizer, schedule and random state would resume as another run; the "
-    "model alone is in the output folder at the end",
-    "save_on_each_node": "a checkpoint is written once, by the first process",
-    "restore_callback_states_from_checkpoint": "a checkpoint that SIGTERM asked for would stop the run again",
-    "accelerator_config": "it can change the batch and count validation examples twice",
-    "parallelism_config": _SHARDED,
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "dataloader_in_order": _OWN_ORDER,
-    "dataloader_multiprocessing_context": "data workers are forked",
-    "remove_unused_columns": "collators need columns that the model does not take",
-    "train_sampling_strategy": _OWN_ORDER,
-    "eval_do_concat_batches": "scores are taken in the order of the examples",
-    "ignore_data_skip": "a resumed run takes the examples after the checkpoint's",
+# "locked": Trainer would silently repeat what is done here, or leave a checkpoint that cannot be resumed
+_LOCKED = {
+    "the loss is normalised over all processes": ("average_tokens_across_devices",),
+    "lower per_device_train_batch_size, and the global batch stays; Trainer shrinks it": ("auto_find_batch_size",),
+    "evaluation has the precision of training": ("bf16_full_eval", "fp16_full_eval"),
+    "Liger has kernels for decoders, and silently none for an encoder": ("use_liger_kernel", "liger_kernel_config"),
+    "a loss that is not finite ends the run anyway, and Trainer's search for it fails on masks": ("debug",),
+    "an encoder has no cache, and config.json would publish the value": ("use_cache",),
+    "a loss that is not finite must not be logged as 0": ("logging_nan_inf_filter",),
+    "a checkpoint without optimizer, schedule and random state would resume as another run; the output folder has the "
+    "model alone": ("save_only_model",),
+    "the first process writes the checkpoint, once": ("save_on_each_node",),
+    "a checkpoint that was saved on SIGTERM would stop the run again": ("restore_callback_states_from_checkpoint",),
+    "it can change the batch, and count validation examples twice": ("accelerator_config",),
+    "a process has a whole model, or DeepSpeed shards it": ("parallelism_config", "fsdp", "fsdp_config"),
+    "the order of the examples is a function of the seed": ("dataloader_in_order", "train_sampling_strategy"),
+    "data workers are forked": ("dataloader_multiprocessing_context",),
+    "collators need columns that the model does not take": ("remove_unused_columns",),
+    "metrics need the scores in the order of the examples": ("eval_do_concat_batches",),
+    "a resumed run takes the examples after the checkpoint's": ("ignore_data_skip",),
 }
+_LAST_STEP = "pretraining keeps its last step, after the learning rate's decay; earlier checkpoints stay"
 TRAINER_FLAGS: dict[str, Flag] = {
     **{name: Flag("fixed", shown=True) for name in _OPTIMIZATION},
     **{name: Flag("fixed") for name in _ALSO_FIXED},
     **{name: Flag("layout") for name in _LAYOUT},
     **{name: Flag("free") for name in _FREE},
     **{name: Flag("start") for name in _START},
-    **{name: Flag("kept", because=reason) for name, reason in _KEPT.items()},
+    **{name: Flag("locked", because=reason) for reason, names in _LOCKED.items() for name in names},
 }
-
-
-# what is done already, and Trainer would do again: SIGTERM saves the step, tokens are counted without padding
-# (tokens_seen), a training batch is always whole (and this would cut evaluation too)
-_ALREADY = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
-_OF_BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+# Trainer would do these a second time: SIGTERM saves the step, tokens_seen excludes padding, a training batch is always
+# whole (and dropping the last one would cut evaluation too)
+_DONE_HERE = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
 
 
 @dataclass
 class RecipeTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the values of the paper and of fairseq where Trainer's own would be wrong."""
+    """`TrainingArguments` with the defaults of the paper and of fairseq where Trainer's would be wrong."""
 
-    _argument_group_name = "Hugging Face TrainingArguments, with defaults of our own"
+    _argument_group_name = "TrainingArguments with defaults of this recipe"
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
 
     attn_implementation: str | None = setting(
         None,
-        "How attention is computed: sdpa, eager, blockwise (for CPUs), varlen (unpadded, for pretraining on CUDA); "
-        "without it, what is fastest for device, precision and dropout (benchmarks/attention.py).",
+        "sdpa, eager, blockwise (for CPUs) or varlen (unpadded, pretraining on CUDA); default: the fastest for device, "
+        "precision and dropout (benchmarks/attention.py).",
         "fixed",
     )
-    bf16: bool | None = setting(
-        None, "Train in bf16; without it, where the GPU or the processor has bf16 and fp16 is not set."
-    )
+    bf16: bool | None = setting(None, "Train in bf16; default: where the device has it and fp16 is not set.")
     optim: Literal[tuple(optimizers.TABLE)] = setting(
-        "adamw_torch_fused",
-        " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.own()),
+        "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.own())
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
     lr_scheduler_type: SchedulerType | str = setting(
         "linear", "Any but reduce_lr_on_plateau and greedy, which follow evaluations."
     )
-    adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning configuration; Trainer has 0.999.")
-    adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning configuration; Trainer has 1e-8.")
-    max_grad_norm: float = setting(
-        0.0, "Table 9, and fairseq's fine-tuning configuration: no clipping; Trainer has 1.0."
-    )
-    logging_first_step: bool = setting(True, "The first log line comes at once.")
+    adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning; Trainer has 0.999.")
+    adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning; Trainer has 1e-8.")
+    max_grad_norm: float = setting(0.0, "Table 9, and fairseq's fine-tuning: no clipping; Trainer has 1.0.")
+    logging_first_step: bool = setting(True, "Log the first step.")
     logging_nan_inf_filter: bool = setting(False, "Trainer would log a loss of 0.0 after a NaN.")
     remove_unused_columns: bool = setting(False, "Collators need columns that the model does not take.")
 
     def __post_init__(self):
         if self.hub_token:
-            raise InputError(
-                "hub_token would stand in process lists and in launchers' messages: leave it out, and run hf auth "
-                "login or set HF_TOKEN"
-            )
-        if self.bf16 is None:  # in all processes and after every restart on this kind of machine alike
+            raise InputError("hub_token would be visible in process lists: run hf auth login, or set HF_TOKEN")
+        if self.bf16 is None:
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
         if self.bf16 and not torch.cuda.is_available():
-            self.use_cpu = True  # which Trainer wants to be told
-        named = self.optim
-        if named in optimizers.own():  # which Trainer does not know
+            self.use_cpu = True  # TrainingArguments refuses bf16 on a CPU without it
+        optim = self.optim
+        if optim in optimizers.own():  # Trainer does not know them
             self.optim = "adamw_torch"
-        try:
-            super().__post_init__()
-        except ValueError:  # accelerate's, where a DeepSpeed file has another precision: `check_deepspeed` names all
-            if not getattr(self, "deepspeed_plugin", None):
-                raise
-        if named in optimizers.own():
-            self.optim = named
-        # Trainer's own push comes before the checkpoint is whole, and holds a pickle of its arguments, token and all
+        super().__post_init__()
+        self.optim = optim if optim in optimizers.own() else self.optim
+        # Trainer would push before the checkpoint is complete, with a pickle of the arguments, token and all
         self.publishes, self.push_to_hub = self.push_to_hub, False
-        vars(self).update(_ALREADY)
-        if self.logging_strategy == "no":
-            self.logging_first_step = False
+        vars(self).update(_DONE_HERE)
+        self.logging_first_step &= self.logging_strategy != "no"
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            raise InputError(
-                f"lr_scheduler_type={self.lr_scheduler_type.value} follows evaluations; the rate here is a function of "
-                "the step (linear, cosine, ...)"
-            )
+            raise InputError(f"lr_scheduler_type={self.lr_scheduler_type.value} follows evaluations; use linear, ...")
         if self.save_strategy == "best":
-            raise InputError("save_strategy=best: which weights are kept is decided here; use steps, epoch or no")
+            raise InputError("save_strategy=best: use steps, epoch or no; the scripts decide which weights are kept")
         if self.per_device_eval_batch_size < 1:
             raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")
         if not (self.activation_checkpointing_kwargs or {}).get("preserve_rng_state", True):
             raise InputError(
-                "activation_checkpointing_kwargs: preserve_rng_state must stay true; the second forward would draw "
-                "another dropout than the first, and the gradient would be wrong"
+                "activation_checkpointing_kwargs: preserve_rng_state must stay true, or the second forward pass draws "
+                "another dropout and the gradient is wrong"
             )
 
 
@@ -178,9 +150,9 @@ def resolve(
     micro_batch: int | None = None,
     unpads: bool = False,
 ) -> None:
-    """Fix what the flags leave open: the global batch, its split into micro-batches (of `micro_batch`, or as the flag
-    says), and the attention of a model of `config`, for a class that `unpads` or not. Called right after the parse;
-    nothing else assigns to argument objects. Raises `InputError`."""
+    """Set what the flags leave open: global batch, its micro-batches (of `micro_batch`, or as the flag says), attention
+    of a model of `config` (`unpads`: its class can). Called right after parsing; nothing else assigns to argument
+    objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
@@ -190,13 +162,15 @@ def resolve(
 
 @dataclass
 class MlmTrainingArguments(RecipeTrainingArguments):
-    """For pretraining (paper, Table 9): an endless stream of blocks, so that a run is as long as `max_steps`."""
+    """For pretraining (paper, Table 9): an endless stream of blocks, and `max_steps` of them."""
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
-        "num_train_epochs": Flag("kept", because="the stream of blocks has no end; set max_steps"),
-        "label_smoothing_factor": Flag("kept", because="perplexity is of the plain loss; fine-tuning has it"),
-        **{name: Flag("kept", because=_NO_BEST) for name in _OF_BEST},
+        "num_train_epochs": Flag("locked", because="the stream of blocks has no end; set max_steps"),
+        "label_smoothing_factor": Flag("locked", because="perplexity is exp of the plain loss; fine-tuning has it"),
+        "load_best_model_at_end": Flag("locked", because=_LAST_STEP),
+        "metric_for_best_model": Flag("locked", because=_LAST_STEP),
+        "greater_is_better": Flag("locked", because=_LAST_STEP),
     }
 
     weight_decay: float = setting(
@@ -205,44 +179,190 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
     save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
     prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
-    ddp_find_unused_parameters: bool | None = setting(
-        False, "Every step uses every weight; Trainer would have DDP search for unused ones in each."
-    )
-    auto_find_batch_size: bool = setting(
-        False, "Halve per_device_train_batch_size until a step fits into memory; accumulation makes up for it."
-    )
-    ignore_data_skip: bool = setting(True, "The data begin where the checkpoint left them; nothing is replayed.")
+    ddp_find_unused_parameters: bool | None = setting(False, "Every step uses every weight.")
+    ignore_data_skip: bool = setting(True, "A resumed run starts reading at the checkpoint's position.")
     accelerator_config: dict | str | None = setting(
         {"dispatch_batches": False, "even_batches": False},
-        "Each process reads for itself, and no validation block is counted twice.",
+        "Each process reads its own share, and no validation block is counted twice.",
     )
 
     def __post_init__(self):
-        self.dataloader_persistent_workers = False  # of the one pass they stay; an evaluation has its own
+        self.dataloader_persistent_workers = False  # training makes one pass, and evaluation has its own workers
         super().__post_init__()
         if self.max_steps <= 0:
-            raise InputError(
-                f"max_steps={self.max_steps}: the stream of blocks has no end, so set the number of optimizer steps"
-            )
+            raise InputError(f"max_steps={self.max_steps}: the stream of blocks has no end; set the number of steps")
         for name in ("eval_strategy", "save_strategy"):
             if getattr(self, name) == "epoch":
-                raise InputError(f"{name}=epoch: the stream of blocks has no end, so no epoch ends; use steps or no")
+                raise InputError(f"{name}=epoch: the stream of blocks has no epochs; use steps or no")
+
+
+@dataclass
+class TextArguments:
+    """The text, and how it is read."""
+
+    _argument_group_name = "text"
+
+    corpus: str | None = setting(None, "Corpus preset (presets/corpus/*.yaml).", "content")
+    train_file: list[str] | None = setting(
+        None, "Text, JSONL, Parquet or Arrow to train on, in place of `corpus`: files, folders or globs.", "content"
+    )
+    validation_file: list[str] | None = setting(
+        None, "Held-out text for `train_file`; default: 1%% of its documents.", "content"
+    )
+    text_column: str = setting("text", "Text column of `train_file` and `validation_file`.", "content")
+    language: str = setting("en", "Language of `train_file`, for the sentence splitter and the model card.", "content")
+    token_cache: str | None = setting(
+        None,
+        "Folder of the packed corpus: built if incomplete, then read in place of the text. Formats of pairs are packed "
+        "in ten versions, for ten passes: ten times the disk and the packing time.",
+        "free",
+    )
+    shuffle_window: int = setting(
+        1,
+        "Chunks of a source (about 8 MB of text each) whose blocks are permuted together; 0 keeps the order of the "
+        "files, more than 1 needs a token cache.",
+        "data",
+    )
+    skip_blocks: list[str] | None = setting(
+        None,
+        "Blocks to leave out, by position in the order of the run as log lines and errors name them (41000-41063, "
+        "inclusive). A resumed run keeps leaving them out.",
+        "free",
+    )
+    max_train_samples: int | None = setting(None, "Train on the first so many blocks only, repeatedly.", "data")
+    max_eval_samples: int | None = setting(None, "Validate on so many held-out blocks, evenly spaced.", "free")
+
+
+@dataclass
+class BlockArguments:
+    """Packing of text into blocks, and masking."""
+
+    _argument_group_name = "blocks and masks"
+
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
+    input_format: Literal[
+        "full_sentences", "doc_sentences", "segment_pair", "segment_pair_short", "sentence_pair", "contiguous"
+    ] = setting(
+        "full_sentences",
+        "Whole sentences across documents or of one document, pairs of segments (short: a tenth of them shorter, as in "
+        "BERT) or of sentences (paper, section 4.2); or chunks of fixed size.",
+        "data",
+        shown=True,
+    )
+    objective: list[str] = setting(
+        ["mlm"],
+        "mlm, and beside it: "
+        + ", ".join(f"{name} ({objectives.TABLE[name].help})" for name in objectives.TABLE if name != "mlm"),
+        "fixed",
+        shown=True,
+    )
+    max_seq_length: int = setting(512, "Tokens in a block, <s> and </s> included.", "data", shown=True)
+    mlm_probability: float = setting(0.15, "Share of positions that are predicted.", "fixed", shown=True)
+    mask_count: Literal["bernoulli", "exact"] = setting(
+        "bernoulli",
+        "Each position independently (Hugging Face), or an exact number per block (fairseq).",
+        "fixed",
+        True,
+    )
+    masking_unit: mask_units.Unit = setting(
+        "token",
+        "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or spaCy's named entities or noun "
+        "phrases, and as many words.",
+        "fixed",
+        shown=True,
+    )
+    spacy_model: str = setting(
+        "en_core_web_lg", "spaCy model for named entities and noun phrases, a package or a folder.", "data"
+    )
+    static_masks: int = setting(
+        0, "Number of masks of a block, which its passes use in turn (BERT: 10); 0: a new one each pass.", "fixed", True
+    )
+    mask_replace_prob: float = setting(0.8, "Share of predicted positions that show <mask>.", "fixed", shown=True)
+    random_replace_prob: float = setting(
+        0.1, "Share of them that show a random token; the rest are unchanged (BabyBERTa: none).", "fixed", shown=True
+    )
+
+
+@dataclass
+class ModelArguments:
+    """The model."""
+
+    _argument_group_name = "model"
+
+    config_name: str | None = setting(
+        None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
+    )
+    config_overrides: str | None = setting(
+        None, "Changes to that config: embedding_size=128,shared_parameters=attention.", "content"
+    )
+    model_name_or_path: str | None = setting(None, "Checkpoint to start from, in place of `config_name`.", "content")
+    pad_vocab_to_multiple_of: int | None = setting(
+        None, "Pad the embedding (never the tokenizer) to a multiple of this.", "content"
+    )
+    # None and not "normal": checkpoints from before this flag have no value of it
+    initialization: str | None = setting(
+        None,
+        "Fresh weights: normal (default) or mimetic (arXiv 2305.09828), with other factors by "
+        "mimetic,positions=2,query_key=0.7,value_output=0.5.",
+        "fixed",
+        shown=True,
+    )
+
+
+@dataclass
+class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclass has the fields of its last base first
+    """The flags of pretraining beside `TrainingArguments`."""
+
+    _argument_group_name = "run"
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        *(("corpus", "train_file"), ("corpus", "validation_file")),
+        *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
+    )
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("model_name_or_path", "initialization"),)
+
+    global_batch_size: int | None = setting(
+        None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True
+    )
+    max_train_minutes: float | None = setting(
+        None, "Save, evaluate and end after so many minutes; the same command trains as long again.", "free"
+    )
+    # "fixed", unlike the time limit: it changes the learning rate
+    cooldown_share: float | None = setting(
+        None,
+        "Share of max_train_minutes, at its end, over which the learning rate falls linearly to 0, by the clock: such "
+        "a run does not resume bit for bit. With lr_scheduler_type=constant_with_warmup.",
+        "fixed",
+        shown=True,
+    )
+    rewind_on_spike: float | None = setting(
+        None,
+        "End with exit code 65 where a step's loss is not finite, or more than so many standard deviations above the "
+        "mean of the 128 steps before (OLMo-core: 6). The next start, by hand or by --max_restarts, leaves out the "
+        "blocks of the last two steps.",
+        "free",
+    )
+    blimp_dir: str | None = setting(
+        None, "Folder of BLiMP's *.jsonl: each evaluation scores the first 100 pairs of each paradigm too.", "free"
+    )
+    resume_despite_changes: bool = setting(
+        False, "Resume from a checkpoint although data, batch, learning rate or the like have changed.", "start"
+    )
+    fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.", "free")
 
 
 @dataclass
 class FinetuneTrainingArguments(RecipeTrainingArguments):
-    """For fine-tuning (paper, Table 10): evaluation picks the epoch that is kept, so it belongs to the run."""
+    """For fine-tuning (paper, Table 10): evaluation picks the best epoch, so it is part of the run."""
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
         "eval_strategy": Flag("fixed"),
         "eval_steps": Flag("fixed", shown=True),
-        "eval_on_start": Flag("kept", because="the step that a run is resumed at would be measured too"),
-        "eval_delay": Flag("kept", because="the best epoch is picked among all"),
-        "auto_find_batch_size": Flag("kept", because="lower per_device_train_batch_size; the global batch stays"),
+        "eval_on_start": Flag("locked", because="the step that a run is resumed at would be evaluated too"),
+        "eval_delay": Flag("locked", because="the best epoch is picked among all"),
         "label_smoothing_factor": Flag("fixed", shown=True),
     }
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("num_train_epochs", "max_steps"),)  # a preset's
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("num_train_epochs", "max_steps"),)
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
@@ -251,29 +371,29 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     label_smoothing_factor: float | None = setting(
         None, "Classification: share of a target that is spread over all classes."
     )
-    data_seed: int | None = setting(None, "What the order of the examples is drawn from; without it, each run's seed.")
+    data_seed: int | None = setting(None, "Seed of the order of the examples; default: each run's seed.")
 
     def __post_init__(self):
-        self.load_best_model_at_end = False  # it is kept in any case; Trainer would look for a checkpoint of it
+        self.load_best_model_at_end = False  # the trainer keeps it; Trainer would look for a checkpoint of it
         self.dataloader_persistent_workers &= self.dataloader_num_workers > 0
         super().__post_init__()
 
 
 @dataclass
 class FinetuneArguments:
-    """The flags of all three scripts beside those of `TrainingArguments`."""
+    """The flags of all three fine-tuning scripts beside `TrainingArguments`."""
 
     _argument_group_name = "recipe"
 
     model_name_or_path: str | None = setting(None, "Checkpoint to start from, a folder or a Hub id.", "fixed")
-    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; without it, the checkpoint's.", "content")
+    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; default: the checkpoint's.", "content")
     max_seq_length: int = setting(512, "Tokens the model sees at once.", "fixed", shown=True)
     head_dropout: float | None = setting(None, "Dropout of the head; default: the checkpoint's.", "fixed", shown=True)
     layer_decay: float = setting(
         1.0, "Learning rate of a layer / that of the layer above it (ELECTRA, appendix B).", "fixed", shown=True
     )
     global_batch_size: int | None = setting(
-        None, "Examples (SQuAD: windows) an optimizer step; accumulation is derived.", "fixed", shown=True
+        None, "Examples (SQuAD: windows) per optimizer step; gradient accumulation is derived.", "fixed", shown=True
     )
     seeds: list[int] = setting([1, 2, 3, 4, 5], "One run for each.", "free")
     random_weights: bool = setting(

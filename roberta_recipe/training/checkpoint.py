@@ -15,11 +15,11 @@ from safetensors import safe_open
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
-from roberta_recipe.args import layout_values
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import counted, logger
 from roberta_recipe.record import LOG_NAME
+from roberta_recipe.settings import values_of
 from roberta_recipe.training import optimizers
 from roberta_recipe.training.processes import from_first_process
 
@@ -107,7 +107,7 @@ def layout(args: TrainingArguments) -> dict[str, Any]:
         "deepspeed_config": durable.fingerprint(plugin.deepspeed_config) if plugin else None,
         "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {threads}",
         "torch": torch.__version__,
-        **layout_values(args),
+        **values_of(args, "layout"),
     }
 
 

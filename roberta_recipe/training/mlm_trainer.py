@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe.data import masking, order
@@ -23,11 +23,13 @@ from roberta_recipe.log import logger
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
 from roberta_recipe.standard_error import error_of_ratio
-from roberta_recipe.training import advice, data_loading, optimizers
+from roberta_recipe.training import data_loading, optimizers
 from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 _DATA_DIGESTS = data_loading.RECORD[1:]  # of a step, a log line, a checkpoint and the record
+_TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
+_TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
@@ -43,11 +45,20 @@ class Beginning(TrainerCallback):
         if trainer.changed:
             optimizers.put_back(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
         if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
-            readers = local_processes() * max(1, args.dataloader_num_workers)
-            machine = args.world_size, trainer.throughput.matrix_rate
+            self.warn_of_tokenization(args)
+
+    def warn_of_tokenization(self, args: TrainingArguments) -> None:
+        """Warn where tokenization is slower than training: every process and data worker tokenizes the whole text."""
+        trainer, readers = self.trainer, local_processes() * max(1, args.dataloader_num_workers)
+        tokenized = _TOKENIZED_PER_CORE * cpu_cores() / readers
+        trained = args.world_size * _TRAINED_SHARE * trainer.throughput.matrix_rate / trainer.flops_per_token
+        if tokenized < trained:
             preset = os.path.join(args.output_dir, PRESET_NAME)
-            if line := advice.on_tokenization(cpu_cores() / readers, *machine, trainer.flops_per_token, preset):
-                logger.warning(line)
+            logger.warning(
+                f"Tokenization is the bottleneck: some {tokenized / 1e6:.2f} M tokens/s for the {trained / 1e6:.2f} M "
+                "that can be trained. Pack the text once, then start with --token_cache DIR: "
+                f"python tools/pack.py --config {preset} --token_cache DIR"
+            )
 
 
 class MlmTrainer(DurableTrainer):

@@ -29,7 +29,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.started import continue_with
-from roberta_recipe.training import environment
+from roberta_recipe.training import processes
 from roberta_recipe.training.checkpoint import newest_first
 from roberta_recipe.training.processes import from_first_process
 
@@ -148,7 +148,7 @@ class Stopping(TrainerCallback):
             self._end(f"the run in {self.trainer.args.output_dir} is finished")
 
     def _end(self, what: str) -> None:
-        environment.leave_process_group()
+        processes.leave_process_group()
         raise Stopped(f"stopped by {self.stopped_by}: {what}. {continue_with()}", self.stopped_by)
 
 

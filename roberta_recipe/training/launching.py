@@ -1,0 +1,86 @@
+"""Checks of how a run was launched: precision, process group, accelerate's and DeepSpeed's configuration."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.hardware import has_bf16
+from roberta_recipe.input_files import read_input_json
+from roberta_recipe.log import logger
+
+# plugins of accelerate that the environment switches on, and `Trainer` uses silently
+_REFUSED_PLUGINS = {
+    "FSDP": "FSDP, whose checkpoints cannot be resumed here",
+    "MEGATRON_LM": "Megatron-LM, which has its own loss and batch",
+    "PARALLELISM_CONFIG": "a parallelism_config, whose processes share examples",
+}
+_TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment
+_REPLACED_SECTIONS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a DeepSpeed configuration
+
+
+def check(args: TrainingArguments) -> None:
+    """Raise `InputError` where the launcher's configuration, the process group or the device contradicts the flags:
+    accelerate would apply it silently."""
+    for name, what in _REFUSED_PLUGINS.items():
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
+            raise InputError(f"accelerate is configured to use {what}; start with a file of ds_configs/accelerate")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", args.torch_compile_backend):
+        raise InputError(f"accelerate has dynamo_backend={backend}: drop it, or set --torch_compile_backend {backend}")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != args.world_size:
+        raise InputError(f"{started} processes were started and each trains alone: without a GPU, add --use_cpu")
+    if args.n_gpu > 1:  # `Trainer` would split each micro-batch over them with DataParallel
+        raise InputError(
+            f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+    _check_precision(args)
+
+
+def _check_precision(args: TrainingArguments) -> None:
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # `Trainer` would take it, or the preset's
+    if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
+        raise InputError(
+            f"accelerate launch has mixed_precision={launched}, the preset bf16={str(args.bf16).lower()} and "
+            f"fp16={str(args.fp16).lower()}: drop --mixed_precision, or set bf16 or fp16"
+        )
+    if args.fp16 and args.device.type == "cpu" and not args.deepspeed_plugin:  # accelerate would train in fp32
+        raise InputError("fp16=true: a CPU has no fp16 training; use --fp16 false, with or without --bf16 true")
+    if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16 (torch would emulate it); --fp16 true")
+    if args.bf16 and args.device.type == "cpu" and not has_bf16(use_cpu=True):
+        logger.warning("bf16=true: this processor has no bf16 and emulates it, many times slower than --bf16 false")
+
+
+def check_deepspeed(args: TrainingArguments) -> None:
+    """Raise `InputError` for `--deepspeed`, which would be resolved before the batch is derived, and for a DeepSpeed
+    configuration with values that differ from `args`. Needs the derived batch."""
+    if args.deepspeed:
+        raise InputError(
+            f"deepspeed={args.deepspeed}: use a launch file, e.g. accelerate launch --config_file "
+            "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
+        )
+    if not args.deepspeed_plugin:
+        return
+    config = HfTrainerDeepSpeedConfig(deepspeed_settings(args))  # a copy: "auto" stays for Trainer to fill in
+    config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare
+    config.trainer_config_process(args)
+    differences = [line.removeprefix("- ds ") for line in config.mismatches]
+    differences += [f"section {name!r}" for name in _REPLACED_SECTIONS if name in config.config]
+    if differences:
+        raise InputError(
+            f'the DeepSpeed configuration contradicts the flags: {"; ".join(differences)}. Write "auto" for values '
+            "there and leave sections out, or change the flags"
+        )
+
+
+def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
+    """DeepSpeed's configuration, of `--deepspeed` or of the launcher; empty without one."""
+    if args.deepspeed:
+        return args.deepspeed if isinstance(args.deepspeed, dict) else read_input_json(args.deepspeed)
+    return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}

@@ -1,0 +1,58 @@
+"""The output folder of a run: created, locked, and checked for files of another run."""
+
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from roberta_recipe import durable, lock
+from roberta_recipe.errors import InputError
+from roberta_recipe.record import (
+    HASHES_NAME,
+    HUB_NAME,
+    INDEX_NAME,
+    LOG_NAME,
+    PRESET_NAME,
+    RECORD_NAME,
+    SKIPPED_NAME,
+    TIME_LIMIT,
+    read_record,
+)
+from roberta_recipe.training.checkpoint import all_folders
+from roberta_recipe.training.processes import from_first_process
+
+# what a run leaves that ended before its first checkpoint; "runs" is TensorBoard's
+_BEFORE_CHECKPOINT = {
+    *(lock.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
+}
+
+
+def prepare(args: TrainingArguments, extend: bool) -> None:
+    """Create and lock the output folder, on the first process. Raises `InputError`, on all processes, where another run
+    uses it, and where it holds anything but a run to continue, so that nothing is overwritten. With `extend`, a
+    finished run with fewer than `max_steps` steps is one."""
+    from_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
+
+
+def _prepare(path: Path, max_steps: int) -> None:
+    durable.make_folder(path)
+    lock.take(path)
+    check_content(path, max_steps)
+    durable.remove_left(path)
+
+
+def check_content(path: Path, max_steps: int) -> None:
+    """Raise `InputError` for a finished run, unless the time limit ended it or it has fewer than `max_steps` steps, and
+    for files of other origin."""
+    if (path / RECORD_NAME).exists():
+        record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
+        if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:
+            raise InputError(
+                f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
+                "longer with a higher --max_steps and --resume_despite_changes true (on the longer schedule)"
+            )
+    others = {entry.name for entry in path.iterdir() if not durable.is_aside(entry.name)} - _BEFORE_CHECKPOINT
+    if others and not all_folders(path):
+        raise InputError(
+            f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "
+            "this one away"
+        )
