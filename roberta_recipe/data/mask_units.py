@@ -19,8 +19,6 @@ _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _POSITIONS = 32  # that are tried for a span
 _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
-
-
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),

@@ -24,10 +24,8 @@ SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: s
 def segment_pair(
     documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. `options`: as
-    in `_pairs`."""
-    pairs = _pairs(documents, max_seq_length, *ids, label=label, **options)
-    return (columns_of([pair], label) for pair in pairs)
+    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block."""
+    return (columns_of([pair], label) for pair in _pairs(documents, max_seq_length, *ids, label=label, **options))
 
 
 def sentence_pair(
