@@ -18,7 +18,7 @@ from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.mask_units import Words, chosen_phrases
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.data.phrases import COLUMN, UNITS, Phrases, encoder_with_marks, load_spacy
+from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError
@@ -167,52 +167,11 @@ def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, i
     assert found > 50
 
 
-def test_components_that_a_pipeline_lacks_are_named(monkeypatch):
-    """Every set of annotations, with either unit: 16 pipelines, of which 6 have all that is needed."""
-    components = {"DEP": "parser", "POS": "tagger with attribute_ruler", "ENT_IOB": "ner or entity_ruler"}
-    needed, whole = {"entity": {"ENT_IOB"}, "noun_phrase": {"DEP", "POS"}}, 0
-    for count in range(4):
-        for annotations in itertools.combinations(components, count):
-            fake = SimpleNamespace(load=lambda model, annotations=annotations: Pipeline(annotations))
-            monkeypatch.setitem(sys.modules, "spacy", fake)
-            for unit in UNITS:
-                lacking = needed[unit] - set(annotations)
-                if not lacking:
-                    assert load_spacy("mine", "WNLI", unit).annotations == set(annotations)
-                    whole += 1
-                    continue
-                with pytest.raises(InputError, match=f"spacy_model='mine' finds no {unit} for WNLI") as told:
-                    load_spacy("mine", "WNLI", unit)
-                assert "--spacy_model" in str(told.value)
-                for annotation, component in components.items():
-                    assert (f"no {component}" in str(told.value)) == (annotation in lacking)
-    assert whole == 6
-
-
-def test_a_language_without_noun_chunks_is_refused(monkeypatch):
-    class Parsed(SimpleNamespace):
-        @property
-        def noun_chunks(self):
-            raise NotImplementedError("[E894] The 'noun_chunks' syntax iterator is not implemented for language 'xx'.")
-
-    monkeypatch.setattr(Pipeline, "__call__", lambda self, text: Parsed(has_annotation=lambda name: True))
-    monkeypatch.setitem(sys.modules, "spacy", FAKE)
-    with pytest.raises(InputError, match="has no noun_chunks for its language"):
-        load_spacy("mine", "WNLI")
-
-
-def test_what_finds_no_phrases_is_told(preset, spacy, tmp_path, monkeypatch):
-    flags = ["--config", preset, "--masking_unit"]
-    with pytest.raises(
-        InputError, match=r"finds no entity for masking_unit=entity: .* has no ner or entity_ruler; use"
-    ):
-        train_mlm.main([*flags, "entity", "--spacy_model", "made_up"])
-    with pytest.raises(InputError, match="mask_count=exact goes with masking_unit=token or whole_word"):
-        train_mlm.main([*flags, "entity", "--mask_count", "exact"])
-
-    def not_there(model):
-        raise OSError(model)
-
-    monkeypatch.setattr(sys.modules["spacy"], "load", not_there)
-    with pytest.raises(InputError, match="spaCy has no model 'en_core_web_lg': run `python -m spacy download en_core"):
-        train_mlm.main([*flags, "noun_phrase"])
+@pytest.mark.parametrize(("unit", "without"), [("entity", "ENT_IOB"), ("noun_phrase", "DEP"), ("noun_phrase", "POS")])
+def test_a_pipeline_that_would_find_no_phrases_is_refused(preset, tmp_path, monkeypatch, unit, without):
+    annotations = [name for name in ("DEP", "POS", "ENT_IOB") if name != without]
+    fake = SimpleNamespace(load=lambda model: Pipeline(annotations), Language=Pipeline)
+    monkeypatch.setitem(sys.modules, "spacy", fake)
+    flags = ["--config", preset, "--masking_unit", unit, "--spacy_model", "mine"]
+    with pytest.raises(InputError, match=f"'mine' finds no {unit} for masking_unit={unit}: .* gives {without};"):
+        train_mlm.main(flags)

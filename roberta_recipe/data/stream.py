@@ -40,21 +40,19 @@ Provider = TextReader | TokenCache
 _FileChunk = tuple[File, Chunk, Sequence[Columns]]
 
 
+@dataclass
 class _Window:
-    """Consecutive chunks of a pass over a source, and the order of their blocks. `first`: number of its first block in
-    the source's endless sequence."""
+    """Consecutive chunks of a pass over a source, and the order of their blocks."""
 
-    def __init__(
-        self,
-        source: int,
-        epoch: int,
-        first: int,
-        chunks: list[_FileChunk],
-        order: Callable[[int], Sequence[int]] = range,
-    ):
-        self.source, self.epoch, self.first, self.chunks = source, epoch, first, chunks
-        self.ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)]
-        self.order = order(self.ends[-1])
+    source: int
+    epoch: int
+    first: int  # number of its first block in the source's endless sequence
+    chunks: list[_FileChunk]
+    order_of: Callable[[int], Sequence[int]] = range
+
+    def __post_init__(self):
+        self.ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in self.chunks)]
+        self.order = self.order_of(self.ends[-1])
 
     def block(self, index: int) -> Block:
         """The block `index` in the order of the window."""

@@ -1,10 +1,10 @@
-"""Tokenize and pack a pretraining preset's corpus once, into its token cache, or repack its damaged shards.
+"""Tokenize and pack a pretraining preset's corpus once, into its token cache.
 
     python -m roberta_recipe.tools.pack --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
     python -m roberta_recipe.tools.pack ... --machine 2/4       # the second of four machines, on one file system
 
 No GPU is needed. Formats of pairs are packed in ten versions, one a pass in turn, as BERT's data were: ten times the
-disk and the time. A file that is packed already is packed again only where its shard is not what was written.
+disk and the time. A file is packed where its shard is missing, has another size, or was found damaged by a run.
 """
 
 import sys
