@@ -44,7 +44,7 @@ from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, packed, unpacked
+from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unpacked
 
 POSITIONS = 200
 FORMATS = ["full_sentences", "doc_sentences", "contiguous", "segment_pair nsp", "sentence_pair sop"]
@@ -339,22 +339,6 @@ def assert_same(batches, others):
     for batch, other in zip(batches, others, strict=True):
         for name, value in batch.items():
             assert value.dtype == torch.int64 and torch.equal(value, other[name]), name
-
-
-def test_a_step_travels_as_one_narrow_tensor_per_column():
-    """Widths differ, a column is missing in a micro-batch, another is 1-D and of any length."""
-    sent = [
-        {"ids": [[7, 65535], [1, 2]], "labels": [[-100, 65535], [4, 5]], "pair": [0, 1], "predicted": []},
-        {"ids": [[3], [0]], "labels": [[-100], [3]], "mask": [[1], [0]], "pair": [1, 1], "predicted": [9, 70000, 1]},
-    ]
-    sent = [{name: torch.tensor(value, dtype=torch.int64) for name, value in one.items()} for one in sent]
-    columns, shapes = packed(sent)
-    assert {name: column.dtype for name, column in columns.items()} == {
-        **{"ids": torch.uint16, "labels": torch.int32, "pair": torch.uint8, "predicted": torch.int32},
-        "mask": torch.uint8,
-    }
-    assert all(column.dim() == 1 for column in columns.values())
-    assert_same(unpacked(columns, shapes, "cpu"), sent)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import zlib
 from array import array
@@ -33,17 +34,6 @@ from roberta_recipe.record import INDEX_NAME
 
 CHUNK_BYTES = 8_000_000  # of UTF-8 text; the last document goes over
 REVISION = "chunks of 8 MB"  # of chunks and order: blocks and checkpoints of former revisions are refused
-COUNTS = (
-    "documents",
-    "empty_documents",
-    "held_out_documents",
-    "sentences",
-    "split_sentences",
-    "tokens",
-    "blocks",
-    "bad_files",
-    "lost_rows",
-)
 _TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough for all cores
 
 # Input formats by name; those of pairs also name their labels: the next sentence, the order of two, or none in use
@@ -88,7 +78,26 @@ class Chunk(NamedTuple):
     first_block: int  # number of its first block in the file
     blocks: int
     last: bool  # of the file
-    counts: dict[str, int]  # by the names of `COUNTS`
+    counts: dict[str, int]  # as in `_counts`
+
+
+def _counts(rows: list[Row], documents: list[Document], blocks: int, longest: float) -> dict[str, int]:
+    """`longest`: tokens of a sentence that is not split."""
+    sizes = [len(sentence) for sentences in documents for sentence in sentences]
+    return {
+        "documents": len(documents),
+        "empty_documents": sum(row.empty for row in rows),
+        "held_out_documents": sum(row.held_out for row in rows),
+        "sentences": len(sizes),
+        "split_sentences": sum(size > longest for size in sizes),
+        "tokens": sum(sizes),
+        "blocks": blocks,
+        "bad_files": sum(row.bad_files for row in rows),
+        "lost_rows": sum(row.lost_rows for row in rows),
+    }
+
+
+COUNTS = tuple(_counts([], [], 0, 0))
 
 
 def total(chunks: Iterable[Chunk]) -> dict[str, int]:
@@ -189,7 +198,9 @@ class TextReader:
                     block[COLUMN] = units["input_ids"].astype(np.uint8)
             for block in blocks:
                 block["document"] = texts[block["document"]].number
-            counts = self._counts(of_chunk, documents, len(blocks))
+            special = 4 if _has_pairs(self.input_format) else 2  # tokens beside a sentence that is whole
+            longest = math.inf if self.input_format == "contiguous" else self.max_seq_length - special
+            counts = _counts(of_chunk, documents, len(blocks), longest)
             last, end = of_chunk[-1].text is None, of_chunk[-1].number + 1
             yield Chunk(row, end, first_block, len(blocks), last, counts), blocks
             row, first_block = end, first_block + len(blocks)
@@ -228,21 +239,6 @@ class TextReader:
             return [text]
         before = " " if _has_pairs(self.input_format) else ""  # of sentences that stand side by side in a segment
         return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
-
-    def _counts(self, rows: list[Row], documents: list[Document], blocks: int) -> dict[str, int]:
-        sizes = [len(sentence) for sentences in documents for sentence in sentences]
-        longest = self.max_seq_length - (4 if _has_pairs(self.input_format) else 2)  # of a sentence that stays whole
-        return {  # in the order of COUNTS
-            "documents": len(documents),
-            "empty_documents": sum(row.empty for row in rows),
-            "held_out_documents": sum(row.held_out for row in rows),
-            "sentences": len(sizes),
-            "split_sentences": sum(size > longest for size in sizes) if self.input_format != "contiguous" else 0,
-            "tokens": sum(sizes),
-            "blocks": blocks,
-            "bad_files": sum(row.bad_files for row in rows),
-            "lost_rows": sum(row.lost_rows for row in rows),
-        }
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that the blocks depend on, except for their order."""

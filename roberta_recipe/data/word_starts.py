@@ -9,6 +9,7 @@ import itertools
 import json
 import unicodedata
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from roberta_recipe.errors import InputError
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")  # words by GPT-2's rule
 _SPECIAL, _LETTERS, _DIGITS, _OTHERS, _CONTRACTION, _BLANK, _CUT = range(7)  # kinds of tokens, behind a leading blank
 _KIND, _BLANK_FIRST, _LONE_BLANK, _UNCLEAR = 7, 8, 16, 32  # bits of a token's code
-_CACHE_SIZE = 10_000  # answers of the pre-tokenizer
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 WordStarts = Callable[[np.ndarray], np.ndarray]
@@ -57,7 +57,8 @@ class ByteLevelWords:
     def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, is_gpt2: bool):
         texts = [token.decode("utf-8", "replace") for token in tokens]
         self._pre_tokenizer, self._tokens, self._special = pre_tokenizer, tokens, special
-        self._codes, self._cache = _codes(texts, special), {}
+        self._codes = _codes(texts, special)
+        self._split = lru_cache(10_000)(self._split_text)  # the same few, like "n’t", are frequent
         kind, lone_blank = self._codes & _KIND, self._codes & _LONE_BLANK > 0
         unclear = (kind == _CUT) | ((kind == _BLANK) & ~lone_blank)
         whole = set(_CONTRACTIONS) <= set(texts)  # so a contraction is never made of several tokens
@@ -76,24 +77,18 @@ class ByteLevelWords:
             begins = borders[ends - 1]
             begins += self._special[ids[begins]]
             for begin, end in zip(begins.tolist(), borders[ends].tolist(), strict=True):
-                starts[begin:end] = self._split(ids[begin:end])
+                starts[begin:end] = self._split(tuple(ids[begin:end].tolist()))
         return starts
 
-    def _split(self, ids: np.ndarray) -> list[bool]:
-        """`word_starts` by the pre-tokenizer, of tokens none of which is special. The same few, like "n’t", are
-        frequent."""
-        if (key := ids.tobytes()) in self._cache:
-            return self._cache[key]
-        tokens = [self._tokens[token] for token in ids.tolist()]
+    def _split_text(self, ids: tuple[int, ...]) -> list[bool]:
+        """`word_starts` by the pre-tokenizer, of tokens none of which is special."""
+        tokens = [self._tokens[token] for token in ids]
         # bytes that are no text, as at the end of a block that ends within a character, count as one each
         text = b"".join(tokens).decode("utf-8", "surrogateescape")
         byte_at = [0, *itertools.accumulate(len(c.encode("utf-8", "surrogateescape")) for c in text)]
         shown = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
         words = {byte_at[start] for _, (start, _) in self._pre_tokenizer.pre_tokenize_str(shown)}
-        if len(self._cache) == _CACHE_SIZE:
-            self._cache.clear()
-        self._cache[key] = [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
-        return self._cache[key]
+        return [begin in words for begin in itertools.accumulate(map(len, tokens[:-1]), initial=0)]
 
 
 def _starts_by_code(codes: np.ndarray) -> np.ndarray:
