@@ -12,7 +12,6 @@ from glue_runs import data_dir, flags  # noqa: F401
 from test_families import config_of
 from transformers import (
     AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -22,12 +21,11 @@ from transformers import (
 
 import finetune_glue
 import finetune_race
-import finetune_squad
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, validation_collator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
-from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, squad, wsc
+from roberta_recipe.tasks import glue, protocol, qnli_ranking, race, wsc
 from roberta_recipe.training import finetune_trainer, heads, modeling
 
 FAMILIES = ("roberta", "bert", "mpnet", "distilbert", "electra", "albert", "deberta-v2", "modernbert")
@@ -96,22 +94,6 @@ def test_glue(family):
     check(pairs(tokenizer, args), with_loss(model, collate, qnli_ranking.ranking_loss))
 
 
-def test_squad(family):
-    config, tokenizer, _ = family
-    questions = [
-        squad.Question(str(n), asked, context, ())
-        for n, (asked, context) in enumerate(zip(TEXTS, TEXTS[::-1], strict=True))
-    ]
-    made = squad.windows(questions, tokenizer, 64, 0, 30)
-    model = drawn(AutoModelForQuestionAnswering.from_config, config)
-    scores_of = with_loss(model, DataCollatorWithPadding(tokenizer), finetune_squad.span_loss)
-    lengths = {id(row): len(row["input_ids"]) for row in made.features}
-    check(
-        made.features,
-        lambda rows: [found[: 2 * lengths[id(row)]] for row, found in zip(rows, scores_of(rows), strict=True)],
-    )
-
-
 def test_race(family):
     config, tokenizer, _ = family
     questions = [race.Question(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)]
@@ -154,12 +136,6 @@ def test_validation_of_pretraining(family):
         return np.split(losses, np.cumsum(counts)[:-1])
 
     check(blocks, scores_of)
-
-
-def test_minimal_pairs(family):
-    config, tokenizer, _ = family
-    model = masked_lm(config)
-    check(TEXTS[:6], lambda rows: list(pseudo_likelihood.score(model, tokenizer, rows, disable_bar=True).T))
 
 
 def test_the_pipeline_of_the_saved_folder_gives_the_predictions_of_validation(flags, tmp_path, model_dir, data_dir):  # noqa: F811
