@@ -74,24 +74,26 @@ def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
         if complete and 0 < counts["blocks"] <= index - first:
             first += counts["blocks"]
             continue
-        chunks, start = _chunks(provider, source, epoch, index - first), first
+        chunks = _chunks(provider, source, epoch, index - first)
         for number in itertools.count():
             if not (window := [*itertools.islice(chunks, size)]):
                 break
             shuffled = partial(random_order, provider.seed, WINDOWS, (source, epoch, number))
             yield _Window(source, epoch, first, window, shuffled if provider.shuffle_window else range)
             first += sum(chunk.blocks for _, chunk, _ in window)
-        if first == start:
-            name = provider.corpus.sources[source].name
-            raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
 def _chunks(provider: Provider, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
-    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks."""
+    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks. Raises
+    `InputError` for an empty source, of which passes would be endless."""
+    read = 0
     for file in _files(provider, source, "train", epoch):
-        for chunk, blocks in provider.chunks(file, skip):
-            skip -= chunk.blocks
+        for chunk, blocks in provider.chunks(file, skip - read):
+            read += chunk.blocks
             yield file, chunk, blocks
+    if not read:
+        name = provider.corpus.sources[source].name
+        raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
 def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File]:
@@ -119,8 +121,7 @@ def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Itera
 
 def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
     """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, drawn
-    evenly from all of a source's own validation files; of a share of its training files, from as many files, in the
-    order of a pass, as have `limit` blocks."""
+    evenly from all validation files of a source; where these are its training files, from as many as hold `limit`."""
     windows, shares = [], provider.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
         for number, source in enumerate(provider.corpus.sources):
@@ -156,7 +157,7 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
     for number, left in enumerate(taken_of_source(provider.corpus.shares, positions)):
         chunks, read, epoch = [], 0.0, 0
         while left > 0:
-            wanted = left
+            before = left
             # known chunks come without their blocks; those that a damaged index has lost are packed again
             for _, chunk, _ in _chunks(provider, number, epoch, sys.maxsize):
                 chunks.append(chunk)
@@ -164,7 +165,7 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
                 if left <= 0:
                     break
             of_pass, complete = _pass_counts(provider, number, "train", epoch)
-            read += min(wanted / of_pass["blocks"], 1) if complete else 0
+            read += min(before / of_pass["blocks"], 1) if complete else 0
             epoch += 1
         name = provider.corpus.sources[number].name
         counts[name], passes[name] = total(chunks), round(read, 4)

@@ -190,8 +190,8 @@ def _read_facts(folder: Path, corpus: Corpus, made_from: str, file: File) -> dic
     path = folder / shard_path(corpus, file)
     try:
         facts = durable.read_sealed(path.with_suffix(".json"))
-        is_whole = {**facts, **_origin(corpus, file, made_from)} == facts and path.stat().st_size == facts["bytes"]
-        return facts if is_whole else None
+        belongs = _origin(corpus, file, made_from).items() <= facts.items()
+        return facts if belongs and path.stat().st_size == facts["bytes"] else None
     except (OSError, ValueError):
         return None
 
@@ -212,7 +212,8 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
         try:
             yield from pool.map(_pack_here, to_pack)
         except BrokenProcessPool:
-            raise RunError(f"a packing process died, perhaps out of memory; lower num_proc={workers}") from None
+            fix = f"pack with --num_proc below {workers} (python -m roberta_recipe.tools.pack)"
+            raise RunError(f"a packing process died, perhaps out of memory: {fix}") from None
         except BaseException:
             for worker in multiprocessing.active_children():
                 worker.terminate()

@@ -119,9 +119,8 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, with only the tokens of the standard roles marked special. `split_special_tokens`, which
-    keeps `</s>` in a text plain text, splits every special token, so the user's own (`[E1]`) become plain added tokens;
-    a tokenizer that is configured to split them still does."""
+    """The backend's JSON, with only the tokens of the standard roles marked special: `split_special_tokens`, which
+    keeps `</s>` in a text plain text, would split the user's special tokens (`[E1]`) too."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -130,11 +129,8 @@ def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the tokenizer's backend that encodes text for training.
-
-    Text that reads `</s>` or `<mask>` is text: it must not become the special token, as it would in `tokenizer(...)`.
-    Added tokens, the user's special ones among them, are one token each, as in `tokenizer(...)`.
-    """
+    """A copy of the tokenizer's backend for the text of training: text that reads `</s>` or `<mask>` is text, and does
+    not become the special token, as in `tokenizer(...)`. Added tokens, also special ones, are one token each."""
     state = _text_state(tokenizer)
     if state["model"]["type"] == "Unigram":  # its pieces match text themselves, those of special tokens too
         roles = {getattr(tokenizer, role) for role in _ROLES} - {tokenizer.unk_token}
