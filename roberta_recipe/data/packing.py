@@ -42,8 +42,22 @@ def full_sentences(
 ) -> Iterator[Columns]:
     """FULL-SENTENCES: `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`, as many whole sentences as fit, across documents
     (fairseq's `--sample-break-mode complete`). The `</s>` between two documents opens the next block where this one is
-    full. A sentence longer than a block is split; fairseq makes a block of it that is too long."""
-    return _filled(_with_ends(documents, eos_id), max_seq_length, bos_id)
+    full. A sentence longer than a block begins a block and fills blocks; fairseq makes a block of it that is too long.
+    """
+    room = max_seq_length - 1  # after <s>
+    block, document = [bos_id], 0
+    for number, ids in _with_ends(documents, eos_id):
+        if len(block) > 1 and len(block) + len(ids) > max_seq_length:
+            yield {"input_ids": block, "document": document}
+            block = [bos_id]
+        if len(block) == 1:
+            document = number
+        while len(ids) > room:
+            yield {"input_ids": [bos_id, *ids[:room]], "document": number}
+            ids = ids[room:]
+        block += ids
+    if len(block) > 1:
+        yield {"input_ids": block, "document": document}
 
 
 def _with_ends(documents: list[Document], eos_id: int) -> Iterator[tuple[int, list[int]]]:
@@ -53,25 +67,6 @@ def _with_ends(documents: list[Document], eos_id: int) -> Iterator[tuple[int, li
         if rank:
             yield number, [eos_id]
         yield from ((number, [*sentence, eos_id]) for sentence in sentences)
-
-
-def _filled(items: Iterable[tuple[int, list[int]]], max_seq_length: int, bos_id: int) -> Iterator[Columns]:
-    """Blocks of `<s>` and as many whole items, (document, ids), as fit. An item longer than a block begins a block and
-    fills blocks; its rest begins the next one."""
-    room = max_seq_length - 1  # after <s>
-    block, begun_in = [bos_id], 0
-    for number, ids in items:
-        if len(block) > 1 and len(block) + len(ids) > max_seq_length:
-            yield {"input_ids": block, "document": begun_in}
-            block = [bos_id]
-        if len(block) == 1:
-            begun_in = number
-        while len(ids) > room:
-            yield {"input_ids": [bos_id, *ids[:room]], "document": number}
-            ids = ids[room:]
-        block += ids
-    if len(block) > 1:
-        yield {"input_ids": block, "document": begun_in}
 
 
 def contiguous(
@@ -92,12 +87,12 @@ def doc_sentences(
     """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`). The short
     sequences share blocks, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step of as many blocks has as many tokens
     (paper, section 4.2)."""
-    filled = (
-        _filled(((number, [*sentence, eos_id]) for sentence in sentences), max_seq_length, bos_id)
+    sequences = (
+        Sequence(block["input_ids"], number, len(block["input_ids"]))
         for number, sentences in enumerate(documents)
+        for block in full_sentences([sentences], max_seq_length, bos_id, eos_id)
     )
-    blocks = ((block["input_ids"], block["document"]) for block in itertools.chain.from_iterable(filled))
-    return share_blocks((Sequence(ids, document, len(ids)) for ids, document in blocks), max_seq_length)
+    return share_blocks(sequences, max_seq_length)
 
 
 def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
