@@ -329,7 +329,7 @@ def test_bad_models(model_dir, data_dir, tmp_path, tokenizer, monkeypatch, wordp
     assert not (tmp_path / "runs").exists()  # where the scores of a model go that is no folder
     wordpiece.save_pretrained(tmp_path / "wordpiece")
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(InputError, match="needs the tokenizer.json of a fast tokenizer"):
+    with pytest.raises(InputError, match=r"needs the tokenizer\.json of a fast tokenizer"):
         tool.main([*argv, model_dir])
     monkeypatch.undo()
     settings_path = tmp_path / "model" / "tokenizer_config.json"

@@ -348,5 +348,5 @@ def test_tokenizers_that_do_not_fit_the_model(flags, wordpiece, tmp_path, monkey
     with pytest.raises(InputError, match=r"has 193 tokens and .* 192: they do not belong together"):
         finetune_glue.main(argv)
     monkeypatch.setattr(type(wordpiece), "is_fast", False)
-    with pytest.raises(InputError, match="needs the tokenizer.json of a fast tokenizer"):
+    with pytest.raises(InputError, match=r"needs the tokenizer\.json of a fast tokenizer"):
         finetune_glue.main(argv)
