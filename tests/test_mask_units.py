@@ -1,8 +1,7 @@
 """Masks of whole words, spans and n-grams: words are the tokenizer's own, and every law that the papers state holds."""
 
-import contextlib
+import functools
 import itertools
-import json
 import math
 import shutil
 from collections import Counter
@@ -62,10 +61,15 @@ def english():
     return train_tokenizer(texts * 50, 310)
 
 
+@functools.cache
+def words_and_encoders(tokenizer):
+    return word_starts(tokenizer), corpus_backend(tokenizer)
+
+
 def own_starts(tokenizer, text):
-    """Where words begin by the tokenizer itself, which has the text."""
-    encoded = corpus_backend(tokenizer).encode(text, add_special_tokens=False)
-    return [n == 0 or encoded.word_ids[n] != encoded.word_ids[n - 1] for n in range(len(encoded.ids))]
+    """(ids, where words begin) by the tokenizer itself, which has the text."""
+    encoded = words_and_encoders(tokenizer)[1].encode(text, add_special_tokens=False)
+    return encoded.ids, [n == 0 or encoded.word_ids[n] != encoded.word_ids[n - 1] for n in range(len(encoded.ids))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -74,40 +78,34 @@ def test_words_of_byte_level_bpe_are_the_tokenizers_own(tokenizer, english, text
     for its in (tokenizer, english):
         ids, expected = [its.bos_token_id], [False]
         for text in texts:
-            ids += corpus_encoder(its)([text])[0] + [its.eos_token_id]
-            expected += [*own_starts(its, text), False]
-        assert word_starts(its)(np.array(ids)).tolist() == expected
+            own_ids, starts = own_starts(its, text)
+            ids += [*own_ids, its.eos_token_id]
+            expected += [*starts, False]
+        assert words_and_encoders(its)[0](np.array(ids)).tolist() == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from("abcdesthe cat's , . -"), min_size=1, max_size=40))
 def test_words_of_wordpiece_are_the_tokenizers_own(wordpiece, text):
-    ids = corpus_encoder(wordpiece)([text])[0]
+    ids, starts = own_starts(wordpiece, text)
     known = [token not in wordpiece.all_special_ids for token in ids]  # [UNK] is never masked
-    assert (
-        word_starts(wordpiece)(np.array(ids, dtype=int)).tolist()
-        == np.logical_and(own_starts(wordpiece, text), known).tolist()
-    )
-
-
-WORDS = """["▁The", "▁cat", "'", "s", "▁toy", "▁isn", "'", "t", "▁old", ";", "▁(", "Tuesday", ")", "▁1987", "."]"""
+    found = words_and_encoders(wordpiece)[0](np.array(ids, dtype=int))
+    assert found.tolist() == np.logical_and(starts, known).tolist()
 
 
 def test_words_of_sentencepiece_end_at_punctuation(sentencepiece):
     ids = corpus_encoder(sentencepiece)(["The cat's toy isn't old; (Tuesday) 1987."])[0]
-    starts = word_starts(sentencepiece)(np.array(ids))
-    words = [""]
+    starts, words = word_starts(sentencepiece)(np.array(ids)), []
     for token, begins in zip(sentencepiece.convert_ids_to_tokens(ids), starts, strict=True):
         words += [""] * int(begins)
         words[-1] += token
-    assert "".join(words) == "▁The▁cat's▁toy▁isn't▁old;▁(Tuesday)▁1987."
-    assert words[1:] == json.loads(WORDS)
+    assert " ".join(words) == "▁The ▁cat ' s ▁toy ▁isn ' t ▁old ; ▁( Tuesday ) ▁1987 ."
 
 
-def test_a_tokenizer_without_words_is_told(tokenizer):
+def test_a_tokenizer_without_words_is_refused():
     raw = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     without = PreTrainedTokenizerFast(tokenizer_object=raw, mask_token="<mask>", pad_token="<pad>")
-    with pytest.raises(InputError, match="does not tell where words begin: its pre-tokenizer is none; name one"):
+    with pytest.raises(InputError, match="has no word boundaries: its pre-tokenizer is none; name a byte-level"):
         MlmCollator(without, masking_unit="span")
 
 
@@ -130,7 +128,7 @@ def blocks(english):
 
 
 def masked(collator, blocks):
-    """(ids, what the model sees, predicted, first, end, text) of each block."""
+    """(ids, ids that the model sees, predicted, begins of words, ends of words) of each block."""
     starts, all_special = word_starts(collator.tokenizer), collator.tokenizer.all_special_ids
     is_special = np.isin(np.arange(len(collator.tokenizer)), all_special)
     words = words_of_blocks([block["input_ids"] for block in blocks], starts, is_special, all_special[0])
@@ -140,21 +138,15 @@ def masked(collator, blocks):
         assert (labels[predicted] == ids[predicted]).all() and (seen[~predicted] == ids[~predicted]).all()
         assert (special == np.isin(ids, all_special)).all() and not (predicted & special).any()
         is_word = begins[borders[:-1]]
-        yield ids, seen, predicted, borders[:-1][is_word], borders[1:][is_word], np.cumsum(~is_word)[is_word]
-
-
-def one_sentence(count):
-    """Words of one token each."""
-    return Words(np.ones(count, dtype=bool), np.zeros(count, dtype=bool), np.arange(count + 1))
+        yield ids, seen, predicted, borders[:-1][is_word], borders[1:][is_word]
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("probability", [0.15, 0.3])
 def test_words_are_masked_whole_and_the_share_is_right(english, blocks, unit, probability):
     shares = []
-    for _, _, predicted, first, end, _ in masked(
-        MlmCollator(english, masking_unit=unit, mlm_probability=probability), blocks
-    ):
+    collator = MlmCollator(english, masking_unit=unit, mlm_probability=probability)
+    for _, _, predicted, first, end in masked(collator, blocks):
         whole = [predicted[begin:behind].mean() for begin, behind in zip(first, end, strict=True)]
         assert set(whole) <= {0.0, 1.0}
         shares.append(predicted.sum() / (end - first).sum())
@@ -202,40 +194,26 @@ def test_lengths_have_the_papers_law_in_blocks_of_any_length(unit, probability, 
 
 
 def test_spans_of_a_text_of_short_sentences_are_no_longer_than_these():
-    special = np.zeros(61, dtype=bool)
-    special[::4] = True  # sentences of three words
-    words = Words(~special, special, np.arange(62))
-    draws, chosen = np.random.default_rng(0), []
+    special = np.arange(61) % 4 == 0  # sentences of three words
+    draws, sizes = np.random.default_rng(0), []
     for _ in range(4000):
-        chosen += zip(*chosen_spans(words, "span", 9, draws), strict=True)
-    sizes = np.array([end - begin for begin, end in chosen])
-    assert set(sizes.tolist()) == {1, 2, 3} and sizes.sum() / 4000 == pytest.approx(9, rel=0.02)
+        begins, ends = chosen_spans(Words(~special, special, np.arange(62)), "span", 9, draws)
+        sizes += (np.array(ends) - begins).tolist()
+    assert set(sizes) == {1, 2, 3} and sum(sizes) / 4000 == pytest.approx(9, rel=0.02)
     nothing = Words(np.zeros(3, dtype=bool), np.ones(3, dtype=bool), np.arange(4))
     assert chosen_spans(nothing, "span", 1, draws) == ([], [])
 
 
-def test_every_word_is_as_likely(english):
+def test_every_word_is_as_likely():
     """In a text of one sentence the words near its ends are in fewer places for a span; all others are alike."""
     hits, draws = np.zeros(200), np.random.default_rng(1)
+    one_sentence = Words(np.ones(200, dtype=bool), np.zeros(200, dtype=bool), np.arange(201))
     for _ in range(4000):
-        for begin, end in zip(*chosen_spans(one_sentence(200), "span", 30, draws), strict=True):
+        for begin, end in zip(*chosen_spans(one_sentence, "span", 30, draws), strict=True):
             hits[begin:end] += 1
     inner = hits[10:-10] / 4000
     assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000)
     assert hits.mean() / 4000 == pytest.approx(0.15, rel=0.02)
-
-
-@pytest.mark.parametrize("unit", ["span", "ngram"])
-def test_no_span_goes_across_a_special_token(english, blocks, unit):
-    collator = MlmCollator(english, masking_unit=unit)
-    crossed = 0
-    for ids, _, predicted, first, end, text in masked(collator, blocks[:100]):
-        special = np.isin(ids, english.all_special_ids)
-        assert not special[np.concatenate([np.arange(*word) for word in zip(first, end, strict=True)])].any()
-        assert (text - text[0]).tolist() == [special[first[0] : begin].sum() for begin in first]
-        edges = np.flatnonzero(np.diff(np.r_[0, predicted.astype(int), 0]))
-        crossed += sum(special[begin - 1] or special[end : end + 1].any() for begin, end in edges.reshape(-1, 2))
-    assert crossed > 10  # spans that touch a special token
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -260,14 +238,7 @@ def test_shares_of_what_is_shown(english, blocks, unit):
         assert np.mean(together) > 0.995
 
 
-def test_shares_are_flags(english, blocks):
-    """BabyBERTa keeps none."""
-    collator = MlmCollator(english, mask_replace_prob=0.8, random_replace_prob=0.2, mlm_probability=0.5)
-    kept = sum(int((seen == ids)[predicted].sum()) for ids, seen, predicted, *_ in masked(collator, blocks[:50]))
-    assert kept < 0.01 * 50 * 100
-
-
-@pytest.mark.parametrize("unit", ["token", *UNITS])
+@pytest.mark.parametrize("unit", ["token", "span"])
 def test_static_masks_come_again(english, blocks, unit):
     few = blocks[:8]
     static, dynamic = (MlmCollator(english, masking_unit=unit, static_masks=k, seed=3) for k in (4, 0))
@@ -279,16 +250,6 @@ def test_static_masks_come_again(english, blocks, unit):
     assert passes[:4] == passes[4:] == [of(dynamic, epoch) for epoch in range(4)]
     assert all(one != other for n, one in enumerate(passes[:4]) for other in passes[:n])
     assert of(dynamic, 4) not in passes
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_mask_of_a_unit_depends_on_seed_epoch_and_block_alone(english, blocks, unit):
-    whole = MlmCollator(english, masking_unit=unit, seed=1)(blocks[:8])
-    few = MlmCollator(english, masking_unit=unit, seed=1)([blocks[5], blocks[2]])
-    assert few["input_ids"].tolist() == whole["input_ids"][[5, 2]].tolist()
-    assert few["labels"].tolist() == whole["labels"][[5, 2]].tolist()
-    other = MlmCollator(english, masking_unit=unit, seed=2)(blocks[:8])
-    assert other["labels"].tolist() != whole["labels"].tolist()
 
 
 @settings(max_examples=200, deadline=None)
@@ -317,33 +278,18 @@ def test_an_exact_count_is_of_words(english, blocks):
         assert words in (math.floor(0.15 * len(first)), math.floor(0.15 * len(first)) + 1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--static_masks", "-1"], "static_masks=-1 must be a number from 0 on"),
-        (["--mask_replace_prob", "0.9", "--random_replace_prob", "0.2"], "are 1.1 together, more than all"),
-        (["--random_replace_prob", "nan"], "random_replace_prob=nan must be a number"),
-        (["--mask_count", "exact", "--masking_unit", "span"], "mask_count=exact goes with masking_unit=token or whole"),
-    ],
-)
-def test_masks_that_cannot_be_are_told(preset, flags, message):
-    with pytest.raises(InputError, match=message):
-        train_mlm.main(["--config", preset, *flags])
-
-
-@pytest.mark.parametrize("flags", [["--masking_unit", "span"], ["--masking_unit", "whole_word", "--static_masks", "2"]])
-def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, flags, capsys, monkeypatch):
-    """Four steps at once, and two and two; over the same few blocks, so that passes take the masks in turn. It says
-    that its validation loss is of other masks."""
-    flags = ["--config", preset, *flags, "--max_train_samples", "10", "--save_strategy", "steps", "--save_steps", "2"]
+def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, capsys, monkeypatch):
+    """Four steps at once, and two and two, over ten blocks, so that passes take the masks in turn."""
+    flags = ["--config", preset, "--masking_unit", "span", "--static_masks", "2", "--max_train_samples", "10"]
+    flags += ["--save_strategy", "steps", "--save_steps", "2"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
-    assert f"\n            masked by token, which costs a model of masking_unit={flags[3]} " in capsys.readouterr().err
+    assert "masked by token, which costs a model of masking_unit=span " in capsys.readouterr().err
     for name in ("again", "other", "drawn_before"):
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / name / "checkpoint-2")
     resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
     assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"]
     with pytest.raises(InputError, match="masking_unit"):
         train_mlm.main([*flags, "--masking_unit", "ngram", "--output_dir", str(tmp_path / "other")])
-    monkeypatch.setattr(mask_units, "REVISION", 1)  # a checkpoint of the former draw
-    with pytest.raises(InputError, match="mask_revision was 2, is 1") if "span" in flags else contextlib.nullcontext():
+    monkeypatch.setattr(mask_units, "REVISION", 1)  # a checkpoint of a former version
+    with pytest.raises(InputError, match="mask_revision was 2, is 1"):
         train_mlm.main([*flags, "--output_dir", str(tmp_path / "drawn_before")])

@@ -60,12 +60,16 @@ def test_no_special_token_and_no_padding_row_is_drawn(tokenizer, blocks, mask_co
     assert set(replaced.tolist()) == set(range(len(tokenizer))) - set(tokenizer.all_special_ids)
 
 
-@pytest.mark.parametrize("mask_count", ["bernoulli", "exact"])
-def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, mask_count):
-    collator = MlmCollator(tokenizer, seed=1, mask_count=mask_count)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mask_count": "exact"}, *({"masking_unit": unit} for unit in ("whole_word", "span", "ngram"))],
+    ids=str,
+)
+def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, settings):
+    collator = MlmCollator(tokenizer, seed=1, **settings)
     whole = collator(blocks[:8])
     for rows in ([5, 2], [7], [0, 1, 2, 3]):
-        few = MlmCollator(tokenizer, seed=1, mask_count=mask_count)([blocks[row] for row in rows])
+        few = MlmCollator(tokenizer, seed=1, **settings)([blocks[row] for row in rows])
         assert torch.equal(few["input_ids"], whole["input_ids"][rows])
         assert torch.equal(few["labels"], whole["labels"][rows])
     longer = cut(blocks[0], 30)  # padded beside a longer block
@@ -75,7 +79,7 @@ def test_a_mask_depends_on_seed_epoch_and_block_alone(tokenizer, blocks, mask_co
     for other in ({"id": 99}, {"epoch": 1}):
         changed = [Block(block, **{"id": block.id, **other}) for block in blocks[:8]]
         assert not torch.equal(collator(changed)["labels"], whole["labels"])
-    assert not torch.equal(MlmCollator(tokenizer, seed=2, mask_count=mask_count)(blocks[:8])["labels"], whole["labels"])
+    assert not torch.equal(MlmCollator(tokenizer, seed=2, **settings)(blocks[:8])["labels"], whole["labels"])
 
 
 def test_exact_counts_are_fairseqs(tokenizer, blocks):

@@ -47,13 +47,6 @@ def test_the_mixture_keeps_shares_and_needs_no_earlier_positions(sizes):
     assert all((np.concatenate(of) == both).all() for of, both in zip(halves, mixture(shares, far, 100), strict=True))
 
 
-def test_sources_of_their_sizes_end_together():
-    sizes = [7, 13, 100]
-    sources, _ = mixture([size / sum(sizes) for size in sizes], 0, 240)
-    for half in (sources[:120], sources[120:]):
-        assert [int((half == number).sum()) for number in range(3)] == sizes
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 4])

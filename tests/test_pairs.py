@@ -164,11 +164,3 @@ def test_a_tenth_of_the_pairs_are_shorter_where_they_are_wanted(objective):
         assert abs(told - share) < 4 * math.sqrt(share / len(lengths)) + 0.02 * (share == 0)
         if share:
             assert abs(sum(short) / len(short) - 62) < 4 * 34 / math.sqrt(len(short)) + 4
-
-
-def test_a_step_of_sentence_pairs_has_as_many_tokens():
-    documents, fill = documents_of(random.Random(2), 200, length=(5, 40)), []
-    for name in ("sentence_pair nsp", "full_sentences"):
-        lengths = [len(columns["input_ids"]) for columns in pack(name, documents, 512)]
-        fill.append(sum(lengths) / len(lengths))
-    assert fill[0] > 0.97 * fill[1]

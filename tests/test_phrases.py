@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 
 import train_mlm
 from roberta_recipe.data import chunks
-from roberta_recipe.data.chunks import PACKERS, TextReader
+from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.mask_units import Words, chosen_phrases
 from roberta_recipe.data.masking import IGNORED, MlmCollator
-from roberta_recipe.data.phrases import COLUMN, UNITS, Phrases, encoder_with_marks, load_spacy
+from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.data.tokenization import corpus_encoder
 from roberta_recipe.errors import InputError
@@ -90,20 +89,16 @@ def test_phrases_and_words_in_turn_as_likely():
     marks = np.zeros(402, dtype=np.uint8)
     for begin in range(1, 400, 20):  # twenty phrases of three words
         marks[begin : begin + 6] = [1, 2, 2, 2, 2, 2]
-    kinds, hits, shares = [], np.zeros(402), []
+    are_phrases, shares = [], []
     for _ in range(2000):
-        begins, ends = chosen_phrases(words, marks, 60, draws)
-        assert sum(ends) - sum(begins) == 60
-        assert all(marks[begin] == 1 or end - begin == 2 for begin, end in zip(begins, ends, strict=True))
-        # of the first eight, when neither phrases nor their places are used up
-        kinds += [end - begin == 6 for begin, end in list(zip(begins, ends, strict=True))[:8]]
-        for begin, end in zip(begins, ends, strict=True):
-            assert not hits[begin:end].any()
-            hits[begin:end] = 1
-        shares.append(hits[marks > 0].sum() / 60)
-        hits[:] = 0
+        spans = [*zip(*chosen_phrases(words, marks, 60, draws), strict=True)]
+        positions = [position for span in spans for position in range(*span)]
+        assert len(positions) == len({*positions}) == 60
+        assert all(marks[begin] == 1 or end - begin == 2 for begin, end in spans)
+        are_phrases += [end - begin == 6 for begin, end in spans[:8]]  # while there are enough of both
+        shares.append((marks[positions] > 0).mean())
     # a word that is in a phrase already is drawn again, so phrases are as likely as words only where few are masked
-    assert abs(np.mean(kinds) - 0.5) < 0.03
+    assert abs(np.mean(are_phrases) - 0.5) < 0.03
     assert 0.6 < np.mean(shares) < 0.9
 
 
@@ -123,40 +118,25 @@ def test_any_marks_give_whole_words(lengths, budget, seed, data):
     assert total.sum() <= max(budget, 0) + max(lengths) - 1
 
 
-def test_a_run_from_text_and_cache_whole_and_resumed_is_one_run(preset, spacy, tmp_path, monkeypatch):
-    flags = ["--config", preset, "--masking_unit", "noun_phrase", "--save_strategy", "steps", "--save_steps", "2"]
-    seen, masked = [], MlmCollator.seen_by_model
-
-    def kept(self, examples):
-        columns = masked(self, examples)
-        seen.extend((block[COLUMN], row) for block, row in zip(examples, columns, strict=True) if "labels" not in block)
-        return columns
-
-    monkeypatch.setattr(MlmCollator, "seen_by_model", kept)
+def test_a_run_from_text_and_from_a_cache_is_one_run(preset, spacy, tmp_path, monkeypatch):
+    flags = ["--config", preset, "--masking_unit", "noun_phrase"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
-    inside = [(row["labels"][marks > 0] != IGNORED).mean() for marks, row in seen if (marks > 0).any()]
-    outside = [(row["labels"][marks == 0] != IGNORED).mean() for marks, row in seen]
-    assert len(inside) > 20 and np.mean(inside) > 1.5 * np.mean(outside) > 0
-    assert all(COLUMN not in row for _, row in seen)
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
-    resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])
-    cache = ["--token_cache", str(tmp_path / "cache")]
-    cached = train_mlm.main([*flags, *cache, "--output_dir", str(tmp_path / "cached")])
-    assert resumed["resumes"] == 1 and resumed["digest"] == whole["digest"] == cached["digest"]
+    flags += ["--token_cache", str(tmp_path / "cache")]
+    cached = train_mlm.main([*flags, "--output_dir", str(tmp_path / "cached")])
+    assert cached["digest"] == whole["digest"] and cached["state_digests"] == whole["state_digests"]
     monkeypatch.delitem(sys.modules, "spacy")  # a cache has the marks already
-    again = train_mlm.main([*flags, *cache, "--output_dir", str(tmp_path / "from cache")])
-    assert again["state_digests"] == whole["state_digests"]
     with pytest.raises(InputError, match="phrases"):
-        train_mlm.main([*flags, *cache, "--masking_unit", "entity", "--output_dir", str(tmp_path / "other")])
+        train_mlm.main([*flags, "--masking_unit", "entity", "--output_dir", str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize("input_format", PACKERS)
+@pytest.mark.parametrize("input_format", ["full_sentences", "doc_sentences", "contiguous", "sentence_pair nsp"])
 def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, input_format):
-    """The text of marked tokens is a phrase, wherever a format puts it."""
+    """The text of marked tokens is a phrase, wherever a format puts it, and is masked more often than other text."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     corpus, found = corpus_of("c", [Source("s", files=train_file)]), 0
     reader = TextReader(corpus, tokenizer, input_format=input_format, max_seq_length=64, seed=0, phrases=PHRASES)
-    for block in blocks_at(reader, [(range(50),)]):
+    blocks = [*blocks_at(reader, [(range(50),)])]
+    for block in blocks:
         ids, marks = block["input_ids"], block[COLUMN]
         assert marks.dtype == np.uint8 and len(marks) == len(ids) and not marks[ids <= 2].any()
         for begin in np.flatnonzero(marks == 1):
@@ -165,54 +145,18 @@ def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, i
                 assert PHRASE.search(tokenizer.decode(ids[begin : begin + size])), block.id
                 found += 1
     assert found > 50
+    rows = MlmCollator(tokenizer, masking_unit="noun_phrase").seen_by_model(blocks)
+    assert all(COLUMN not in row for row in rows)
+    predicted = np.concatenate([row["labels"] != IGNORED for row in rows])
+    inside = np.concatenate([block[COLUMN] > 0 for block in blocks])
+    assert predicted[inside].mean() > 1.5 * predicted[~inside].mean() > 0
 
 
-def test_components_that_a_pipeline_lacks_are_named(monkeypatch):
-    """Every set of annotations, with either unit: 16 pipelines, of which 6 have all that is needed."""
-    components = {"DEP": "parser", "POS": "tagger with attribute_ruler", "ENT_IOB": "ner or entity_ruler"}
-    needed, whole = {"entity": {"ENT_IOB"}, "noun_phrase": {"DEP", "POS"}}, 0
-    for count in range(4):
-        for annotations in itertools.combinations(components, count):
-            fake = SimpleNamespace(load=lambda model, annotations=annotations: Pipeline(annotations))
-            monkeypatch.setitem(sys.modules, "spacy", fake)
-            for unit in UNITS:
-                lacking = needed[unit] - set(annotations)
-                if not lacking:
-                    assert load_spacy("mine", "WNLI", unit).annotations == set(annotations)
-                    whole += 1
-                    continue
-                with pytest.raises(InputError, match=f"spacy_model='mine' finds no {unit} for WNLI") as told:
-                    load_spacy("mine", "WNLI", unit)
-                assert "--spacy_model" in str(told.value)
-                for annotation, component in components.items():
-                    assert (f"no {component}" in str(told.value)) == (annotation in lacking)
-    assert whole == 6
-
-
-def test_a_language_without_noun_chunks_is_refused(monkeypatch):
-    class Parsed(SimpleNamespace):
-        @property
-        def noun_chunks(self):
-            raise NotImplementedError("[E894] The 'noun_chunks' syntax iterator is not implemented for language 'xx'.")
-
-    monkeypatch.setattr(Pipeline, "__call__", lambda self, text: Parsed(has_annotation=lambda name: True))
-    monkeypatch.setitem(sys.modules, "spacy", FAKE)
-    with pytest.raises(InputError, match="has no noun_chunks for its language"):
-        load_spacy("mine", "WNLI")
-
-
-def test_what_finds_no_phrases_is_told(preset, spacy, tmp_path, monkeypatch):
-    flags = ["--config", preset, "--masking_unit"]
-    with pytest.raises(
-        InputError, match=r"finds no entity for masking_unit=entity: .* has no ner or entity_ruler; use"
-    ):
-        train_mlm.main([*flags, "entity", "--spacy_model", "made_up"])
-    with pytest.raises(InputError, match="mask_count=exact goes with masking_unit=token or whole_word"):
-        train_mlm.main([*flags, "entity", "--mask_count", "exact"])
-
-    def not_there(model):
-        raise OSError(model)
-
-    monkeypatch.setattr(sys.modules["spacy"], "load", not_there)
-    with pytest.raises(InputError, match="spaCy has no model 'en_core_web_lg': run `python -m spacy download en_core"):
-        train_mlm.main([*flags, "noun_phrase"])
+@pytest.mark.parametrize(("unit", "without"), [("entity", "ENT_IOB"), ("noun_phrase", "DEP"), ("noun_phrase", "POS")])
+def test_a_pipeline_that_would_find_no_phrases_is_refused(preset, monkeypatch, unit, without):
+    annotations = [name for name in ("DEP", "POS", "ENT_IOB") if name != without]
+    fake = SimpleNamespace(load=lambda model: Pipeline(annotations), Language=Pipeline)
+    monkeypatch.setitem(sys.modules, "spacy", fake)
+    flags = ["--config", preset, "--masking_unit", unit, "--spacy_model", "mine"]
+    with pytest.raises(InputError, match=f"'mine' finds no {unit} for masking_unit={unit}: .* gives {without};"):
+        train_mlm.main(flags)

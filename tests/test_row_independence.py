@@ -12,7 +12,6 @@ from glue_runs import data_dir, flags  # noqa: F401
 from test_families import config_of
 from transformers import (
     AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -22,11 +21,10 @@ from transformers import (
 
 import finetune_glue
 import finetune_race
-import finetune_squad
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import heads
 from roberta_recipe.model.masked_lm import masked_lm_class
-from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, squad, wsc
+from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, wsc
 from roberta_recipe.training import finetune_trainer
 
 FAMILIES = ("roberta", "bert", "mpnet", "albert", "deberta-v2", "modernbert")
@@ -93,22 +91,6 @@ def test_glue(family):
     model = drawn(AutoModelForSequenceClassification.from_config, config, num_labels=1)
     collate = qnli_ranking.RankingCollator(tokenizer)
     check(pairs(tokenizer, args), with_loss(model, collate, qnli_ranking.ranking_loss))
-
-
-def test_squad(family):
-    config, tokenizer, _ = family
-    questions = [
-        squad.Question(str(n), asked, context, ())
-        for n, (asked, context) in enumerate(zip(TEXTS, TEXTS[::-1], strict=True))
-    ]
-    made = squad.windows(questions, tokenizer, 64, 0, 30)
-    model = drawn(AutoModelForQuestionAnswering.from_config, config)
-    scores_of = with_loss(model, DataCollatorWithPadding(tokenizer), finetune_squad.span_loss)
-    lengths = {id(row): len(row["input_ids"]) for row in made.features}
-    check(
-        made.features,
-        lambda rows: [found[: 2 * lengths[id(row)]] for row, found in zip(rows, scores_of(rows), strict=True)],
-    )
 
 
 def test_race(family):

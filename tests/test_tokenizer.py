@@ -169,7 +169,7 @@ def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
             try:
                 tokenization.load_tokenizer(tmp_path / "plain")
             except InputError as error:
-                refused += "cannot be read: its files are damaged" in str(error) or "has no" in str(error)
+                refused += "no tokenizer at" in str(error) or "has no" in str(error)
         (tmp_path / "plain" / name).write_bytes(content)
     assert refused >= 8
     with pytest.raises(InputError, match=r"no tokenizer at tokenizer_name='.*nowhere'.*train_tokenizer.py"):

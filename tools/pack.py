@@ -1,10 +1,10 @@
-"""Token cache of a pretraining preset: its corpus tokenized and packed once; damaged shards are packed again.
+"""Tokenize and pack a pretraining preset's corpus once, into its token cache.
 
     python tools/pack.py --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
     python tools/pack.py ... --machine 2/4       # the second of four machines, on one file system
 
 No GPU is needed. Formats of pairs are packed in ten versions, one a pass in turn, as BERT's data were: ten times the
-disk and the time. An intact shard is not packed again.
+disk and the time. A file is packed where its shard is missing, has another size, or was found damaged by a run.
 """
 
 import sys

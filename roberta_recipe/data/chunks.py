@@ -2,17 +2,19 @@
 
 The blocks of a chunk are a function of its documents, its place and the format, and no block continues over a chunk's
 end (one block of some thousands is short). `TextReader` makes chunks from text, `token_cache.TokenCache` reads them
-from disk; a `ChunkIndex` says where they begin, once they have been packed.
+from disk; a `ChunkIndex` has their beginnings, once they have been packed.
 """
 
 import contextlib
 import functools
 import itertools
 import json
+import math
+import os
 import zlib
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +34,6 @@ from roberta_recipe.record import INDEX_NAME
 
 CHUNK_BYTES = 8_000_000  # of UTF-8 text; the last document goes over
 REVISION = "chunks of 8 MB"  # of chunks and order: blocks and checkpoints of former revisions are refused
-COUNTS = (
-    "documents",
-    "empty_documents",
-    "held_out_documents",
-    "sentences",
-    "split_sentences",
-    "tokens",
-    "blocks",
-    "bad_files",
-    "lost_rows",
-)
 _TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough for all cores
 
 # Input formats by name; those of pairs also name their labels: the next sentence, the order of two, or none in use
@@ -87,67 +78,85 @@ class Chunk(NamedTuple):
     first_block: int  # number of its first block in the file
     blocks: int
     last: bool  # of the file
-    counts: dict[str, int]  # by the names of `COUNTS`
+    counts: dict[str, int]  # as in `_counts`
+
+
+def _counts(rows: list[Row], documents: list[Document], blocks: int, longest: float) -> dict[str, int]:
+    """`longest`: tokens of a sentence that is not split."""
+    sizes = [len(sentence) for sentences in documents for sentence in sentences]
+    return {
+        "documents": len(documents),
+        "empty_documents": sum(row.empty for row in rows),
+        "held_out_documents": sum(row.held_out for row in rows),
+        "sentences": len(sizes),
+        "split_sentences": sum(size > longest for size in sizes),
+        "tokens": sum(sizes),
+        "blocks": blocks,
+        "bad_files": sum(row.bad_files for row in rows),
+        "lost_rows": sum(row.lost_rows for row in rows),
+    }
+
+
+COUNTS = tuple(_counts([], [], 0, 0))
+
+
+def total(chunks: Iterable[Chunk]) -> dict[str, int]:
+    """The sums of the chunks' counts."""
+    counts = [chunk.counts for chunk in chunks]
+    return {name: sum(row.get(name, 0) for row in counts) for name in COUNTS}
 
 
 class ChunkIndex:
-    """The chunks of files in file order, as far as they have been packed. With `path`, a file of lines to which the
-    processes of a run append; a line that is damaged or of other text (`made_from`) is ignored, and its chunk is packed
-    again."""
+    """The chunks of files in file order, as far as they have been packed: a file to which all processes of a run append
+    lines. A line that is damaged or of other text (`made_from`) is ignored, and its chunk is packed again."""
 
-    def __init__(self, path: Path | None = None, made_from: str = ""):
+    def __init__(self, path: str | Path = os.devnull, made_from: str = ""):
         self._path, self._seed, self._read = path, zlib.crc32(made_from.encode()), 0
         self._chunks: dict[File, list[Chunk]] = {}
 
     def of(self, file: File) -> list[Chunk]:
         """The known chunks of a file, with those that other processes have appended."""
-        if self._path is not None and self._path.exists():
-            with open(self._path, "rb") as stream:
-                stream.seek(self._read)
-                for line in stream:
-                    if not line.endswith(b"\n"):  # being written
-                        break
-                    self._read += len(line)
-                    checksum, _, entry = line.rstrip(b"\n").partition(b" ")
-                    if checksum == b"%08x" % zlib.crc32(entry, self._seed):
-                        of, number, chunk = json.loads(entry)
-                        if number == len(chunks := self._chunks.setdefault(File(*of), [])):
-                            chunks.append(Chunk(*chunk))
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as stream:
+            stream.seek(self._read)
+            for line in stream:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                self._read += len(line)
+                checksum, _, entry = line.rstrip(b"\n").partition(b" ")
+                if checksum == b"%08x" % zlib.crc32(entry, self._seed):
+                    key, number, chunk = json.loads(entry)
+                    if number == len(chunks := self._chunks.setdefault(File(*key), [])):
+                        chunks.append(Chunk(*chunk))
         return self._chunks.setdefault(file, [])
 
     def add(self, file: File, number: int, chunk: Chunk) -> None:
         """Add the chunk `number` of a file, unless it is known."""
         if number == len(self.of(file)):
             self._chunks[file].append(chunk)
-            if self._path is not None:
-                entry = json.dumps([file, number, chunk]).encode()
-                # a full or read-only disk loses nothing but time
-                with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
-                    stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry))
+            entry = json.dumps([file, number, chunk]).encode()
+            # a full or read-only disk loses nothing but time
+            with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
+                stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry))
 
 
+@dataclass(eq=False)
 class TextReader:
-    """Chunks from text, tokenized and packed on demand. `progress` counts the encoded texts, in data workers too.
-    `index_folder`: of the chunk index."""
+    """Chunks from text, tokenized and packed on demand."""
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        input_format: str,
-        max_seq_length: int,
-        seed: int,
-        shuffle_window: int = 1,
-        phrases: Phrases | None = None,
-        index_folder: str | Path | None = None,
-    ):
-        self.corpus, self.tokenizer, self.phrases = corpus, tokenizer, phrases
-        self.input_format, self.max_seq_length = input_format, max_seq_length
-        self.seed, self.shuffle_window, self.versions = seed, shuffle_window, versions(input_format)
-        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
-        self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self.index_folder = index_folder
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    input_format: str  # a key of `PACKERS`
+    max_seq_length: int
+    seed: int
+    shuffle_window: int = 1  # chunks whose blocks are permuted together; 0 keeps the order of the files
+    phrases: Phrases | None = None
+    index_folder: str | Path | None = None  # of the chunk index
+
+    def __post_init__(self):
+        self.versions = versions(self.input_format)
+        self.dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
+        self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()  # encoded texts, in data workers too
 
     @functools.cached_property
     def index(self) -> ChunkIndex:
@@ -161,20 +170,17 @@ class TextReader:
         return self.index.of(file)
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file with their blocks. Known chunks that lie within the first `skip` blocks are not read,
-        and have none."""
-        row, first_block, skipped = 0, 0, 0
-        for chunk in [*self.known(file)]:
-            if chunk.first_block + chunk.blocks > skip:
-                break
-            yield chunk, ()
-            row, first_block, skipped = chunk.end, chunk.first_block + chunk.blocks, skipped + 1
-            if chunk.last:
-                return
+        """The chunks of a file with their blocks. Known chunks within the first `skip` blocks are not read, and come
+        without blocks."""
+        skipped = [chunk for chunk in self.known(file) if chunk.first_block + chunk.blocks <= skip]
+        yield from ((chunk, ()) for chunk in skipped)
+        if skipped and skipped[-1].last:
+            return
+        row, first_block = (skipped[-1].end, skipped[-1].first_block + skipped[-1].blocks) if skipped else (0, 0)
         source = self.corpus.sources[file.source]
         path = self.corpus.files(source, file.split)[1][file.number]
         rows = file_rows(self.corpus, source, file.split, path, start=row)
-        for number, (chunk, blocks) in enumerate(self.pack_rows(rows, file, row, first_block), skipped):
+        for number, (chunk, blocks) in enumerate(self.pack_rows(rows, file, row, first_block), len(skipped)):
             self.index.add(file, number, chunk)
             yield chunk, blocks
 
@@ -183,48 +189,49 @@ class TextReader:
     ) -> Iterator[tuple[Chunk, list[Columns]]]:
         """The chunks of the rows of a file from `row` on, with blocks of arrays: `input_ids` of `dtype`."""
         for of_chunk in _divided(rows):
-            numbers = [one.number for one in of_chunk if one.text is not None]
-            documents, marks = self._tokenize([one.text for one in of_chunk if one.text is not None])
+            texts = [one for one in of_chunk if one.text is not None]
+            documents, marks = self._tokenize([one.text for one in texts])
             key = (file.source, file.number, row, file.version)
             blocks = self._pack(documents, key, **boundary_ids(self.tokenizer))
             if self.phrases:
                 for block, units in zip(blocks, self._pack(marks, key, bos_id=0, eos_id=0), strict=True):
                     block[COLUMN] = units["input_ids"].astype(np.uint8)
             for block in blocks:
-                block["document"] = numbers[block["document"]]
-            counts = self._counts(of_chunk, documents, len(blocks))
-            last = of_chunk[-1].text is None
-            yield Chunk(row, of_chunk[-1].number + 1, first_block, len(blocks), last, counts), blocks
-            row, first_block = of_chunk[-1].number + 1, first_block + len(blocks)
+                block["document"] = texts[block["document"]].number
+            special = 4 if _has_pairs(self.input_format) else 2  # tokens beside a sentence that is whole
+            longest = math.inf if self.input_format == "contiguous" else self.max_seq_length - special
+            counts = _counts(of_chunk, documents, len(blocks), longest)
+            last, end = of_chunk[-1].text is None, of_chunk[-1].number + 1
+            yield Chunk(row, end, first_block, len(blocks), last, counts), blocks
+            row, first_block = end, first_block + len(blocks)
 
     def _pack(self, documents: list[Document], key: tuple[int, ...], bos_id: int, eos_id: int) -> list[Columns]:
         packed = PACKERS[self.input_format](documents, self.max_seq_length, bos_id, eos_id, key)
         return [{**block, "input_ids": np.asarray(block["input_ids"], dtype=self.dtype)} for block in packed]
 
     @functools.cached_property
-    def _encode(self) -> Any:
+    def _encode(self) -> Callable[[list[str]], tuple[list[list[int]], ...]]:
+        """A function from texts to (ids,) of each, or (ids, marks of phrases)."""
         if self.phrases:
             return encoder_with_marks(self.tokenizer, self.phrases)
         encode = corpus_encoder(self.tokenizer)
-        return lambda texts: (ids := encode(texts), ids)
+        return lambda texts: (encode(texts),)
 
     def _tokenize(self, texts: list[str]) -> tuple[list[Document], list[Document]]:
         """(ids, marks of phrases) of each document by sentence; without phrases, no marks."""
-        ids: list[Document] = []
-        marks: list[Document] = []
+        columns: tuple[list[Document], list[Document]] = [], []
         ends = itertools.accumulate(map(len, texts))
         for _, part in itertools.groupby(zip(ends, texts, strict=True), key=lambda item: item[0] // _TEXT_PER_CALL):
             split = [self._sentences(text) for _, text in part]
-            encoded, marked = map(iter, self._encode([one for sentences in split for one in sentences]))
-            for sentences in split:
-                # a normalizer can remove all of a sentence, as BERT's does with a soft hyphen: no ids, no sentence
-                both = [(next(encoded), next(marked)) for _ in sentences]
-                # arrays, as the tokens of a chunk would take 70 MB as lists
-                ids.append([array("i", of) for of, _ in both if of])
-                if self.phrases:
-                    marks.append([array("i", units) for of, units in both if of])
+            encoded = self._encode([sentence for sentences in split for sentence in sentences])
+            for column, rows in zip(columns, map(iter, encoded), strict=False):
+                for sentences in split:
+                    document = itertools.islice(rows, len(sentences))
+                    # a normalizer can remove all of a sentence, as BERT's does with a soft hyphen: no ids, no sentence;
+                    # arrays, as the tokens of a chunk would take 70 MB as lists
+                    column.append([array("i", sentence) for sentence in document if sentence])
             self.progress += len(split)
-        return ids, marks
+        return columns
 
     def _sentences(self, text: str) -> list[str]:
         """The pieces of a document that are tokenized separately."""
@@ -233,23 +240,8 @@ class TextReader:
         before = " " if _has_pairs(self.input_format) else ""  # of sentences that stand side by side in a segment
         return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
 
-    def _counts(self, rows: list[Row], documents: list[Document], blocks: int) -> dict[str, int]:
-        sizes = [len(sentence) for sentences in documents for sentence in sentences]
-        most = self.max_seq_length - (4 if _has_pairs(self.input_format) else 2)  # of a sentence that stays whole
-        return {  # in the order of COUNTS
-            "documents": len(documents),
-            "empty_documents": sum(row.empty for row in rows),
-            "held_out_documents": sum(row.held_out for row in rows),
-            "sentences": len(sizes),
-            "split_sentences": sum(size > most for size in sizes) if self.input_format != "contiguous" else 0,
-            "tokens": sum(sizes),
-            "blocks": blocks,
-            "bad_files": sum(row.bad_files for row in rows),
-            "lost_rows": sum(row.lost_rows for row in rows),
-        }
-
     def fingerprint(self) -> dict[str, Any]:
-        """All that the blocks depend on, but for their order."""
+        """All settings that the blocks depend on, except for their order."""
         return {
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "input_format": self.input_format,
@@ -258,11 +250,6 @@ class TextReader:
             **({"phrases": list(self.phrases)} if self.phrases else {}),
             **corpus_fingerprint(self.corpus),
         }
-
-
-def total(chunks: Iterable[Chunk]) -> Counter[str]:
-    """The sums of the chunks' counts."""
-    return sum((Counter(chunk.counts) for chunk in chunks), Counter())
 
 
 def _divided(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -1,6 +1,5 @@
 """Masking units: whole words (BERT's later models), spans (SpanBERT, arXiv 1907.10529, section 3.1), n-grams (ALBERT,
-arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are counted in words, and no unit crosses a
-special token.
+arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are in words; no unit crosses a special token.
 """
 
 import itertools
@@ -19,8 +18,6 @@ _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _POSITIONS = 32  # that are tried for a span
 _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
 _HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
-
-
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
@@ -41,10 +38,8 @@ def words_of_blocks(
     blocks: list[np.ndarray], starts: WordStarts, is_special: np.ndarray, between: int
 ) -> Iterator[Words]:
     """The words of each block of ids. `is_special`: (vocabulary,) bool; `between`: a special id. A word continued from
-    another block begins behind the special token before it.
-
-    One computation for all blocks, with a special token behind each, as short blocks take most time in NumPy's calls.
-    """
+    another block begins behind the special token before it."""
+    # one computation for all blocks, as short blocks take most time in NumPy's calls
     separator = np.array([between])
     ids = np.concatenate([part for block in blocks for part in (block, separator)])
     special = is_special[ids]
@@ -54,9 +49,8 @@ def words_of_blocks(
     borders = np.flatnonzero(begins | special)
     of_block = np.cumsum([0, *(len(block) + 1 for block in blocks)])
     before = np.searchsorted(borders, of_block).tolist()
-    for (start, end), (first, behind) in zip(
-        itertools.pairwise(of_block.tolist()), itertools.pairwise(before), strict=True
-    ):
+    starts_and_ends = zip(itertools.pairwise(of_block.tolist()), itertools.pairwise(before), strict=True)
+    for (start, end), (first, behind) in starts_and_ends:
         yield Words(begins[start : end - 1], special[start : end - 1], borders[first:behind] - start)
 
 
@@ -76,10 +70,10 @@ def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int 
 def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
     """(begins, ends): spans of `budget` tokens on average, as first positions and positions behind.
 
-    Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn once,
-    from `LENGTHS` up to the longest text of the block, and not cut, so that they keep their distribution: the longest
-    are placed first, each at random among all free places. A word stays between two spans, which shows their ends (for
-    a span-boundary objective). A span without a free place is left out.
+    Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn from
+    `LENGTHS` up to the longest text of the block and never cut, so that they keep their distribution: the longest are
+    placed first, each at random among all free places, if there is one. A word stays between two spans, for the
+    span-boundary objective.
     """
     borders = words.borders.data  # a number of a memoryview is read faster
     # 1: a special token, or a word in a span or beside one; and one more at both ends
@@ -108,8 +102,8 @@ def chosen_phrases(
     words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
 ) -> tuple[list[int], list[int]]:
     """(begins, ends) of units of `budget` tokens in all: phrases and words with equal probability, as long as there are
-    both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget; a word longer than the rest of the
-    budget is taken with the probability that makes the number right on average."""
+    both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget; a word longer than the rest of it
+    is masked with the probability that makes the number right on average."""
     borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
     ranges = _phrases(words.borders, marks)
     of_phrases = [ranges[n] for n in draws.permutation(len(ranges))]

@@ -30,28 +30,22 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     `mask_count="bernoulli"` (Hugging Face): every position that is no special token is predicted with probability
     `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u), u uniform in
-    [0, 1), positions without replacement, `<s>` and `</s>` among them. Of the predicted positions 80% show `<mask>`
-    (`mask_replace_prob`), 10% a random token (`random_replace_prob`; no special token, no padding row of the
-    embedding), 10% themselves.
+    [0, 1), positions without replacement, `<s>` and `</s>` among them. 80% of them show `<mask>`, 10% a random token
+    (no special token, no padding row of the embedding), 10% themselves. `masking_unit` masks words together
+    (`mask_units`): whole words as above; spans, n-grams and phrases of so many positions on average, where the tokens
+    of a span or phrase (SpanBERT) are replaced alike.
 
-    `masking_unit` masks words together (`mask_units`): a whole word with probability `mlm_probability`, or so many of
-    them ("exact"); spans or n-grams of mlm_probability x text tokens positions on average. What replaces them is
-    drawn by token, of a span or phrase (SpanBERT) for all its tokens together. `static_masks` K gives pass e the mask
-    of pass e mod K (BERT: 10); 0 gives each pass its own. `labels_of_mask` makes further columns of a block's labels.
-
-    Returns `input_ids` and `labels` (batch, longest block) int64, `predicted`, the flat positions of the labels, padded
-    with -1 to a multiple of `predicted_multiple`, `attention_mask` where something is padded or `predicted_multiple`
-    asks for batches of one shape. A block's other columns become int64 tensors: (batch,) of whole numbers, else (batch,
-    longest block), padded with -100 where the name ends in "labels", with 0 elsewhere; phrases (`phrases.COLUMN`) serve
-    the masks alone. Examples that carry `labels` are masked already.
+    Returns `input_ids` and `labels` (batch, longest block) int64; `predicted`, the flat positions of the labels, padded
+    with -1; `attention_mask` where something is padded. A block's other columns become int64 tensors too, padded with
+    -100 where the name ends in "labels", else with 0. Examples with `labels` are masked already.
     """
 
     seed: int = 0
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
     masking_unit: Unit = "token"
-    static_masks: int = 0
-    labels_of_mask: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
-    predicted_multiple: int = 1  # of the length of `predicted`
+    static_masks: int = 0  # K: pass e has the mask of pass e mod K (BERT: 10); 0: each pass has a new mask
+    labels_of_mask: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)  # further columns
+    predicted_multiple: int = 1  # of the length of `predicted`, for batches of one shape
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,7 +75,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _predicted(
         self, ids: np.ndarray, words: Words | None, marks: np.ndarray | None, pick: np.ndarray, action: np.ndarray
     ) -> np.ndarray:
-        """(length,) bool: the predicted positions; `action` becomes that of its first token in a span."""
+        """(length,) bool: the predicted positions. In a span, `action` becomes that of its first token."""
         if words is None and self.mask_count == "bernoulli":
             return (pick < self.mlm_probability) & ~self._is_special[ids]
         if words is None:
@@ -147,8 +141,7 @@ def validation_collator(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> 
 
 
 def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[dict[str, Any]]:
-    """Validation examples with masks drawn once, so that every evaluation of every run asks the same questions; each
-    with the number of its `CLUSTER`."""
+    """Validation examples with the same masks in every run; each with the number of its `CLUSTER`."""
     examples, clusters = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
     for block, example in zip(blocks, examples, strict=True):
         source, file, _ = place_of(block.id)
@@ -162,11 +155,8 @@ def predicts(examples: list[dict[str, Any]]) -> bool:
 
 
 def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Entropy in nats of the distribution of the tokens that may be predicted in validation `blocks`.
-
-    It is the cross-entropy of the best model that ignores context, which knows these frequencies exactly. From few
-    tokens of a large vocabulary that is more than a model can know, and the entropy is too low a bar.
-    """
+    """Entropy in nats of the distribution of the tokens that may be predicted in validation `blocks`: the cross-entropy
+    of the best model that ignores context. From few tokens of a large vocabulary it is too low a bar."""
     counts = sum(np.bincount(block["input_ids"], minlength=len(tokenizer)) for block in blocks)
     counts[tokenizer.all_special_ids] = 0
     shares = counts[counts > 0] / counts.sum()

@@ -1,9 +1,7 @@
-"""The order of blocks: a function of corpus, seed and position alone, so that nothing of it has to be saved.
+"""The order of blocks: a function of corpus, seed and position alone, so that none of it has to be saved.
 
 A run takes positions 0, 1, 2, ... of one endless sequence; optimizer step k takes positions [k x B, (k + 1) x B) of it,
-whatever the number of processes, micro-batches and data workers. `mixture` says which source stands at a position and
-which of its blocks; the blocks of a source come pass after pass, in each pass its files in another order and its blocks
-shuffled within windows of chunks.
+whatever the number of processes, micro-batches and data workers.
 
 One rule mixes sources by share: an item of a source is due when the cost of the source's earlier items, divided by its
 share, is reached; items come in the order of these times (ties: the first source). `interleave` applies it to streams
@@ -27,8 +25,7 @@ _ENDED = object()
 
 
 def block_id(source: int, file: int, index: int) -> int:
-    """A block's number, the same in every pass and run, from its source, file (in sorted order) and number in the file;
-    below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
+    """A block's number, the same in every pass and run: below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
     return source << _SOURCE_SHIFT | file << _FILE_SHIFT | index
 
 
@@ -39,11 +36,9 @@ def place_of(block: int) -> tuple[int, int, int]:
 
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(source, index): both (count,) int64, for the positions from `start` on; index counts the source's own blocks.
-
-    The i-th block of a source is due at time i / share. So at any position a source is less than one block ahead of its
-    share, and no more than (number of sources x share) behind.
-    """
+    """(source, index): both (count,) int64, for the positions from `start` on; index counts the source's blocks. The
+    i-th block of a source is due at time i / share, so a source is less than one block ahead of its share, and no more
+    than (number of sources x share) behind."""
     rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
     # blocks due before a time at which no more than `start` blocks have come; the rest by sorting
     time = max(start - len(shares), 0)
@@ -60,21 +55,16 @@ def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np
 
 
 def taken_of_source(shares: list[float], positions: int) -> list[int]:
-    """How many blocks of each source stand at the first `positions` positions."""
+    """The number of blocks of each source at the first `positions` positions."""
     # so many positions hold at least one block of each source
     sources, indices = mixture(shares, positions, 2 * len(shares) + int(2 / min(shares)))
-    following = [indices[sources == number] for number in range(len(shares))]
-    return [int(numbers[0]) for numbers in following]
+    return [int(indices[sources == number][0]) for number in range(len(shares))]
 
 
 def interleave(
     streams: list[Iterator[Any]], shares: list[float], cost: Callable[[Any], float] = lambda item: 1.0
 ) -> Iterator[Any]:
-    """Items of several streams by the rule above; a stream that ends drops out.
-
-    At any point a stream is at most one item ahead of its share of what was taken, and at most (number of streams x
-    share) items behind.
-    """
+    """Items of several streams by the rule above; a stream that ends drops out."""
     taken = {number: 0.0 for number in range(len(streams))}
     while taken:
         number = min(taken, key=lambda stream: (taken[stream] / shares[stream], stream))
@@ -116,9 +106,10 @@ def read_ranges(words: Iterable[str]) -> Skipped:
     """Positions as a user writes them: "41000-41063" (both ends are in it) or "17". Raises `InputError`."""
     ranges = []
     for word in words:
-        if not (found := re.fullmatch(r"(\d+)(?:-(\d+))?", word)) or int(found[2] or found[1]) < int(found[1]):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise InputError(f"skip_blocks: {word!r} must read like 41000-41063, from the first block to the last")
-        ranges.append(range(int(found[1]), int(found[2] or found[1]) + 1))
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return union(ranges)
 
 
@@ -158,11 +149,7 @@ def batches_of(
     start: int, batch_size: int, processes: int, process: int, workers: int = 1, worker: int = 0, skipped: Skipped = ()
 ) -> Iterator[tuple[range, ...]]:
     """The positions of each batch of one data worker of one process: one range, or several around `skipped` positions.
-    In pretraining, a batch is a process's share of an optimizer step.
-
-    Processes take batches in turn, and the workers of a process take every `workers`-th of its batches, the order in
-    which a `DataLoader` asks them.
-    """
+    Processes take batches in turn, and so do the workers of a process, as a `DataLoader` asks them."""
     for number in itertools.count(worker, workers):
         before = (number * processes + process) * batch_size
         yield kept(position_after(start, before, skipped), batch_size, skipped)

@@ -1,11 +1,9 @@
 """Input formats (paper, section 4.2; fairseq's `TokenBlockDataset`): tokenized documents become blocks.
 
-A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk. A
-document is a list of sentences, a sentence a list of token ids; `key` seeds random choices (source, file, chunk,
-version). The layout depends on lengths and `key`, never on ids: a second column (`phrases`) is packed by the same call.
-
-A packer yields columns: `input_ids`, a list; `document`, the number in the chunk of the document in which the block
-begins; and others of its format, each a whole number or an array as long as `input_ids`, of its type on disk.
+A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk. `key`
+seeds random choices (source, file, chunk, version). The layout depends on lengths and `key`, never on ids: a second
+column (`phrases`) is packed by the same call. A packer yields columns: `input_ids`, a list; `document`, the number in
+the chunk of the document in which the block begins; others, each an integer or an array as long as `input_ids`.
 """
 
 import itertools
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Document = list[list[int]]
+Document = list[list[int]]  # sentences of token ids
 Columns = dict[str, Any]  # of a block
 Packer = Callable[[list[Document], int, int, int, tuple[int, ...]], Iterable[Columns]]
 NO_LABEL = -100
@@ -22,7 +20,7 @@ _BLOCKS_IN_WORK = 16  # unfinished blocks, of formats with several sequences in 
 
 
 class Block(dict):
-    """The columns of a block that the model sees: {"input_ids": (<= max_seq_length,) uint16 or int32, ...}. `id`:
+    """The columns of a block for the model: {"input_ids": (<= max_seq_length,) uint16 or int32, ...}. `id`:
     `order.block_id`; `epoch`: the pass; `document`: the row of the file in which the block begins."""
 
     def __init__(self, columns: Columns, id: int, epoch: int = 0, document: int = 0):
@@ -42,37 +40,33 @@ class Sequence(NamedTuple):
 def full_sentences(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """FULL-SENTENCES: `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`, as many whole sentences as fit, across documents.
-
-    `</s>` after every sentence, another one between two documents, which opens the next block where this one is full
-    (fairseq's `--sample-break-mode complete`). A sentence longer than a block is split; fairseq makes a block of it
-    that is too long, which a size filter may drop.
+    """FULL-SENTENCES: `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`, as many whole sentences as fit, across documents
+    (fairseq's `--sample-break-mode complete`). The `</s>` between two documents opens the next block where this one is
+    full. A sentence longer than a block begins a block and fills blocks; fairseq makes a block of it that is too long.
     """
-    items = (
-        (number, ids)
-        for rank, (number, sentences) in enumerate((n, sentences) for n, sentences in enumerate(documents) if sentences)
-        for ids in [[eos_id]] * (rank > 0) + [[*sentence, eos_id] for sentence in sentences]
-    )
-    return _filled(items, max_seq_length, bos_id)
-
-
-def _filled(items: Iterable[tuple[int, list[int]]], max_seq_length: int, bos_id: int) -> Iterator[Columns]:
-    """Blocks of `<s>` and as many whole items, (document, ids), as fit. An item longer than a block begins a block and
-    fills blocks; its rest begins the next one."""
     room = max_seq_length - 1  # after <s>
-    block, begun_in = [bos_id], 0
-    for number, ids in items:
+    block, document = [bos_id], 0
+    for number, ids in _with_ends(documents, eos_id):
         if len(block) > 1 and len(block) + len(ids) > max_seq_length:
-            yield {"input_ids": block, "document": begun_in}
+            yield {"input_ids": block, "document": document}
             block = [bos_id]
         if len(block) == 1:
-            begun_in = number
+            document = number
         while len(ids) > room:
             yield {"input_ids": [bos_id, *ids[:room]], "document": number}
             ids = ids[room:]
         block += ids
     if len(block) > 1:
-        yield {"input_ids": block, "document": begun_in}
+        yield {"input_ids": block, "document": document}
+
+
+def _with_ends(documents: list[Document], eos_id: int) -> Iterator[tuple[int, list[int]]]:
+    """(document, ids) of each sentence with its `</s>`, and of the `</s>` between two documents."""
+    texts = [(number, sentences) for number, sentences in enumerate(documents) if sentences]
+    for rank, (number, sentences) in enumerate(texts):
+        if rank:
+            yield number, [eos_id]
+        yield from ((number, [*sentence, eos_id]) for sentence in sentences)
 
 
 def contiguous(
@@ -93,18 +87,17 @@ def doc_sentences(
     """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`). The short
     sequences share blocks, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step of as many blocks has as many tokens
     (paper, section 4.2)."""
-    filled = (
-        _filled(((number, [*sentence, eos_id]) for sentence in sentences), max_seq_length, bos_id)
+    sequences = (
+        Sequence(block["input_ids"], number, len(block["input_ids"]))
         for number, sentences in enumerate(documents)
+        for block in full_sentences([sentences], max_seq_length, bos_id, eos_id)
     )
-    blocks = ((block["input_ids"], block["document"]) for block in itertools.chain.from_iterable(filled))
-    return share_blocks((Sequence(ids, document, len(ids)) for ids, document in blocks), max_seq_length)
+    return share_blocks(sequences, max_seq_length)
 
 
 def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
-    """Blocks of several sequences, with the column `sequence`, the number of each token's sequence in the block, for
-    the attention mask. A sequence goes into the fullest of at most `_BLOCKS_IN_WORK` unfinished blocks that has room
-    for it. `label`: as in `columns_of`."""
+    """Blocks of several sequences, with the column `sequence`, the number of each token's sequence, for the attention
+    mask. A sequence goes into the fullest of the unfinished blocks that has room. `label`: as in `columns_of`."""
     in_work: list[list[Sequence]] = []
     for sequence in sequences:
         fitting = [block for block in in_work if _size(block) + len(sequence.ids) <= max_seq_length]

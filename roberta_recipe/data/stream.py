@@ -3,24 +3,20 @@
 `order.mixture` gives the source at each position of a run, whole blocks of it, so that shares of blocks are shares of
 tokens whatever the length of a source's documents (drawing documents in proportion to size would hand a corpus of books
 a thousand times its share). The blocks of a source come pass after pass, in each pass its files in another order, and
-the blocks of `shuffle_window` chunks permuted together. The number of consumed blocks is the whole state of a run:
-`chunks.ChunkIndex`, or the token cache, knows where the chunks begin.
+the blocks of `shuffle_window` chunks permuted together. The number of consumed blocks is the whole state of a run.
 """
 
 import itertools
 import os
 import sys
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
 
 import torch
 
-from roberta_recipe.data.chunks import COUNTS, Chunk, File, total
-from roberta_recipe.data.corpus import Corpus
+from roberta_recipe.data.chunks import Chunk, File, TextReader, total
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
@@ -36,39 +32,27 @@ from roberta_recipe.data.order import (
     taken_of_source,
 )
 from roberta_recipe.data.packing import Block, Columns
+from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar, counted, logger
 
-
-class Provider(Protocol):
-    """Chunks of a corpus: `chunks.TextReader`, `token_cache.TokenCache`."""
-
-    corpus: Corpus
-    seed: int
-    shuffle_window: int  # chunks whose blocks are permuted together; 0 keeps the order of the files
-    versions: int
-
-    def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file with their blocks; those within the first `skip` blocks may come without."""
-
-    def known(self, file: File) -> list[Chunk]:
-        """The first chunks of a file, as far as the provider knows them without reading it."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """All that the blocks depend on, but for their order."""
-
-
+Provider = TextReader | TokenCache
 _FileChunk = tuple[File, Chunk, Sequence[Columns]]
 
 
+@dataclass
 class _Window:
-    """Consecutive chunks of a pass over a source, and the order of their blocks. `first`: number of its first block in
-    the source's endless sequence."""
+    """Consecutive chunks of a pass over a source, and the order of their blocks."""
 
-    def __init__(self, source: int, epoch: int, first: int, chunks: list[_FileChunk], order: Any = range):
-        self.source, self.epoch, self.first, self.chunks = source, epoch, first, chunks
-        self.ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in chunks)]
-        self.order = order(self.ends[-1])
+    source: int
+    epoch: int
+    first: int  # number of its first block in the source's endless sequence
+    chunks: list[_FileChunk]
+    order_of: Callable[[int], Sequence[int]] = range
+
+    def __post_init__(self):
+        self.ends = [*itertools.accumulate(chunk.blocks for _, chunk, _ in self.chunks)]
+        self.order = self.order_of(self.ends[-1])
 
     def block(self, index: int) -> Block:
         """The block `index` in the order of the window."""
@@ -83,30 +67,33 @@ class _Window:
 
 def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
     """The endless windows of a source, beginning at or before the window of block `index` of its sequence."""
-    size, first, pass_blocks = max(provider.shuffle_window, 1), 0, cache(partial(_pass_blocks, provider, source))
+    size, first = max(provider.shuffle_window, 1), 0
+    pass_counts = cache(lambda version: _pass_counts(provider, source, "train", version))
     for epoch in itertools.count():
-        known = pass_blocks(epoch % provider.versions)
-        if known and first + known <= index:
-            first += known
+        counts, complete = pass_counts(epoch % provider.versions)
+        if complete and 0 < counts["blocks"] <= index - first:
+            first += counts["blocks"]
             continue
-        begun, chunks = first, _chunks(provider, source, epoch, index - first)
+        chunks = _chunks(provider, source, epoch, index - first)
         for number in itertools.count():
             if not (window := [*itertools.islice(chunks, size)]):
                 break
             shuffled = partial(random_order, provider.seed, WINDOWS, (source, epoch, number))
             yield _Window(source, epoch, first, window, shuffled if provider.shuffle_window else range)
             first += sum(chunk.blocks for _, chunk, _ in window)
-        if first == begun:
-            name = provider.corpus.sources[source].name
-            raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
 def _chunks(provider: Provider, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
-    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks."""
+    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks. Raises
+    `InputError` for an empty source, of which passes would be endless."""
+    read = 0
     for file in _files(provider, source, "train", epoch):
-        for chunk, blocks in provider.chunks(file, skip):
-            skip -= chunk.blocks
+        for chunk, blocks in provider.chunks(file, skip - read):
+            read += chunk.blocks
             yield file, chunk, blocks
+    if not read:
+        name = provider.corpus.sources[source].name
+        raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
 def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File]:
@@ -134,8 +121,7 @@ def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Itera
 
 def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
     """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, drawn
-    evenly from all of a source's own validation files; of a share of its training files, from as many files, in the
-    order of a pass, as have `limit` blocks."""
+    evenly from all validation files of a source; where these are its training files, from as many as hold `limit`."""
     windows, shares = [], provider.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
         for number, source in enumerate(provider.corpus.sources):
@@ -152,56 +138,38 @@ def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
     return interleave([map(window.block, of) for window, of in zip(windows, drawn, strict=True)], shares)
 
 
-def _pass_blocks(provider: Provider, source: int, version: int) -> int | None:
-    """Blocks of a pass over a source; None where one of its files has not been read to its end."""
-    files = [provider.known(file) for file in _files(provider, source, "train", version)]
-    whole = all(chunks and chunks[-1].last for chunks in files)
-    return sum(chunks[-1].first_block + chunks[-1].blocks for chunks in files) if whole else None
-
-
-def _pass_counts(provider: Provider, source: int, epoch: int, split: str = "train") -> Counter[str]:
-    """The counts of a pass, as far as the files have been read."""
-    return total(itertools.chain.from_iterable(map(provider.known, _files(provider, source, split, epoch))))
+def _pass_counts(provider: Provider, source: int, split: str, epoch: int = 0) -> tuple[dict[str, int], bool]:
+    """The counts of a pass as far as its files have been read, and whether all have been read to the end."""
+    files = [provider.known(file) for file in _files(provider, source, split, epoch)]
+    return total(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
 
 
 def count_table(provider: Provider, split: str) -> dict[str, dict[str, int]]:
     """The counts of one pass over a split, by source, as far as its files have been read."""
-    counts = [_pass_counts(provider, number, 0, split) for number in range(len(provider.corpus.sources))]
-    return _by_source(provider, counts)
+    sources = enumerate(provider.corpus.sources)
+    return {source.name: _pass_counts(provider, number, split)[0] for number, source in sources}
 
 
 def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
-    """(counts, passes) by source, up to the chunks of the first `positions` blocks. Passes are whole numbers as long as
-    the length of a pass is not known."""
-    tables, passes = [], {}
-    for number, taken in enumerate(taken_of_source(provider.corpus.shares, positions)):
-        _pack_lost(provider, number, taken)
-        blocks = [_pass_blocks(provider, number, version) for version in range(provider.versions)]
-        of_pass = [_pass_counts(provider, number, version) for version in range(provider.versions)]
-        counts, epoch = Counter(), 0
-        while (known := blocks[epoch % provider.versions]) and known <= taken:
-            counts, taken, epoch = counts + of_pass[epoch % provider.versions], taken - known, epoch + 1
-        passes[provider.corpus.sources[number].name] = epoch + (round(taken / known, 4) if known else 0)
-        for chunk in itertools.chain.from_iterable(map(provider.known, _files(provider, number, "train", epoch))):
-            if taken <= 0:
-                break
-            counts, taken = counts + total([chunk]), taken - chunk.blocks
-        tables.append(counts)
-    return _by_source(provider, tables), passes
-
-
-def _pack_lost(provider: Provider, source: int, blocks: int) -> None:
-    """Read the chunks of the first `blocks` of a source that its damaged index has lost."""
-    for epoch in range(provider.versions if blocks else 0):
-        for _, chunk, _ in _chunks(provider, source, epoch, sys.maxsize):  # known ones come without their blocks
-            blocks -= chunk.blocks
-            if blocks <= 0:
-                return
-
-
-def _by_source(provider: Provider, counts: list[Counter[str]]) -> dict[str, dict[str, int]]:
-    sources = zip(provider.corpus.sources, counts, strict=True)
-    return {source.name: {name: of[name] for name in COUNTS} for source, of in sources}
+    """(counts, passes) by source, of the chunks that hold the first `positions` blocks. Passes are whole numbers as
+    long as the length of a pass is not known."""
+    counts, passes = {}, {}
+    for number, left in enumerate(taken_of_source(provider.corpus.shares, positions)):
+        chunks, read, epoch = [], 0.0, 0
+        while left > 0:
+            before = left
+            # known chunks come without their blocks; those that a damaged index has lost are packed again
+            for _, chunk, _ in _chunks(provider, number, epoch, sys.maxsize):
+                chunks.append(chunk)
+                left -= chunk.blocks
+                if left <= 0:
+                    break
+            of_pass, complete = _pass_counts(provider, number, "train", epoch)
+            read += min(before / of_pass["blocks"], 1) if complete else 0
+            epoch += 1
+        name = provider.corpus.sources[number].name
+        counts[name], passes[name] = total(chunks), round(read, 4)
+    return counts, passes
 
 
 @dataclass(eq=False)
@@ -236,18 +204,17 @@ class TrainBlocks(torch.utils.data.IterableDataset):
 
     def _repeated(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
         """The first `limit` blocks (at most one pass), again and again."""
-        found, ended = {}, set()
+        blocks, finished = {}, set()
         for block in blocks_at(self.reader, [(range(self.limit),)]):
             if block.epoch:
-                ended.add(place_of(block.id)[0])
-            if len(ended) == len(self.reader.corpus.sources):
-                has = counted(len(found), "block")
-                logger.warning(f"max_train_samples={self.limit}: the corpus has {has}, and all are used")
+                finished.add(place_of(block.id)[0])
+            if len(finished) == len(self.reader.corpus.sources):
+                logger.warning(f"max_train_samples={self.limit}: the corpus has only {counted(len(blocks), 'block')}")
                 break
-            found.setdefault(block.id, block)
-        found = [*found.values()]
-        order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, REPEATS, (epoch,), len(found)))
+            blocks.setdefault(block.id, block)
+        blocks = [*blocks.values()]
+        order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, REPEATS, (epoch,), len(blocks)))
         for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):
-            epoch, index = divmod(position, len(found))
-            block = found[order_of(epoch)[index]]
+            epoch, index = divmod(position, len(blocks))
+            block = blocks[order_of(epoch)[index]]
             yield Block(block, block.id, epoch, block.document)

@@ -1,14 +1,13 @@
 """Token cache: a corpus tokenized and packed once, memory-mapped, for runs of many passes (paper, Table 9: some 60).
 
-    <folder>/fingerprint.json                      all that the cache was made from; another tokenizer, format or length
-                                                   is refused
+    <folder>/fingerprint.json                      settings of the cache; one of another corpus, tokenizer, format or
+                                                   length is refused
     <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token; of
                                                    pairs also train-<n>-1 to -9, the versions of later passes
-    <folder>/<source>/{train,validation}-<n>.json  written after it: columns, and of each chunk its place and hash
+    <folder>/<source>/{train,validation}-<n>.json  written after it: columns, and offset and hash of each chunk
 
-Each file is packed by one process, independently of the others, so that an interrupted build is resumed and a build
-spreads over processes and machines; any two make the same bytes. The JSON files are sealed (`durable.write_sealed`); a
-chunk is compared with its hash when it is opened.
+A shard is a function of its file, so that any processes and machines make the same bytes, and an interrupted build
+continues. JSON files carry a checksum; a chunk is compared with its hash when it is opened.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.data.chunks import Chunk, File, TextReader, total, versions
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.documents import Row, file_rows, text_digest
@@ -35,27 +34,26 @@ from roberta_recipe.data.packing import Columns
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
 from roberta_recipe.log import Bar, counted, logger
-from roberta_recipe.record import HASHES_NAME
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
 _LENGTHS = "lengths"  # the column of each block's tokens
-_REPACK = "pack it again: start the same command once more, or python tools/pack.py with its preset"
-_pack_in_worker: Callable[[list[File]], int]  # of a packing process
+_REPACK = "start the same command again, which packs it again"
+_pack_in_worker: Callable[[list[File]], int]  # set in a packing process
 
 
 class TokenCache:
-    """Chunks of a complete cache; nothing has to be read to start at any position. Raises `InputError` for a damaged
-    shard: names and sizes are checked at once, the content of a chunk when it is opened."""
+    """Chunks of a complete cache; nothing is read to start at any position. Raises `InputError` for a damaged shard:
+    names and sizes are checked at once, the hash of a chunk when it is opened."""
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
         self._fingerprint = _read_fingerprint(self.folder)
         self.versions = versions(self._fingerprint["input_format"])
-        facts_of = functools.partial(_facts, self.folder, corpus, durable.fingerprint(self._fingerprint))
-        self._facts = {file: facts_of(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
+        read = functools.partial(_read_facts, self.folder, corpus, durable.fingerprint(self._fingerprint))
+        self._facts = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
         if missing := [shard_path(corpus, file) for file, facts in self._facts.items() if facts is None]:
-            raise InputError(f"token_cache={folder}: {missing[0]} is missing, or is not what was written; {_REPACK}")
+            raise InputError(f"token_cache={folder}: {missing[0]} is missing or damaged; {_REPACK}")
         self._chunks = {file: [Chunk(*chunk) for chunk, *_ in facts["chunks"]] for file, facts in self._facts.items()}
 
     def known(self, file: File) -> list[Chunk]:
@@ -63,19 +61,19 @@ class TokenCache:
         return self._chunks[file]
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file; each is opened when one of its blocks is asked for."""
+        """The chunks of a file; each is opened when one of its blocks is read."""
         facts, path = self._facts[file], self.folder / shard_path(self.corpus, file)
         for chunk, (_, *place) in zip(self._chunks[file], facts["chunks"], strict=True):
             yield chunk, CachedBlocks(path, facts, chunk.blocks, *place)
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that the blocks depend on, but for their order."""
+        """All settings that the blocks depend on, except for their order."""
         return {name: value for name, value in self._fingerprint.items() if name not in _FORMAT}
 
 
 class CachedBlocks(Sequence):
-    """The `count` blocks of a chunk: `size` bytes of a shard from `offset` on, with a hash. Raises `InputError` for a
-    damaged shard, and removes its JSON file, so that the next start packs it again."""
+    """The `count` blocks of a chunk: `size` bytes of a shard at `offset`. Raises `InputError` for a damaged shard, and
+    removes its JSON file, so that the next start packs it again."""
 
     def __init__(self, path: Path, facts: dict[str, Any], count: int, offset: int, size: int, hash: str):
         self._path, self._facts, self._count = path, facts, count
@@ -86,25 +84,23 @@ class CachedBlocks(Sequence):
 
     def __getitem__(self, index: int) -> Columns:
         try:
-            # the map of a file that was cut would end the process with SIGBUS
-            if os.stat(self._path).st_size != self._facts["bytes"]:
-                raise ValueError(f"it has not {self._facts['bytes']} bytes")
+            if os.stat(self._path).st_size != self._facts["bytes"]:  # reading a truncated map would be a SIGBUS
+                raise ValueError("its size has changed")
             ends, of_blocks, of_tokens = self.opened
-            start, end = ends[index - 1] if index else 0, ends[index]
-            block = {name: values[start:end].copy() for name, values in of_tokens.items()}
-            return block | {name: int(values[index]) for name, values in of_blocks.items()}
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):  # a read-only folder
                 self._path.with_suffix(".json").unlink(missing_ok=True)
-            folder, name = self._path.parent.parent, self._path.relative_to(self._path.parent.parent)
-            raise InputError(f"token_cache={folder}: {name} is damaged: {first_line(error)}; {_REPACK}") from None
+            raise InputError(f"{self._path} is damaged ({first_line(error)}); {_REPACK}") from None
+        start, end = ends[index - 1] if index else 0, ends[index]
+        block = {name: values[start:end].copy() for name, values in of_tokens.items()}
+        return block | {name: int(values[index]) for name, values in of_blocks.items()}
 
     @functools.cached_property
     def opened(self) -> tuple[np.ndarray, Columns, Columns]:
-        """(ends of the blocks in tokens, columns of a number a block, columns of a number a token)."""
+        """(ends of the blocks in tokens, columns with a number a block, columns with a number a token)."""
         content = np.memmap(self._path, np.uint8, "r", self._offset, self._size)
         if xxhash.xxh3_128_hexdigest(content) != self._hash:
-            raise ValueError(f"bytes {self._offset} to {self._offset + self._size} are not what was written (hash)")
+            raise ValueError(f"hash of bytes {self._offset} to {self._offset + self._size}")
         begin, ends, columns = 0, np.zeros(1, dtype=np.int64), {"block": {}, "token": {}}
         for name, (kind, each) in self._facts["columns"].items():
             end = begin + int(self._count if each == "block" else ends[-1]) * np.dtype(kind).itemsize
@@ -120,7 +116,7 @@ def tokens_per_pass(folder: str | Path) -> int | None:
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
     except (OSError, ValueError, KeyError):  # KeyError: of a former version, which is refused later
         return None
-    return sum(total(Chunk(*chunk) for chunk, *_ in chunks)["tokens"] for chunks in shards) or None
+    return total(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
 
 
 def shard_path(corpus: Corpus, file: File) -> str:
@@ -129,152 +125,95 @@ def shard_path(corpus: Corpus, file: File) -> str:
 
 
 def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
-    """All shards of a cache, those that are packed together in one list: the training shard of a file, and the shard of
-    the documents held out of it. Of pairs, each training file has a shard for each version."""
-    found: list[list[File]] = []
+    """All shards of a cache. Those of one list are packed in one reading of a file: its training shard, and the shard
+    of the documents held out of it. Of pairs, each training file has a shard for each version."""
+    shards: list[list[File]] = []
     for number, source in enumerate(corpus.sources):
         train, held_out = (
             [File(number, split, file) for file in range(len(corpus.files(source, split)[1]))]
             for split in ("train", "validation")
         )
-        together = zip(train, held_out, strict=True) if not source.validation_files else zip([*train, *held_out])
-        found += map(list, together)
-        found += [[file._replace(version=version)] for version in range(1, versions) for file in train]
-    return found
+        shards += zip([*train, *held_out]) if source.validation_files else zip(train, held_out, strict=True)
+        shards += [(file._replace(version=version),) for version in range(1, versions) for file in train]
+    return shards
 
 
 def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
-    """Begin a cache of this fingerprint in `folder` where there is none; returns the hash that its shards carry. Of
-    two processes that begin at the same time, one writes the fingerprint. Raises `InputError` for a cache made from
-    something else."""
-    folder, path, wanted = Path(folder), Path(folder) / FINGERPRINT, {**_FORMAT, **fingerprint}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in folder.iterdir()} - {
-            FINGERPRINT,
-            HASHES_NAME,
-        }  # another process writes shards after its fingerprint
-        if not path.exists():
-            if not all(durable.is_aside(name) or name.startswith(lock.LOCK_NAME) for name in names):
-                raise InputError(f"token_cache={folder} holds other files; name an empty or a new folder")
-            durable.create_sealed(path, wanted)
-    except OSError as error:
-        raise InputError(f"token_cache={folder} cannot be made: {error.strerror}") from None
+    """Begin a cache with this fingerprint in `folder` where there is none; returns the hash that its shards carry.
+    Raises `InputError` for a cache with another fingerprint."""
+    folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
+    durable.make_folder(folder, "token_cache")
+    if not (folder / FINGERPRINT).exists():
+        durable.create_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
-    if found := durable.differences(before, wanted):
+    if changed := durable.differences(before, wanted):
         raise InputError(
-            f"token_cache={folder} was made from something else: {'; '.join(found.values())}. Name another folder "
-            "for this corpus, tokenizer, format and length"
+            f"token_cache={folder} was made from something else: {'; '.join(changed.values())}. Name another folder"
         )
     return durable.fingerprint(before)
 
 
 def _read_fingerprint(folder: Path) -> dict[str, Any]:
-    """The fingerprint of a cache. Raises `InputError` where it cannot be read, or is not as it was written."""
     try:
         return durable.read_sealed(folder / FINGERPRINT)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"token_cache={folder}: {FINGERPRINT} cannot be read ({first_line(error)}); remove the folder, or name "
-            "another, to have the text packed again"
-        ) from None
+        reason = f"{FINGERPRINT} cannot be read ({first_line(error)})"
+        raise InputError(f"token_cache={folder}: {reason}; remove the folder, or name another") from None
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
     """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
-    share = {"num_proc": num_proc, "machine": process, "machines": processes, "by_content": False}
-    while not build(folder, reader, **share):  # no collective operation: packing may outlast its time limit
-        time.sleep(5)
+    while not build(folder, reader, num_proc=num_proc, machine=process, machines=processes):
+        time.sleep(5)  # no collective operation: packing may outlast its timeout
 
 
-def build(
-    folder: str | Path,
-    reader: TextReader,
-    *,
-    num_proc: int,
-    machine: int = 0,
-    machines: int = 1,
-    by_content: bool = True,
-) -> bool:
-    """Pack the files of one of `machines` (every `machines`-th, from `machine` on) that are not packed yet; returns
-    whether the cache is complete.
-
-    A damaged shard is packed again; damage is found by hash, or without `by_content` by size. Raises `InputError` for a
-    bad corpus, and where another process packs this share; `RunError` where the disk is full, or a shard is damaged as
-    soon as it is packed. Finished shards stay.
-    """
+def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
+    """Pack the files of one of `machines` (every `machines`-th, from `machine` on) whose shards are missing or have
+    another size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
-    packed = functools.partial(_facts, folder, reader.corpus, made_from)
+    read = functools.partial(_read_facts, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
-    own = shards[machine::machines]
-    del shards[machine::machines]
-    if to_pack := [files for files in own if not all(packed(file, by_content) for file in files)]:
-        share = f"{lock.LOCK_NAME}-{machine + 1}-of-{machines}"
-        lock.take(folder, share)
-        try:
-            for path in (folder, *filter(Path.is_dir, folder.iterdir())):
-                durable.remove_left(path)
-            _pack(folder, reader, made_from, to_pack, num_proc)
-        finally:
-            lock.release(folder, share)
-        if lost := [shard_path(reader.corpus, file) for file in itertools.chain(*own) if not packed(file)]:
-            raise RunError(f"token_cache={folder}: {lost[0]} was damaged after it was packed; {_REPACK}")
-    return all(map(packed, itertools.chain(*shards)))
+    if to_pack := [files for files in shards[machine::machines] if not all(map(read, files))]:
+        for path in filter(Path.is_dir, (folder, *folder.iterdir())):
+            durable.remove_left(path)
+        started_s, tokens = time.monotonic(), 0
+        packed = _pack(functools.partial(pack_file, folder, reader, made_from), to_pack, num_proc)
+        for count in Bar(packed, total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1):
+            tokens += count
+        rate = tokens / (time.monotonic() - started_s)
+        logger.info(f"Packed {counted(len(to_pack), 'file')}, {tokens:,} tokens, {rate:,.0f} tokens/s: {folder}")
+    return all(map(read, itertools.chain(*shards)))
 
 
-def _facts(folder: Path, corpus: Corpus, made_from: str, file: File, by_content: bool = False) -> dict[str, Any] | None:
-    """A shard's JSON file; None where the shard is not there, not of its size (with `by_content`, not of its hashes) or
-    not of this cache."""
+def _read_facts(folder: Path, corpus: Corpus, made_from: str, file: File) -> dict[str, Any] | None:
+    """The JSON file of a shard; None where the shard is missing, has another size, or belongs to another cache."""
     path = folder / shard_path(corpus, file)
     try:
         facts = durable.read_sealed(path.with_suffix(".json"))
-        if {**facts, **_origin(corpus, file, made_from)} != facts or path.stat().st_size != facts["bytes"]:
-            return None
-        for _, offset, size, hash in facts["chunks"] if by_content else ():
-            if xxhash.xxh3_128_hexdigest(np.fromfile(path, np.uint8, size, offset=offset)) != hash:
-                return None
-        return facts
+        belongs = _origin(corpus, file, made_from).items() <= facts.items()
+        return facts if belongs and path.stat().st_size == facts["bytes"] else None
     except (OSError, ValueError):
         return None
 
 
 def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
-    """The names of a shard and of the cache that it belongs to."""
     return {"made_from": made_from, "name": corpus.sources[file.source].name, "file": list(file)}
 
 
-def _pack(folder: Path, reader: TextReader, made_from: str, to_pack: list[list[File]], num_proc: int) -> None:
-    """Write the shards of `to_pack`, with a progress bar. Raises `RunError`."""
-    started_s, tokens = time.monotonic(), 0
-    made = _pack_all(functools.partial(pack_file, folder, reader, made_from), to_pack, num_proc)
-    try:
-        for count in Bar(made, total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1):
-            tokens += count
-    except BrokenProcessPool:
-        raise RunError(
-            f"a packing process died, perhaps for want of memory: pack with fewer than {num_proc} processes first "
-            "(python tools/pack.py --num_proc N); the finished shards are kept"
-        ) from None
-    except OSError as error:
-        raise RunError(
-            f"token_cache={folder} cannot be written: {error.strerror or error}; start again when that is fixed: the "
-            "finished shards are kept"
-        ) from None
-    rate = tokens / (time.monotonic() - started_s)
-    logger.info(f"Packed {counted(len(to_pack), 'file')}, {tokens:,} tokens, {rate:,.0f} tokens/s: {folder}")
-
-
-def _pack_all(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
+def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
     """Tokens of each file as it is packed; by threads of the tokenizer, or by processes with one thread each."""
-    if num_proc <= 1 or len(to_pack) <= 1:
+    workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")
+    if workers <= 1:
         yield from map(pack, to_pack)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process cannot use the threads of its parent
-    workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")  # it forks all of them at once
-    # `initargs` are inherited by the fork, and nothing of them is sent
+    # a fork inherits `initargs`, so that reader and tokenizer are not pickled
     with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(os.getpid(), pack)) as pool:
         try:
             yield from pool.map(_pack_here, to_pack)
+        except BrokenProcessPool:
+            fix = f"pack with --num_proc below {workers} (python -m roberta_recipe.tools.pack)"
+            raise RunError(f"a packing process died, perhaps out of memory: {fix}") from None
         except BaseException:
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -286,7 +225,6 @@ def _begin_worker(parent: int, pack: Callable[[list[File]], int]) -> None:
     global _pack_in_worker
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _pack_in_worker = pack
 
 
@@ -306,16 +244,17 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File
 def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
     """The held-out `rows` of a file, filled as its training split is read, without those `left_out`."""
     passed_over = 0
-    for row in itertools.chain(rows, [Row(-1, None)]):
-        if left_out and row.text is not None and text_digest(row.text) in left_out:
+    for row in rows:
+        if text_digest(row.text) in left_out:
             passed_over += 1
         else:
             yield row._replace(held_out=passed_over)
             passed_over = 0
+    yield Row(-1, None, held_out=passed_over)
 
 
 def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], reader: TextReader) -> int:
-    """Write the blocks of a file's rows, chunk by chunk, then a JSON file; each whole or absent. Returns tokens."""
+    """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns their tokens."""
     path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
     aside = durable.aside_of(path)

@@ -43,56 +43,38 @@ _ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer`, and also a folder that holds only vocab.json and merges.txt. `padding_side` becomes "right", as
-    batches are padded on the right.
+    """`AutoTokenizer`, or the tokenizer of a folder with vocab.json and merges.txt alone; it pads on the right.
 
-    Raises `InputError` where there is none, where it is not what this recipe wrote (by the folder's manifest, if it
-    has one), or where it lacks a token that is needed (all of masked-LM training's).
+    Raises `InputError` where there is none, where its files differ from the folder's manifest, and where it lacks a
+    `needed` token.
     """
-    folder = resolve_path(name_or_path)
-    if (folder / durable.MANIFEST).exists() and (found := durable.fault(folder, only=FILES.__contains__)):
-        raise InputError(
-            f"the tokenizer {str(name_or_path)!r} is damaged: {found}; make it again, or remove {durable.MANIFEST} if "
-            "you changed it yourself"
-        )
+    folder, name = resolve_path(name_or_path), repr(str(name_or_path))
+    if (folder / durable.MANIFEST).exists() and (fault := durable.fault(folder, only=FILES.__contains__)):
+        fix = f"make it again, or remove {durable.MANIFEST} if you changed it yourself"
+        raise InputError(f"the tokenizer {name} is damaged: {fault}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
     try:
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
-    except Exception as error:  # for damaged files: of json, of transformers, of the Rust of tokenizers
-        if any((folder / name).is_file() for name in FILES):
-            raise InputError(
-                f"the tokenizer {str(name_or_path)!r} cannot be read: its files are damaged or incomplete "
-                f"({type(error).__name__}: {first_line(error)}); make or copy it again"
-            ) from None
-        if not isinstance(error, OSError | ValueError):
-            raise
+    except Exception as error:  # of damaged files: json's, transformers' and the plain Exception of tokenizers (Rust)
         raise InputError(
-            f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it is neither a folder with a tokenizer nor a "
-            "model id that the Hub or its local cache could give. "
-            f"Train one with tokenizer/train_tokenizer.py, or name another ({type(error).__name__})"
+            f"no tokenizer at tokenizer_name={name} ({type(error).__name__}: {first_line(error)}): name a folder or a "
+            "Hub id, or train one with tokenizer/train_tokenizer.py"
         ) from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # which transformers 5 makes of a model's config alone
-        raise InputError(f"no tokenizer at tokenizer_name={str(name_or_path)!r}: it has no files of a tokenizer")
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"the tokenizer {str(name_or_path)!r} is {type(tokenizer).__name__}, a slow one, which does not say "
-            "where in a text its tokens are; name a checkpoint with a tokenizer.json"
-        )
-    if missing := [name for name in needed if _special(tokenizer, name) is None]:
-        raise InputError(
-            f"the tokenizer {str(name_or_path)!r} has no {', '.join(missing)}, and needs {', '.join(needed)}"
-        )
+    # transformers 5 makes an empty tokenizer of a model's config alone
+    if len(tokenizer) <= len(tokenizer.all_special_ids) or not tokenizer.is_fast:
+        raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")
+    if missing := [token for token in needed if _special(tokenizer, token) is None]:
+        raise InputError(f"the tokenizer {name} has no {', '.join(missing)}, and needs {', '.join(needed)}")
     if needed == MLM_TOKENS and not _template_ids(tokenizer):
         logger.warning(
-            f"Template    {str(name_or_path)!r} does not put two special tokens around a text, as training does: "
-            "`pipeline` shows the model text without them, unless the tokenizer gets such a post-processor"
+            f"Template    {name} does not put two special tokens around a text, as training does: `pipeline` shows the "
+            "model text without them, unless the tokenizer gets such a post-processor"
         )
-    if tokenizer.padding_side != "right":  # positions are counted from the left, and heads read the first token
-        logger.info(f"Padding     on the right, not on the {tokenizer.padding_side} as {str(name_or_path)!r} says")
-        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"  # the latter is what is saved
+    # positions are counted from the left, and heads read the first token; init_kwargs are saved
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     return tokenizer
 
 
@@ -137,9 +119,8 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, with only the tokens of the standard roles marked special. `split_special_tokens`, which
-    keeps `</s>` in a text plain text, splits every special token, so the user's own (`[E1]`) become plain added tokens;
-    a tokenizer that is configured to split them still does."""
+    """The backend's JSON, with only the tokens of the standard roles marked special: `split_special_tokens`, which
+    keeps `</s>` in a text plain text, would split the user's special tokens (`[E1]`) too."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -148,11 +129,8 @@ def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the tokenizer's backend that encodes text for training.
-
-    Text that reads `</s>` or `<mask>` is text: it must not become the special token, as it would in `tokenizer(...)`.
-    Added tokens, the user's special ones among them, are one token each, as in `tokenizer(...)`.
-    """
+    """A copy of the tokenizer's backend for the text of training: text that reads `</s>` or `<mask>` is text, and does
+    not become the special token, as in `tokenizer(...)`. Added tokens, also special ones, are one token each."""
     state = _text_state(tokenizer)
     if state["model"]["type"] == "Unigram":  # its pieces match text themselves, those of special tokens too
         roles = {getattr(tokenizer, role) for role in _ROLES} - {tokenizer.unk_token}
@@ -191,11 +169,11 @@ def _split_line(line: str, language: str) -> Iterator[str]:
     """sentencex over a window of the line at a time: its time grows with the square of a line's length."""
     start, end = 0, _LINE_WINDOW
     while end < len(line):
-        *whole, cut = _segment(line[start:end], language)
+        *whole, rest = _segment(line[start:end], language)
         if not whole:  # no end of sentence in the window: far longer than a block, so it is split there anyway
-            whole, cut = [cut], ""
+            whole, rest = [rest], ""
         yield from whole
-        start = end - len(cut)
+        start = end - len(rest)
         end = start + _LINE_WINDOW
     yield from _segment(line[start:], language)
 
