@@ -11,7 +11,7 @@ import pytest
 import train_mlm
 from roberta_recipe import log
 from roberta_recipe.log import Bar
-from roberta_recipe.tools import pack
+from tools import pack
 from roberta_recipe.training import mlm_trainer, progress
 
 

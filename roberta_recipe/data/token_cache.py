@@ -212,7 +212,7 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
         try:
             yield from pool.map(_pack_here, to_pack)
         except BrokenProcessPool:
-            fix = f"pack with --num_proc below {workers} (python -m roberta_recipe.tools.pack)"
+            fix = f"pack with --num_proc below {workers} (python tools/pack.py)"
             raise RunError(f"a packing process died, perhaps out of memory: {fix}") from None
         except BaseException:
             for worker in multiprocessing.active_children():
