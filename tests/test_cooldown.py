@@ -24,13 +24,13 @@ def rates(folder):
 @pytest.fixture
 def clock(monkeypatch):
     """The time of `stopping`, which goes 6 s in a step."""
-    now_s, count_step = [0.0], MlmTrainer.count_step
+    now_s, step_losses = [0.0], MlmTrainer.step_losses
 
-    def ticking(self, *args, **kwargs):
+    def ticking(self):
         now_s[0] += 6.0
-        count_step(self, *args, **kwargs)
+        return step_losses(self)
 
-    monkeypatch.setattr(MlmTrainer, "count_step", ticking)
+    monkeypatch.setattr(MlmTrainer, "step_losses", ticking)
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
