@@ -39,6 +39,7 @@ FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
 _LENGTHS = "lengths"  # the column of each block's tokens
 _REPACK = "start the same command again, which packs it again"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _pack_in_worker: Callable[[list[File]], int]  # set in a packing process
 
 
@@ -210,7 +211,11 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
     # a fork inherits `initargs`, so that reader and tokenizer are not pickled
     with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(os.getpid(), pack)) as pool:
         try:
-            yield from pool.map(_pack_here, to_pack)
+            # Python ignores an exception in its hooks of a fork, a signal's too
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            tokens = pool.map(_pack_here, to_pack)  # forks all processes
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            yield from tokens
         except BrokenProcessPool:
             fix = f"pack with --num_proc below {workers} (python tools/pack.py)"
             raise RunError(f"a packing process died, perhaps out of memory: {fix}") from None
@@ -225,6 +230,7 @@ def _begin_worker(parent: int, pack: Callable[[list[File]], int]) -> None:
     global _pack_in_worker
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     _pack_in_worker = pack
 
 
