@@ -29,13 +29,13 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import PredictedPositions, flops_per_token
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.settings import config_of, shown_names
-from roberta_recipe.started import continue_with
-from roberta_recipe.training import checkpoint, launching, output_folder, pretraining, processes
+from roberta_recipe.training import checkpoint, launch_checks, output_folder, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments, Reader
 from roberta_recipe.training.stopping import Stopping
@@ -60,15 +60,15 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_demonstration(argv, args, corpus)
         check_sources(corpus)
-        corpus = corpora.identified(corpus, kept_in=args.token_cache or training_args.output_dir)
+        corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer)
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    fingerprint, of_data = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
-    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
+    fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
+    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
     collator = pretraining.build_collator(args, training_args, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         resumed=resumed,
         stopping=Stopping(args.max_train_minutes, args.rewind_on_spike, args.cooldown_share),
         skipped=blocks.skipped,
-        also_measured=blimp_while_training(args, model, tokenizer),
+        extra_metrics=blimp_while_training(args, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, model.objectives),
     )
     announce_run(argv, args, training_args, corpus, model, validation, entropy)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
-    metrics, by_source = trainer.measured(), trainer.evaluate_sources(corpus, validation)
+    metrics, by_source = trainer.last_metrics(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record, loss curve, results on the screen.
     counts, passes = stream.consumed(reader, min(trainer.position, args.max_train_samples or trainer.position))
@@ -137,7 +137,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.resolve(args, training_args)
-    launching.check_deepspeed(training_args)
+    launch_checks.check_deepspeed(training_args)
     output_folder.prepare(training_args, extend=args.resume_despite_changes)
 
 
@@ -155,7 +155,7 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
         logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
         tokenizer = train_tokenizer(texts, config.vocab_size)
-        with weights.fitted(tokenizer, config):
+        with weights.model_max_length_for(tokenizer, config):
             save_tokenizer(tokenizer, args.tokenizer_name)
 
 
@@ -249,7 +249,7 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
         f"loss curve  {curve}"
     )
     if record["stopped_by"] == records.TIME_LIMIT:
-        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is saved. {continue_with()}")
+        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is saved. {resume_hint()}")
 
 
 def show_predictions(sentences: list[str], checkpoint: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_KEPT_BYTES = 1 << 30  # an allocation below this size is served from memory that was freed before
+_HEAP_BYTES = 1 << 30  # an allocation below this size is served from memory that was freed before
 _PROBE_S = 2.0  # at most; a CPU is done sooner
 _PROBE_REPEATS = 12
 _PROBE_SIZES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
@@ -60,7 +60,7 @@ def local_processes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory: of the GPU since `forget_peak_memory`, if this process has used one, else this process's resident
+    """Peak memory: of the GPU since `reset_peak_memory`, if this process has used one, else this process's resident
     set."""
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0: it trains with use_cpu
         return allocated
@@ -68,7 +68,7 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
-def forget_peak_memory() -> None:
+def reset_peak_memory() -> None:
     """Restart the count of the GPU's peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +84,7 @@ def keep_freed_memory() -> bool:
     if has_settings or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _HEAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def has_bf16(use_cpu: bool = False) -> bool:

@@ -57,7 +57,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 @contextlib.contextmanager
-def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
+def parsing(path: str | Path, wanted: str) -> Iterator[None]:
     """Re-raises exceptions of the code that parses an input file as `InputError`: the file is not `wanted`. Keep that
     code short, as its bugs are hidden too."""
     try:

@@ -11,8 +11,8 @@ import pytest
 import train_mlm
 from roberta_recipe import log
 from roberta_recipe.log import Bar
-from tools import pack
 from roberta_recipe.training import mlm_trainer, progress
+from tools import pack
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def lines(monkeypatch, caplog):
     """Log lines, of which a bar gives one every 0.05 seconds."""
-    monkeypatch.setattr(log, "SILENT_S", 0.05)
+    monkeypatch.setattr(log, "LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, logger="recipe")
     return caplog
 

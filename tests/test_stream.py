@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from roberta_recipe.data import chunks, token_cache
-from roberta_recipe.data.chunks import PACKERS, File, TextReader, versions
+from roberta_recipe.data.chunks import PACKERS, File, TextReader, pair_versions
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.documents import file_rows, read_file
 from roberta_recipe.data.masking import MlmCollator
@@ -26,11 +26,11 @@ from roberta_recipe.data.order import (
     WINDOWS,
     batches_of,
     block_id,
+    blocks_by_source,
     file_order,
     interleave,
-    kept,
     random_order,
-    taken_of_source,
+    unskipped,
 )
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import (
@@ -148,7 +148,7 @@ def chunks_of(case, file):
 
 def files_of(case, source, split="train", epoch=0):
     count = len(case.corpus.files(case.corpus.sources[source], split)[1])
-    version = epoch % versions(case.settings["input_format"]) if split == "train" else 0
+    version = epoch % pair_versions(case.settings["input_format"]) if split == "train" else 0
     order = file_order(source, count, seed=case.settings["seed"], epoch=epoch)
     return [File(source, split, number, version) for number in order]
 
@@ -201,7 +201,7 @@ def test_text_and_cache_give_the_same_blocks_and_counts(case):
 def recounted(case, position):
     """The counts of the chunks that hold the first `position` blocks, by source."""
     found = {}
-    for number, taken in enumerate(taken_of_source(case.corpus.shares, position)):
+    for number, taken in enumerate(blocks_by_source(case.corpus.shares, position)):
         passes = (chunks_of(case, file) for epoch in itertools.count() for file in files_of(case, number, epoch=epoch))
         counts = Counter()
         for chunk in itertools.chain.from_iterable(passes):
@@ -267,7 +267,7 @@ def test_any_processes_and_workers_read_one_sequence(case):
             for process in range(processes)
             for block in itertools.islice(makers[process * workers + number % workers], size)
         ]
-        wanted = [case.whole[n] for part in kept(start, len(in_turn), skipped) for n in part]
+        wanted = [case.whole[n] for part in unskipped(start, len(in_turn), skipped) for n in part]
         assert in_turn == wanted and len(wanted) > 70
 
 

@@ -167,11 +167,11 @@ def test_incomplete_checkpoints_are_refused(model_dir, loaders, preset, change, 
 
 
 def test_the_identity_of_a_checkpoint_is_its_content(model_dir):
-    before = weights.identity(model_dir)
+    before = weights.content_hash(model_dir)
     edit(model_dir, lambda stored: None)
-    assert weights.identity(model_dir) == before
+    assert weights.content_hash(model_dir) == before
     edit(model_dir, lambda stored: stored[LAYER].view(-1)[7:8].add_(1))
-    assert weights.identity(model_dir) != before
+    assert weights.content_hash(model_dir) != before
     edit(model_dir, lambda stored: stored[LAYER].view(-1)[7:8].sub_(1))
     configured('"hidden_dropout_prob": 0.0', '"hidden_dropout_prob": 0.1')(Path(model_dir))
-    assert weights.identity(model_dir) != before
+    assert weights.content_hash(model_dir) != before

@@ -52,7 +52,7 @@ PACKERS: dict[str, Packer] = {
 }
 
 
-def versions(input_format: str) -> int:
+def pair_versions(input_format: str) -> int:
     """Versions of the blocks of a text, which passes take in turn: those of pairs differ."""
     return pairs.VERSIONS if _has_pairs(input_format) else 1
 
@@ -154,7 +154,7 @@ class TextReader:
     index_folder: str | Path | None = None  # of the chunk index
 
     def __post_init__(self):
-        self.versions = versions(self.input_format)
+        self.versions = pair_versions(self.input_format)
         self.dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()  # encoded texts, in data workers too
 
@@ -165,14 +165,14 @@ class TextReader:
             return ChunkIndex()
         return ChunkIndex(Path(self.index_folder, INDEX_NAME), durable.fingerprint(self.fingerprint()))
 
-    def known(self, file: File) -> list[Chunk]:
+    def indexed_chunks(self, file: File) -> list[Chunk]:
         """The first chunks of a file, as far as a process of the run has packed them."""
         return self.index.of(file)
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
         """The chunks of a file with their blocks. Known chunks within the first `skip` blocks are not read, and come
         without blocks."""
-        skipped = [chunk for chunk in self.known(file) if chunk.first_block + chunk.blocks <= skip]
+        skipped = [chunk for chunk in self.indexed_chunks(file) if chunk.first_block + chunk.blocks <= skip]
         yield from ((chunk, ()) for chunk in skipped)
         if skipped and skipped[-1].last:
             return
@@ -188,8 +188,8 @@ class TextReader:
         self, rows: Iterable[Row], file: File, row: int = 0, first_block: int = 0
     ) -> Iterator[tuple[Chunk, list[Columns]]]:
         """The chunks of the rows of a file from `row` on, with blocks of arrays: `input_ids` of `dtype`."""
-        for of_chunk in _divided(rows):
-            texts = [one for one in of_chunk if one.text is not None]
+        for chunk_rows in _split_by_chunk(rows):
+            texts = [one for one in chunk_rows if one.text is not None]
             documents, marks = self._tokenize([one.text for one in texts])
             key = (file.source, file.number, row, file.version)
             blocks = self._pack(documents, key, **boundary_ids(self.tokenizer))
@@ -200,8 +200,8 @@ class TextReader:
                 block["document"] = texts[block["document"]].number
             special = 4 if _has_pairs(self.input_format) else 2  # tokens beside a sentence that is whole
             longest = math.inf if self.input_format == "contiguous" else self.max_seq_length - special
-            counts = _counts(of_chunk, documents, len(blocks), longest)
-            last, end = of_chunk[-1].text is None, of_chunk[-1].number + 1
+            counts = _counts(chunk_rows, documents, len(blocks), longest)
+            last, end = chunk_rows[-1].text is None, chunk_rows[-1].number + 1
             yield Chunk(row, end, first_block, len(blocks), last, counts), blocks
             row, first_block = end, first_block + len(blocks)
 
@@ -252,12 +252,12 @@ class TextReader:
         }
 
 
-def _divided(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _split_by_chunk(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows by chunk; the last chunk ends with the row without text, and may have no document."""
-    of_chunk, size = [], 0
+    chunk_rows, size = [], 0
     for row in rows:
-        of_chunk.append(row)
+        chunk_rows.append(row)
         size += len((row.text or "").encode())
         if size >= CHUNK_BYTES or row.text is None:
-            yield of_chunk
-            of_chunk, size = [], 0
+            yield chunk_rows
+            chunk_rows, size = [], 0

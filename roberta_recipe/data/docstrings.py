@@ -45,7 +45,7 @@ def docstring_file() -> Path:
         files += sorted(Path(str(file.locate())) for file in distribution.files or [] if file.suffix == ".py")
     documents = _collect(files)
     documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
-    temporary = durable.aside_of(path)
+    temporary = durable.temporary_path(path)
     try:
         pq.write_table(pa.table({"text": documents}), temporary, row_group_size=4096)
         temporary.replace(path)

@@ -59,14 +59,14 @@ def _is_transient(error: Exception, path: str) -> bool:
     return isinstance(error, OSError) and error.errno in _TRANSIENT
 
 
-def text_digest(text: str) -> str:
+def text_hash(text: str) -> str:
     """16 hexadecimal digits that name a document by its text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def held_out(text: str, share: float) -> bool:
+def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to validation: by a hash, so that copies of a text are on the same side."""
-    return int(text_digest(text), 16) < share * 2**64
+    return int(text_hash(text), 16) < share * 2**64
 
 
 class Row(NamedTuple):
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     number: int
     text: str | None  # None after the last row of the file
     empty: int = 0  # documents without text
-    held_out: int = 0  # in training, documents of validation; in validation, those of the corpus's `left_out`
+    held_out: int = 0  # in training, documents of validation; in validation, those of the corpus's `excluded`
     bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
     lost_rows: int = 0  # rows that could not be read
 
@@ -99,11 +99,11 @@ def file_rows(
                 lost, warned = lost + 1, True
             elif text is None or not text.strip():
                 empty += 1
-            elif share is not None and held_out(text, share) != (split == "validation"):
+            elif share is not None and is_held_out(text, share) != (split == "validation"):
                 other_split += split == "train"
                 if others is not None:
                     others.append(Row(number, text))
-            elif split == "validation" and corpus.left_out and text_digest(text) in corpus.left_out:
+            elif split == "validation" and corpus.excluded and text_hash(text) in corpus.excluded:
                 other_split += 1
             else:
                 yield Row(number, text, empty, other_split, lost_rows=lost)

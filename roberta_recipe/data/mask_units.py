@@ -17,7 +17,7 @@ REVISION = 2  # of how spans and n-grams are drawn: a checkpoint of another is n
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _POSITIONS = 32  # that are tried for a span
 _PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
-_HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
+_OCCUPIED = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
@@ -47,27 +47,27 @@ def words_of_blocks(
     begins[0] = not special[0]
     begins[1:] |= special[:-1] & ~special[1:]
     borders = np.flatnonzero(begins | special)
-    of_block = np.cumsum([0, *(len(block) + 1 for block in blocks)])
-    before = np.searchsorted(borders, of_block).tolist()
-    starts_and_ends = zip(itertools.pairwise(of_block.tolist()), itertools.pairwise(before), strict=True)
+    block_starts = np.cumsum([0, *(len(block) + 1 for block in blocks)])
+    before = np.searchsorted(borders, block_starts).tolist()
+    starts_and_ends = zip(itertools.pairwise(block_starts.tolist()), itertools.pairwise(before), strict=True)
     for (start, end), (first, behind) in starts_and_ends:
         yield Words(begins[start : end - 1], special[start : end - 1], borders[first:behind] - start)
 
 
-def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int | None) -> np.ndarray:
+def choose_words(words: Words, pick: np.ndarray, probability: float, count: int | None) -> np.ndarray:
     """(length,) bool: the positions of words that are chosen with `probability` each; with `count`, so many of them,
     without replacement. `pick`: uniform draws, (length,)."""
-    of_word = pick[words.begins]
-    chosen = of_word < probability
+    word_draws = pick[words.begins]
+    chosen = word_draws < probability
     if count is not None:
         chosen[:] = False
-        chosen[np.argsort(of_word)[:count]] = True
+        chosen[np.argsort(word_draws)[:count]] = True
     if not len(chosen):
         return np.zeros(len(pick), dtype=bool)
     return chosen[np.cumsum(words.begins) - 1] & ~words.special  # all before the first word is special
 
 
-def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
+def choose_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
     """(begins, ends): spans of `budget` tokens on average, as first positions and positions behind.
 
     Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn from
@@ -77,28 +77,28 @@ def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
     """
     borders = words.borders.data  # a number of a memoryview is read faster
     # 1: a special token, or a word in a span or beside one; and one more at both ends
-    held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
-    count, longest = len(held) - 2, max(map(len, held.split(b"\1")))
+    occupied = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
+    count, longest = len(occupied) - 2, max(map(len, occupied.split(b"\1")))
     if not longest:
         return [], []
     law = LENGTHS[unit][:longest]
     uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, (law / law[-1]).tolist()
-    tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / held.count(0)
+    tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / occupied.count(0)
     expected = (len(law) - sum(law[:-1])) * tokens_per_word  # of a span
     spans = range(int(budget / expected + uniform()))
     begins, ends = [], []
     for length in sorted((1 + bisect_right(law, uniform()) for _ in spans), reverse=True):
         for _ in range(_POSITIONS):
             begin = int(uniform() * count)
-            if held.count(0, begin + 1, begin + 1 + length) == length:
-                held[begin : begin + length + 2] = _HELD[length]
+            if occupied.count(0, begin + 1, begin + 1 + length) == length:
+                occupied[begin : begin + length + 2] = _OCCUPIED[length]
                 begins.append(borders[begin])
                 ends.append(borders[begin + length])
                 break
     return begins, ends
 
 
-def chosen_phrases(
+def choose_phrases(
     words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
 ) -> tuple[list[int], list[int]]:
     """(begins, ends) of units of `budget` tokens in all: phrases and words with equal probability, as long as there are
@@ -106,11 +106,11 @@ def chosen_phrases(
     is masked with the probability that makes the number right on average."""
     borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
     ranges = _phrases(words.borders, marks)
-    of_phrases = [ranges[n] for n in draws.permutation(len(ranges))]
-    of_words = [(n, n + 1) for n in draws.permutation(len(free)).tolist()]
+    phrase_queue = [ranges[n] for n in draws.permutation(len(ranges))]
+    word_queue = [(n, n + 1) for n in draws.permutation(len(free)).tolist()]
     begins, ends = [], []
-    while budget > 0 and (of_phrases or of_words):
-        queue = of_phrases if of_phrases and (not of_words or draws.random() < _PHRASES) else of_words
+    while budget > 0 and (phrase_queue or word_queue):
+        queue = phrase_queue if phrase_queue and (not word_queue or draws.random() < _PHRASES) else word_queue
         begin, end = queue.pop()
         if not all(free[begin:end]):
             continue

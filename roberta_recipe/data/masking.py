@@ -5,6 +5,7 @@ for any number of workers, micro-batch and restart, and another mask in every ep
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,9 +14,8 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import IGNORED, phrases
-from roberta_recipe.data.mask_units import Unit, Words, chosen_phrases, chosen_spans, chosen_words, words_of_blocks
+from roberta_recipe.data.mask_units import Unit, Words, choose_phrases, choose_spans, choose_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
@@ -84,12 +84,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
             return predicted
         if self.masking_unit == "whole_word":
             count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
-            return chosen_words(words, pick, self.mlm_probability, count)
+            return choose_words(words, pick, self.mlm_probability, count)
         budget = self._count(len(ids) - np.count_nonzero(words.special))
         if self.masking_unit in phrases.UNITS:
-            begins, ends = chosen_phrases(words, marks, budget, self._draws)
+            begins, ends = choose_phrases(words, marks, budget, self._draws)
         else:
-            begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
+            begins, ends = choose_spans(words, self.masking_unit, budget, self._draws)
         shown = bytearray(len(ids))
         for begin, end in zip(begins, ends, strict=True):
             shown[begin:end] = b"\1" * (end - begin)
@@ -103,7 +103,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
-        width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
+        multiple = self.pad_to_multiple_of or 1
+        width = math.ceil(lengths.max() / multiple) * multiple
         batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
         predicted = np.flatnonzero(batch["labels"].numpy() != IGNORED)
         padding = -len(predicted) % self.predicted_multiple

@@ -54,7 +54,7 @@ def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np
     return sources[first], indices[first]
 
 
-def taken_of_source(shares: list[float], positions: int) -> list[int]:
+def blocks_by_source(shares: list[float], positions: int) -> list[int]:
     """The number of blocks of each source at the first `positions` positions."""
     # so many positions hold at least one block of each source
     sources, indices = mixture(shares, positions, 2 * len(shares) + int(2 / min(shares)))
@@ -76,7 +76,7 @@ def interleave(
             yield item
 
 
-def drawn_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
+def sample_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
     """Ascending indices into the `counts` items of each source: `limit` in all, in the proportions of `shares` as far
     as each source goes, one drawn at random from each of as many equal stretches; all items without a limit."""
     owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
@@ -129,7 +129,7 @@ def in_words(positions: Sequence[range]) -> str:
     return " and ".join(f"{part.start:,} to {part[-1]:,}" if len(part) > 1 else f"{part.start:,}" for part in positions)
 
 
-def kept(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
+def unskipped(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
     """The first `count` positions from `start` on that are not `skipped`."""
     found, left = [], count
     for gap in [*skipped, range(start + count + sum(map(len, skipped)), 0)]:
@@ -142,7 +142,7 @@ def kept(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
 
 def position_after(start: int, count: int, skipped: Skipped) -> int:
     """The next position to be consumed when `count` blocks were consumed from `start` on."""
-    return kept(start, count + 1, skipped)[-1][-1]
+    return unskipped(start, count + 1, skipped)[-1][-1]
 
 
 def batches_of(
@@ -152,4 +152,4 @@ def batches_of(
     Processes take batches in turn, and so do the workers of a process, as a `DataLoader` asks them."""
     for number in itertools.count(worker, workers):
         before = (number * processes + process) * batch_size
-        yield kept(position_after(start, before, skipped), batch_size, skipped)
+        yield unskipped(position_after(start, before, skipped), batch_size, skipped)

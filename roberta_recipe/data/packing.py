@@ -16,7 +16,7 @@ Document = list[list[int]]  # sentences of token ids
 Columns = dict[str, Any]  # of a block
 Packer = Callable[[list[Document], int, int, int, tuple[int, ...]], Iterable[Columns]]
 NO_LABEL = -100
-_BLOCKS_IN_WORK = 16  # unfinished blocks, of formats with several sequences in a block
+_OPEN_BLOCKS = 16  # unfinished blocks, of formats with several sequences in a block
 
 
 class Block(dict):
@@ -92,31 +92,31 @@ def doc_sentences(
         for number, sentences in enumerate(documents)
         for block in full_sentences([sentences], max_seq_length, bos_id, eos_id)
     )
-    return share_blocks(sequences, max_seq_length)
+    return pack_sequences(sequences, max_seq_length)
 
 
-def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
+def pack_sequences(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
     """Blocks of several sequences, with the column `sequence`, the number of each token's sequence, for the attention
     mask. A sequence goes into the fullest of the unfinished blocks that has room. `label`: as in `columns_of`."""
-    in_work: list[list[Sequence]] = []
+    open_blocks: list[list[Sequence]] = []
     for sequence in sequences:
-        fitting = [block for block in in_work if _size(block) + len(sequence.ids) <= max_seq_length]
+        fitting = [block for block in open_blocks if _size(block) + len(sequence.ids) <= max_seq_length]
         if fitting:
             max(fitting, key=_size).append(sequence)
         else:
-            in_work.append([sequence])
-        if len(in_work) > _BLOCKS_IN_WORK:
-            yield _fullest(in_work, label)
-    while in_work:
-        yield _fullest(in_work, label)
+            open_blocks.append([sequence])
+        if len(open_blocks) > _OPEN_BLOCKS:
+            yield _fullest(open_blocks, label)
+    while open_blocks:
+        yield _fullest(open_blocks, label)
 
 
 def _size(block: list[Sequence]) -> int:
     return sum(len(sequence.ids) for sequence in block)
 
 
-def _fullest(in_work: list[list[Sequence]], label: str | None) -> Columns:
-    block = in_work.pop(in_work.index(max(in_work, key=_size)))
+def _fullest(open_blocks: list[list[Sequence]], label: str | None) -> Columns:
+    block = open_blocks.pop(open_blocks.index(max(open_blocks, key=_size)))
     numbers = np.repeat(np.arange(len(block)), [len(sequence.ids) for sequence in block])
     return {**columns_of(block, label), "sequence": numbers.astype(np.uint16)}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, share_blocks
+from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, pack_sequences
 
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _SPECIAL = 4  # <s> A </s> </s> B </s>
@@ -32,7 +32,7 @@ def sentence_pair(
 ) -> Iterator[Columns]:
     """SENTENCE-PAIR: A and B are a sentence each; as many of these short pairs as fit share a block."""
     pairs = _pairs(documents, max_seq_length, *ids, label=label, most_sentences=2, **options)
-    return share_blocks(pairs, max_seq_length, label)
+    return pack_sequences(pairs, max_seq_length, label)
 
 
 def _pairs(

@@ -23,13 +23,13 @@ from roberta_recipe.data.order import (
     Skipped,
     batches_of,
     block_id,
-    drawn_evenly,
+    blocks_by_source,
     file_order,
     interleave,
     mixture,
     place_of,
     random_order,
-    taken_of_source,
+    sample_evenly,
 )
 from roberta_recipe.data.packing import Block, Columns
 from roberta_recipe.data.token_cache import TokenCache
@@ -134,13 +134,13 @@ def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
                 if limit is not None and count >= limit and not source.validation_files:
                     break
             windows.append(_Window(number, 0, 0, chunks))
-    drawn = drawn_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
+    drawn = sample_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
     return interleave([map(window.block, of) for window, of in zip(windows, drawn, strict=True)], shares)
 
 
 def _pass_counts(provider: Provider, source: int, split: str, epoch: int = 0) -> tuple[dict[str, int], bool]:
     """The counts of a pass as far as its files have been read, and whether all have been read to the end."""
-    files = [provider.known(file) for file in _files(provider, source, split, epoch)]
+    files = [provider.indexed_chunks(file) for file in _files(provider, source, split, epoch)]
     return total(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
 
 
@@ -154,7 +154,7 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
     """(counts, passes) by source, of the chunks that hold the first `positions` blocks. Passes are whole numbers as
     long as the length of a pass is not known."""
     counts, passes = {}, {}
-    for number, left in enumerate(taken_of_source(provider.corpus.shares, positions)):
+    for number, left in enumerate(blocks_by_source(provider.corpus.shares, positions)):
         chunks, read, epoch = [], 0.0, 0
         while left > 0:
             before = left
@@ -164,8 +164,8 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
                 left -= chunk.blocks
                 if left <= 0:
                     break
-            of_pass, complete = _pass_counts(provider, number, "train", epoch)
-            read += min(before / of_pass["blocks"], 1) if complete else 0
+            pass_counts, complete = _pass_counts(provider, number, "train", epoch)
+            read += min(before / pass_counts["blocks"], 1) if complete else 0
             epoch += 1
         name = provider.corpus.sources[number].name
         counts[name], passes[name] = total(chunks), round(read, 4)

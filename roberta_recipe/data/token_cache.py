@@ -27,9 +27,9 @@ import numpy as np
 import xxhash
 
 from roberta_recipe import durable
-from roberta_recipe.data.chunks import Chunk, File, TextReader, total, versions
+from roberta_recipe.data.chunks import Chunk, File, TextReader, pair_versions, total
 from roberta_recipe.data.corpus import Corpus
-from roberta_recipe.data.documents import Row, file_rows, text_digest
+from roberta_recipe.data.documents import Row, file_rows, text_hash
 from roberta_recipe.data.packing import Columns
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
@@ -49,22 +49,24 @@ class TokenCache:
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
         self._fingerprint = _read_fingerprint(self.folder)
-        self.versions = versions(self._fingerprint["input_format"])
-        read = functools.partial(_read_facts, self.folder, corpus, durable.fingerprint(self._fingerprint))
-        self._facts = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
-        if missing := [shard_path(corpus, file) for file, facts in self._facts.items() if facts is None]:
+        self.versions = pair_versions(self._fingerprint["input_format"])
+        read = functools.partial(_read_metadata, self.folder, corpus, durable.fingerprint(self._fingerprint))
+        self._metadata = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
+        if missing := [shard_path(corpus, file) for file, metadata in self._metadata.items() if metadata is None]:
             raise InputError(f"token_cache={folder}: {missing[0]} is missing or damaged; {_REPACK}")
-        self._chunks = {file: [Chunk(*chunk) for chunk, *_ in facts["chunks"]] for file, facts in self._facts.items()}
+        self._chunks = {
+            file: [Chunk(*chunk) for chunk, *_ in metadata["chunks"]] for file, metadata in self._metadata.items()
+        }
 
-    def known(self, file: File) -> list[Chunk]:
+    def indexed_chunks(self, file: File) -> list[Chunk]:
         """All chunks of a file."""
         return self._chunks[file]
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
         """The chunks of a file; each is opened when one of its blocks is read."""
-        facts, path = self._facts[file], self.folder / shard_path(self.corpus, file)
-        for chunk, (_, *place) in zip(self._chunks[file], facts["chunks"], strict=True):
-            yield chunk, CachedBlocks(path, facts, chunk.blocks, *place)
+        metadata, path = self._metadata[file], self.folder / shard_path(self.corpus, file)
+        for chunk, (_, *place) in zip(self._chunks[file], metadata["chunks"], strict=True):
+            yield chunk, CachedBlocks(path, metadata, chunk.blocks, *place)
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that the blocks depend on, except for their order."""
@@ -75,8 +77,8 @@ class CachedBlocks(Sequence):
     """The `count` blocks of a chunk: `size` bytes of a shard at `offset`. Raises `InputError` for a damaged shard, and
     removes its JSON file, so that the next start packs it again."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], count: int, offset: int, size: int, hash: str):
-        self._path, self._facts, self._count = path, facts, count
+    def __init__(self, path: Path, metadata: dict[str, Any], count: int, offset: int, size: int, hash: str):
+        self._path, self._metadata, self._count = path, metadata, count
         self._offset, self._size, self._hash = offset, size, hash
 
     def __len__(self) -> int:
@@ -84,16 +86,16 @@ class CachedBlocks(Sequence):
 
     def __getitem__(self, index: int) -> Columns:
         try:
-            if os.stat(self._path).st_size != self._facts["bytes"]:  # reading a truncated map would be a SIGBUS
+            if os.stat(self._path).st_size != self._metadata["bytes"]:  # reading a truncated map would be a SIGBUS
                 raise ValueError("its size has changed")
-            ends, of_blocks, of_tokens = self.opened
+            ends, block_columns, token_columns = self.opened
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):  # a read-only folder
                 self._path.with_suffix(".json").unlink(missing_ok=True)
             raise InputError(f"{self._path} is damaged ({first_line(error)}); {_REPACK}") from None
         start, end = ends[index - 1] if index else 0, ends[index]
-        block = {name: values[start:end].copy() for name, values in of_tokens.items()}
-        return block | {name: int(values[index]) for name, values in of_blocks.items()}
+        block = {name: values[start:end].copy() for name, values in token_columns.items()}
+        return block | {name: int(values[index]) for name, values in block_columns.items()}
 
     @functools.cached_property
     def opened(self) -> tuple[np.ndarray, Columns, Columns]:
@@ -102,7 +104,7 @@ class CachedBlocks(Sequence):
         if xxhash.xxh3_128_hexdigest(content) != self._hash:
             raise ValueError(f"hash of bytes {self._offset} to {self._offset + self._size}")
         begin, ends, columns = 0, np.zeros(1, dtype=np.int64), {"block": {}, "token": {}}
-        for name, (kind, each) in self._facts["columns"].items():
+        for name, (kind, each) in self._metadata["columns"].items():
             end = begin + int(self._count if each == "block" else ends[-1]) * np.dtype(kind).itemsize
             columns[each][name], begin = content[begin:end].view(kind), end
             if name == _LENGTHS:
@@ -171,11 +173,11 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
     """Pack the files of one of `machines` (every `machines`-th, from `machine` on) whose shards are missing or have
     another size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
-    read = functools.partial(_read_facts, folder, reader.corpus, made_from)
+    read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
     if to_pack := [files for files in shards[machine::machines] if not all(map(read, files))]:
         for path in filter(Path.is_dir, (folder, *folder.iterdir())):
-            durable.remove_left(path)
+            durable.remove_stale(path)
         started_s, tokens = time.monotonic(), 0
         packed = _pack(functools.partial(pack_file, folder, reader, made_from), to_pack, num_proc)
         for count in Bar(packed, total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1):
@@ -185,13 +187,13 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
     return all(map(read, itertools.chain(*shards)))
 
 
-def _read_facts(folder: Path, corpus: Corpus, made_from: str, file: File) -> dict[str, Any] | None:
+def _read_metadata(folder: Path, corpus: Corpus, made_from: str, file: File) -> dict[str, Any] | None:
     """The JSON file of a shard; None where the shard is missing, has another size, or belongs to another cache."""
     path = folder / shard_path(corpus, file)
     try:
-        facts = durable.read_sealed(path.with_suffix(".json"))
-        belongs = _origin(corpus, file, made_from).items() <= facts.items()
-        return facts if belongs and path.stat().st_size == facts["bytes"] else None
+        metadata = durable.read_sealed(path.with_suffix(".json"))
+        belongs = _origin(corpus, file, made_from).items() <= metadata.items()
+        return metadata if belongs and path.stat().st_size == metadata["bytes"] else None
     except (OSError, ValueError):
         return None
 
@@ -237,15 +239,15 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File
     file, corpus, held_out = files[0], reader.corpus, []
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.number]
-    rows = file_rows(corpus, source, file.split, path, others=held_out), _held_out_rows(held_out, corpus.left_out)
+    rows = file_rows(corpus, source, file.split, path, others=held_out), _held_out_rows(held_out, corpus.excluded)
     return sum(_write_shard(folder, made_from, *shard, reader) for shard in zip(files, rows, strict=False))
 
 
-def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
-    """The held-out `rows` of a file, filled as its training split is read, without those `left_out`."""
+def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
+    """The held-out `rows` of a file, filled as its training split is read, without those `excluded`."""
     passed_over = 0
     for row in rows:
-        if text_digest(row.text) in left_out:
+        if text_hash(row.text) in excluded:
             passed_over += 1
         else:
             yield row._replace(held_out=passed_over)
@@ -257,21 +259,21 @@ def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], 
     """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns their tokens."""
     path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
-    aside = durable.aside_of(path)
-    facts: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
+    temporary = durable.temporary_path(path)
+    metadata: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
     try:
-        with open(aside, "wb") as stream:
+        with open(temporary, "wb") as stream:
             for chunk, blocks in reader.pack_rows(rows, file):
-                facts["columns"] = facts["columns"] or (_columns(blocks[0]) if blocks else {})
-                content = _content(blocks, facts["columns"])
-                facts["chunks"].append([chunk, facts["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
-                facts["bytes"] += stream.write(content)
-        durable.sync(aside)
-        aside.replace(path)
+                metadata["columns"] = metadata["columns"] or (_columns(blocks[0]) if blocks else {})
+                content = _content(blocks, metadata["columns"])
+                metadata["chunks"].append([chunk, metadata["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
+                metadata["bytes"] += stream.write(content)
+        durable.sync(temporary)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
-    durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **facts})
-    return total(chunk for chunk, *_ in facts["chunks"])["tokens"]
+        temporary.unlink(missing_ok=True)
+    durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **metadata})
+    return total(chunk for chunk, *_ in metadata["chunks"])["tokens"]
 
 
 def _columns(block: Columns) -> dict[str, list[str]]:

@@ -49,9 +49,9 @@ def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> P
     `needed` token.
     """
     folder, name = resolve_path(name_or_path), repr(str(name_or_path))
-    if (folder / durable.MANIFEST).exists() and (fault := durable.fault(folder, only=FILES.__contains__)):
+    if (folder / durable.MANIFEST).exists() and (damage := durable.damage(folder, only=FILES.__contains__)):
         fix = f"make it again, or remove {durable.MANIFEST} if you changed it yourself"
-        raise InputError(f"the tokenizer {name} is damaged: {fault}; {fix}")
+        raise InputError(f"the tokenizer {name} is damaged: {damage}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
     try:
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):

@@ -65,8 +65,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     durable.check_new_folder(folder, "tokenizer")
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
-    durable.remove_left(folder.parent, glob.escape(hidden.name))
-    temporary = durable.aside_of(hidden)
+    durable.remove_stale(folder.parent, glob.escape(hidden.name))
+    temporary = durable.temporary_path(hidden)
     try:
         tokenizer.save_pretrained(temporary)
         durable.move_into_place(temporary, folder, replace=False)

@@ -40,8 +40,8 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
         return lambda ids: begins[ids]
     if "ByteLevel" in types:
         is_gpt2 = rule["type"] == "ByteLevel" and rule["use_regex"]
-        of_tokens = [bytes(_BYTE_OF.get(character, 0) for character in token) for token in tokens]
-        return ByteLevelWords(backend.pre_tokenizer, of_tokens, special, is_gpt2)
+        token_bytes = [bytes(_BYTE_OF.get(character, 0) for character in token) for token in tokens]
+        return ByteLevelWords(backend.pre_tokenizer, token_bytes, special, is_gpt2)
     if "Metaspace" in types:
         codes = _codes([token.replace("▁", " ") for token in tokens], special)
         return lambda ids: _starts_by_code(codes[ids])

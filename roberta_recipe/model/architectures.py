@@ -39,7 +39,7 @@ TABLE = {
     "modernbert": Architecture(lambda model, hidden: model.decoder(model.head(hidden))),
     "deberta-v2": Architecture(_deberta_head),
 }
-SHARE_ROWS = tuple(name for name, architecture in TABLE.items() if architecture.first_position)
+MULTI_SEQUENCE_MODELS = tuple(name for name, architecture in TABLE.items() if architecture.first_position)
 
 
 def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:

@@ -83,17 +83,17 @@ class _Attention(torch.autograd.Function):
             grad = grad / keep_probability(ctx.p)
         for number, chunk in enumerate(_chunks(q)):
             weights = _softmax(q, k, bias, chunk)
-            of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
+            weight_grads = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
             dropped = weights
             if ctx.p:
                 bits = np.unpackbits(packed[number].numpy(), count=weights.numel()).reshape(weights.shape)
                 keep = torch.from_numpy(bits).to(weights.dtype)
-                of_weights.mul_(keep)
+                weight_grads.mul_(keep)
                 dropped = keep.mul_(weights)
             torch.bmm(dropped.to(v.dtype).transpose(1, 2), grad[chunk], out=grads[2][chunk])
-            of_scores = of_weights.sub_(mean[chunk]).mul_(weights).to(q.dtype)
-            torch.bmm(of_scores, k[chunk], out=grads[0][chunk])
-            torch.bmm(of_scores.transpose(1, 2), q[chunk], out=grads[1][chunk])
+            score_grads = weight_grads.sub_(mean[chunk]).mul_(weights).to(q.dtype)
+            torch.bmm(score_grads, k[chunk], out=grads[0][chunk])
+            torch.bmm(score_grads.transpose(1, 2), q[chunk], out=grads[1][chunk])
         return grads[0].mul_(ctx.scaling), grads[1], grads[2], None, None, None
 
 

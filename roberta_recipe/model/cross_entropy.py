@@ -27,10 +27,10 @@ class _CrossEntropy(torch.autograd.Function):
         out, grad = torch.empty_like(logits), torch.where(counts, grad, 0.0)[:, None]
         rows = rows_at_once(logits.shape[1])
         parts = (tensor.split(rows) for tensor in (logits, out, index, grad, torch.full_like(grad, -1.0)))
-        for part, of_part, at, upstream, minus_one in zip(*parts, strict=True):
+        for part, out_part, at, upstream, minus_one in zip(*parts, strict=True):
             # softmax - one-hot, in fp32, cast after the product with the upstream gradient (and its loss scale)
             probs = torch.softmax(part, dim=-1, dtype=torch.float32).scatter_add_(1, at, minus_one)
-            of_part.copy_(probs.mul_(upstream))
+            out_part.copy_(probs.mul_(upstream))
         return out, None
 
 

@@ -11,15 +11,14 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MaskedLMOutput
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import albert, architectures, weights
-from roberta_recipe.model.attention import MASKED_BY_PAIRS
+from roberta_recipe.model.attention import TAKES_4D_MASK
 from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.varlen import VARLEN, positions_within, unpad
 
-UNSEEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
+HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 
 
 @dataclass
@@ -105,7 +104,7 @@ class PredictedPositions:
         other_targets = {name: kwargs.pop(objective.column, None) for name, objective in others.items()}
         architecture = architectures.TABLE.get(self.config.model_type)
         attention, first_position = self.config._attn_implementation, None
-        if self.config.model_type in architectures.SHARE_ROWS:
+        if self.config.model_type in architectures.MULTI_SEQUENCE_MODELS:
             first_position = architecture.first_position(self.config)
         added = self.dtype if attention == "eager" else None  # eager attention adds the mask to the scores
         if attention == VARLEN and labels is not None:
@@ -117,8 +116,8 @@ class PredictedPositions:
             kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
             kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
         elif sequence is not None:
-            attention_mask, kwargs["position_ids"] = apart(sequence, attention_mask, first_position, added)
-        elif attention_mask is not None and attention in MASKED_BY_PAIRS and first_position is not None:
+            attention_mask, kwargs["position_ids"] = separate_sequences(sequence, attention_mask, first_position, added)
+        elif attention_mask is not None and attention in TAKES_4D_MASK and first_position is not None:
             # transformers passes on a 4-D mask; for a 2-D mask it calls `.all()`, which synchronizes
             attention_mask = _as_added(attention_mask[:, None, None, :].bool(), added)
         if labels is None:
@@ -157,7 +156,7 @@ def masked_lm_class(
     return type(stock.__name__, (PredictedPositions, *shared, stock), attributes)
 
 
-def apart(
+def separate_sequences(
     sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, added: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For sequences that share a row: the attention mask (batch, 1, seq_len, seq_len), True within a sequence (or 0,
@@ -203,7 +202,8 @@ def build_model(
         albert.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
     cls = masked_lm_class(config, source, objectives)
     entries = len(tokenizer)
-    padded = round_up(entries, pad_vocab_to_multiple_of or 1)
+    multiple = pad_vocab_to_multiple_of or 1
+    padded = math.ceil(entries / multiple) * multiple
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
@@ -228,7 +228,7 @@ def build_model(
                 f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head that could hide rows "
                 f"of padding; leave it out, with vocab_size={entries}"
             )
-        bias.data[entries:] = UNSEEN_LOGIT
+        bias.data[entries:] = HIDDEN_LOGIT
     return model
 
 

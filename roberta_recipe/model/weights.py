@@ -26,9 +26,11 @@ def check(name: str) -> None:
     """Raise `InputError` where a checkpoint's files differ from its manifest; those of its tokenizer, which need not
     be used, are checked when they are loaded."""
     folder = resolve_path(name)
-    if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
+    if (folder / durable.MANIFEST).is_file() and (
+        damage := durable.damage(folder, only=lambda file: file not in FILES)
+    ):
         raise InputError(
-            f"{MODEL_ARGUMENT}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, "
+            f"{MODEL_ARGUMENT}={name!r} is damaged: {damage}. Copy or train it again; if you changed it on purpose, "
             f"delete {folder / durable.MANIFEST}"
         )
 
@@ -69,7 +71,7 @@ def config_of(config_name: str | None, overrides: str | None, model_name_or_path
     return config
 
 
-def positions(config: PreTrainedConfig) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """The longest sequence of a model in tokens, None without a table of positions; RoBERTa counts positions from its
     padding id + 1, and never uses the rows of the table before that."""
     rows = getattr(config, "max_position_embeddings", None)
@@ -82,7 +84,7 @@ def positions(config: PreTrainedConfig) -> int | None:
 
 def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
     """Raise `InputError` where the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
-    longest = positions(config or read_config(name))
+    longest = max_positions(config or read_config(name))
     if longest and max_seq_length > longest:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
@@ -91,13 +93,13 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
 
 
 @contextlib.contextmanager
-def fitted(
+def model_max_length_for(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
     """Set `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
     by default the model's positions. Restored afterwards, as fingerprints have the loaded value."""
     before = tokenizer.model_max_length
-    tokenizer.model_max_length = max_length or positions(config) or before
+    tokenizer.model_max_length = max_length or max_positions(config) or before
     try:
         yield
     finally:
@@ -174,7 +176,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def identity(name: str) -> str:
+def content_hash(name: str) -> str:
     """A hash of a checkpoint's content: config and weight files of a folder, the commit of a Hub id."""
     folder = Path(resolve_path(name))
     if not folder.is_dir():

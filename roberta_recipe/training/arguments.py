@@ -101,7 +101,7 @@ class RecipeTrainingArguments(TrainingArguments):
     )
     bf16: bool | None = setting(None, "Train in bf16; default: where the device has it and fp16 is not set.")
     optim: Literal[tuple(optimizers.TABLE)] = setting(
-        "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.own())
+        "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.custom_names())
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
     lr_scheduler_type: SchedulerType | str = setting(
@@ -122,10 +122,10 @@ class RecipeTrainingArguments(TrainingArguments):
         if self.bf16 and not torch.cuda.is_available():
             self.use_cpu = True  # TrainingArguments refuses bf16 on a CPU without it
         optim = self.optim
-        if optim in optimizers.own():  # Trainer does not know them
+        if optim in optimizers.custom_names():  # Trainer does not know them
             self.optim = "adamw_torch"
         super().__post_init__()
-        self.optim = optim if optim in optimizers.own() else self.optim
+        self.optim = optim if optim in optimizers.custom_names() else self.optim
         # Trainer would push before the checkpoint is complete, with a pickle of the arguments, token and all
         self.publishes, self.push_to_hub = self.push_to_hub, False
         vars(self).update(_DONE_HERE)
@@ -148,16 +148,16 @@ def resolve(
     training_args: RecipeTrainingArguments,
     config: PreTrainedConfig,
     micro_batch: int | None = None,
-    unpads: bool = False,
+    can_unpad: bool = False,
 ) -> None:
     """Set what the flags leave open: global batch, its micro-batches (of `micro_batch`, or as the flag says), attention
-    of a model of `config` (`unpads`: its class can). Called right after parsing; nothing else assigns to argument
+    of a model of `config` (`can_unpad`: its class can). Called right after parsing; nothing else assigns to argument
     objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
     architectures.check_checkpointing(config, training_args)
-    training_args.attn_implementation = attention.choose(config, training_args, unpads)
+    training_args.attn_implementation = attention.choose(config, training_args, can_unpad)
 
 
 @dataclass

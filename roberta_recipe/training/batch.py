@@ -1,8 +1,9 @@
 """Gradient accumulation, derived from the recipe's global batch (paper, section 4.3 and Table 9: 8K sequences)."""
 
+import math
+
 from transformers import TrainingArguments
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted
 
@@ -15,7 +16,7 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         )
     at_once = per_device * processes
     if global_batch_size % at_once:
-        above = round_up(global_batch_size, at_once)
+        above = math.ceil(global_batch_size / at_once) * at_once
         nearest = " or ".join(str(size) for size in (above - at_once, above) if size)
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {counted(processes, 'process')} x {per_device} "

@@ -83,16 +83,16 @@ def _find(output_dir: str, explicit: str | None) -> str | None:
     if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in checkpoints[1:]]:
         raise InputError(f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints; move them away first")
     for path in folders:
-        if (fault := durable.fault(path)) is None:
+        if (damage := durable.damage(path)) is None:
             return str(path)
-        logger.warning(f"Passed over {path}: {fault}")
+        logger.warning(f"Passed over {path}: {damage}")
     if checkpoints:
         raise InputError(
             f"no checkpoint in output_dir={output_dir} is whole (passed over: "
             f"{', '.join(path.name for path in checkpoints)}); move them away to start from the beginning"
         )
-    if explicit is not None and (fault := durable.fault(explicit)):
-        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {fault}")
+    if explicit is not None and (damage := durable.damage(explicit)):
+        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {damage}")
     return explicit
 
 
@@ -149,9 +149,9 @@ def load_state(
             f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
             f"output_dir{override}"
         )
-    # the arguments of our optimizers are hyperparameters of their groups, which `optimizers.put_back` sets
-    of_groups = {"optim_args"} if fingerprint.get("optim") in optimizers.own() else set()
-    if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
+    # arguments of our own optimizers are hyperparameters, which `optimizers.restore_hyperparameters` sets after loading
+    restorable = {"optim_args"} if fingerprint.get("optim") in optimizers.custom_names() else set()
+    if changed.keys() & (set(OPTIMIZER_FLAGS) - restorable):
         raise InputError(f"{checkpoint} has the state of another optimizer ({listed}): {fix}")
     if changed:
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")

@@ -12,7 +12,7 @@ import torch
 
 from roberta_recipe.data.packing import Block
 
-RECORD = ("tokens", "blocks_digest", "digest")  # of an optimizer step, see `record_of`
+RECORD = ("tokens", "blocks_digest", "digest")  # of an optimizer step, see `step_record`
 _OF_BATCH = ("predicted", "attention_mask")  # columns that depend on the other blocks of a batch
 Collator = Callable[[list[Block]], dict[str, torch.Tensor]]  # `masking.MlmCollator`, or transformers' own
 Step = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `packed` micro-batches, and their record
@@ -27,10 +27,10 @@ def micro_batches(collate: Collator, size: int, blocks: list[Block]) -> Step:
     blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
     parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     batches = [collate(part) for part in parts]
-    return *packed(batches), sum(map(record_of, parts, batches))
+    return *packed(batches), sum(map(step_record, parts, batches))
 
 
-def record_of(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
+def step_record(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
     """(3,) int64, as in `RECORD`: tokens without padding, and the sums over blocks of a checksum of each, as it was
     read and as the model sees it in the collator's `batch`."""
     columns = {name: value.numpy() for name, value in batch.items() if name not in _OF_BATCH}

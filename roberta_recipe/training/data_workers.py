@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import duration
-from roberta_recipe.started import continue_with
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -57,7 +57,7 @@ class DataTimeout:
         if idle_s < (GRACE_S if by else STUCK_S):
             return
         step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(idle_s)}"
-        end = f"{self.trainer.last_good} {continue_with()}"
+        end = f"{self.trainer.last_good} {resume_hint()}"
         if by:
             raise Stopped(f"stopped by {by}: {step}. {end}", by)
         raise RunError(
@@ -66,7 +66,7 @@ class DataTimeout:
         )
 
 
-def leave_signals_to_trainer(loader: DataLoader) -> DataLoader:
+def ignore_signals_in_workers(loader: DataLoader) -> DataLoader:
     """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes: the
     trainer finishes and saves its step first. They end with the trainer, however it ends."""
     own = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper starts no workers itself

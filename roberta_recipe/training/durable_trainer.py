@@ -20,13 +20,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.data import IGNORED
-from roberta_recipe.errors import RunError, first_line, says_no_room
+from roberta_recipe.errors import RunError, first_line, is_disk_full
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
-from roberta_recipe.started import continue_with
 from roberta_recipe.training import checkpoint, optimizers
-from roberta_recipe.training.data_workers import leave_signals_to_trainer
+from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.progress import Progress
 from roberta_recipe.training.stopping import Stopping
 from roberta_recipe.training.throughput import Throughput
@@ -92,13 +92,13 @@ class DurableTrainer(Trainer):
     ):
         self._layout = checkpoint.layout(args)  # before Trainer fills in a DeepSpeed configuration
         self.stopping, self.throughput = stopping or Stopping(), Throughput(args)
-        own = [self.stopping, self.throughput, LogFile(self.logged_beside), *callbacks, Progress()]
-        of_trainer = copy.copy(args)
-        vars(of_trainer).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
-        super().__init__(args=of_trainer, callbacks=own, **kwargs)
+        own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
+        trainer_args = copy.copy(args)
+        vars(trainer_args).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
+        super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.objectives, self.save_total_limit = fingerprint, objectives, args.save_total_limit
-        self.left_out: tuple[str, ...] = ()  # name prefixes of weights that are not saved
+        self.unsaved_prefixes: tuple[str, ...] = ()  # name prefixes of weights that are not saved
         # (objectives,): this process's losses of the step, and of the `_steps` since the last log line
         self._step_losses, self._losses = torch.zeros(2, len(objectives), device=self.args.device)
         self._steps = 0
@@ -140,7 +140,7 @@ class DurableTrainer(Trainer):
         """The folder of the finished run's weights."""
         return Path(self.args.output_dir)
 
-    def logged_beside(self) -> dict[str, Any]:
+    def log_extras(self) -> dict[str, Any]:
         """Values of a step's log entry that are no metrics."""
         return {}
 
@@ -198,7 +198,7 @@ class DurableTrainer(Trainer):
     # Optimizer, and overflow in fp16
 
     def create_optimizer(self, model=None):
-        if self.args.optim in optimizers.own():
+        if self.args.optim in optimizers.custom_names():
             model = self.model if model is None else model
             self.optimizer = optimizers.build(self.args, model, self.get_decay_parameter_names(model))
         optimizer = super().create_optimizer(model)
@@ -258,7 +258,7 @@ class DurableTrainer(Trainer):
     # Training
 
     def get_eval_dataloader(self, eval_dataset=None):
-        return leave_signals_to_trainer(super().get_eval_dataloader(eval_dataset))
+        return ignore_signals_in_workers(super().get_eval_dataloader(eval_dataset))
 
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
@@ -310,23 +310,23 @@ class DurableTrainer(Trainer):
         if _internal_call:
             self.write_model(folder)
             return
-        aside = durable.aside_of(folder / "model")
-        with self.writing(aside, "the model"):
-            self.write_model(aside)
+        temporary = durable.temporary_path(folder / "model")
+        with self.writing(temporary, "the model"):
+            self.write_model(temporary)
             if self.args.should_save:
-                durable.move_files_into_place(aside, folder)
+                durable.move_files_into_place(temporary, folder)
 
     def write_model(self, folder: Path) -> None:
         """Write weights (fp32), config and tokenizer into a new folder; every rank must call."""
         state = self._master_weights() if self.is_deepspeed_enabled else self.model.state_dict()
         if not self.args.should_save:
             return
-        state = {name: weight for name, weight in state.items() if not name.startswith(self.left_out)}
+        state = {name: weight for name, weight in state.items() if not name.startswith(self.unsaved_prefixes)}
         self.model.save_pretrained(folder, state_dict=state)
         if self.is_deepspeed_enabled:
             self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
             self.model.config.save_pretrained(folder)
-        with weights.fitted(self.processing_class, self.model.config, self.saved_max_length):
+        with weights.model_max_length_for(self.processing_class, self.model.config, self.saved_max_length):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -359,7 +359,7 @@ class DurableTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             raise RunError(
                 f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. {self.last_good} Make "
-                f"room. {continue_with()}"
+                f"room. {resume_hint()}"
             ) from error
 
 
@@ -368,4 +368,4 @@ def _log_line(entry: dict[str, Any]) -> str:
 
 
 def is_write_failure(error: Exception) -> bool:
-    return isinstance(error, (OSError, SafetensorError)) or says_no_room(error)
+    return isinstance(error, (OSError, SafetensorError)) or is_disk_full(error)

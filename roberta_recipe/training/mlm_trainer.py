@@ -24,7 +24,7 @@ from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
 from roberta_recipe.standard_error import error_of_ratio
 from roberta_recipe.training import data_loading, optimizers
-from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
+from roberta_recipe.training.data_workers import DataTimeout, ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 _DATA_DIGESTS = data_loading.RECORD[1:]  # of a step, a log line, a checkpoint and the record
@@ -33,7 +33,7 @@ _TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, n
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
-class Beginning(TrainerCallback):
+class TrainingStart(TrainerCallback):
     """Once the checkpoint is loaded: the command line's hyperparameters after allowed changes; a warning of slow
     tokenization."""
 
@@ -43,7 +43,7 @@ class Beginning(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         if trainer.changed:
-            optimizers.put_back(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
+            optimizers.restore_hyperparameters(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
         if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
             self.warn_of_tokenization(args)
 
@@ -69,7 +69,7 @@ class MlmTrainer(DurableTrainer):
     over all its targets / their number, in nats, so that it does not depend on the batch; eval_loss is the masked LM's,
     eval_loss_error its standard error over documents, eval_<name>_loss another objective's. The first micro-batch of a
     step carries its record (`data_loading.RECORD`). `skipped` has the positions that `train_dataset` leaves out.
-    `also_measured(trainer)`, called on all ranks, gives further metrics of each evaluation of `eval_dataset`.
+    `extra_metrics(trainer)`, called on all ranks, gives further metrics of each evaluation of `eval_dataset`.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class MlmTrainer(DurableTrainer):
         flops_per_token: float,
         resumed: dict[str, Any] | None,
         skipped: order.Skipped = (),
-        also_measured: Callable[["MlmTrainer"], dict[str, float]] | None = None,
+        extra_metrics: Callable[["MlmTrainer"], dict[str, float]] | None = None,
         callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks = [Beginning(self), *callbacks]
+        callbacks = [TrainingStart(self), *callbacks]
         columns = {name: objective.column for name, objective in model.objectives.items()}
         super().__init__(model=model, objectives=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self.changed: list[str] = resumed.get("changed", [])  # settings since the checkpoint
         # of all blocks consumed, in any order: as read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
-        self.skipped, self.also_measured = skipped, also_measured
+        self.skipped, self.extra_metrics = skipped, extra_metrics
         self._first_position = resumed.get("position", 0)
         self._consumed = np.zeros(3, dtype=np.int64)  # records of this process's steps, since last counted
         if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
@@ -114,7 +114,7 @@ class MlmTrainer(DurableTrainer):
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
         )
-        return leave_signals_to_trainer(loader)
+        return ignore_signals_in_workers(loader)
 
     @property
     def text_reader(self) -> TextReader | None:
@@ -131,7 +131,7 @@ class MlmTrainer(DurableTrainer):
         """The positions of the blocks of the last `count` steps, at most of this start's."""
         count = min(count, self.state.global_step - self._first_step)
         first = self._position_of(self.state.global_step + 1 - count)
-        return order.kept(first, count * self.fingerprint["global_batch_size"], self.skipped)
+        return order.unskipped(first, count * self.fingerprint["global_batch_size"], self.skipped)
 
     def _position_of(self, step: int) -> int:
         """The position of the first block of a step."""
@@ -145,9 +145,9 @@ class MlmTrainer(DurableTrainer):
         a text file has changed since the start."""
         if self.text_reader:  # each block of a token cache is checked when it is read
             check_unchanged(self.text_reader.corpus)
-        self.left_out = () if _internal_call else self.model.heads_of_objectives
+        self.unsaved_prefixes = () if _internal_call else self.model.heads_of_objectives
         super().save_model(output_dir, _internal_call)
-        self.left_out = ()
+        self.unsaved_prefixes = ()
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
@@ -157,7 +157,9 @@ class MlmTrainer(DurableTrainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.stopping.cooldown_share:
-            scheduler.lr_lambdas = [functools.partial(self.stopping.cooled, share) for share in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = [
+                functools.partial(self.stopping.with_cooldown, share) for share in scheduler.lr_lambdas
+            ]
         return scheduler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -186,7 +188,7 @@ class MlmTrainer(DurableTrainer):
         super().log(logs, start_time)
         self.state.epoch = epoch
 
-    def logged_beside(self):
+    def log_extras(self):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
@@ -196,7 +198,7 @@ class MlmTrainer(DurableTrainer):
     def record(self):
         return {
             **super().record(),
-            **self.logged_beside(),
+            **self.log_extras(),
             "global_batch_size": self.fingerprint["global_batch_size"],
             "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.stopping.stopped_by or "max_steps",
@@ -221,12 +223,12 @@ class MlmTrainer(DurableTrainer):
     def evaluate(self, *args, **kwargs):
         random_state = torch.get_rng_state()
         # batches of other shapes, and without gradients: each would be compiled by itself
-        with self.throughput.outside(), torch.compiler.set_stance("force_eager"):
+        with self.throughput.excluded(), torch.compiler.set_stance("force_eager"):
             metrics = super().evaluate(*args, **kwargs)
         torch.set_rng_state(random_state)  # the data loader drew from it; evaluations change nothing
         return metrics
 
-    def measured(self) -> dict[str, float]:
+    def last_metrics(self) -> dict[str, float]:
         """The metrics of the last step: as logged by training, else of `evaluate`."""
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry and entry["step"] == self.state.global_step:
@@ -264,9 +266,9 @@ class MlmTrainer(DurableTrainer):
         # (objectives, 2): sum of losses, targets; (documents, 2): of the masked LM; and the number of blocks
         sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
         clusters = max((example[masking.CLUSTER] for example in dataloader.dataset), default=-1) + 1
-        of_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
+        by_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
-        for inputs, counts in self._equally_many(dataloader):
+        for inputs, counts in self._equal_batch_counts(dataloader):
             inputs = {name: value for name, value in inputs.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
             documents = inputs.pop(masking.CLUSTER)
@@ -277,23 +279,23 @@ class MlmTrainer(DurableTrainer):
             for row, (name, column) in zip(sums, self.objectives.items(), strict=True):
                 targets = (inputs[column] != masking.IGNORED).sum().double()
                 row += torch.stack([output.loss_sums[name].double(), targets])
-            of_position = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
+            position_documents = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
             losses = output.losses.double()
-            of_document.index_add_(0, of_position, torch.stack([losses, torch.ones_like(losses)], 1))
+            by_document.index_add_(0, position_documents, torch.stack([losses, torch.ones_like(losses)], 1))
             blocks += len(inputs["labels"])
         totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
         metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
-        of_document = self.sum_over_processes(of_document).cpu().numpy()
-        if (error := error_of_ratio(*of_document.T)) is not None:  # a log line has numbers only
+        by_document = self.sum_over_processes(by_document).cpu().numpy()
+        if (error := error_of_ratio(*by_document.T)) is not None:  # a log line has numbers only
             metrics["loss_error"] = error
-        if self.also_measured and metric_key_prefix == "eval":  # not for each source again
-            metrics |= self.also_measured(self)
+        if self.extra_metrics and metric_key_prefix == "eval":  # not for each source again
+            metrics |= self.extra_metrics(self)
         examples = int(self.sum_over_processes(blocks))
-        metrics |= {"documents": int((of_document[:, 1] > 0).sum()), "blocks": examples}
+        metrics |= {"documents": int((by_document[:, 1] > 0).sum()), "blocks": examples}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
-    def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    def _equal_batch_counts(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
         """The batches of `dataloader`, each with whether it counts. Under ZeRO 3 a forward gathers weights from all
         ranks, so a rank with fewer batches adds some that do not count."""
         own = most = len(dataloader)

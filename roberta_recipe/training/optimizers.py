@@ -30,7 +30,7 @@ class Optimizer:
     lost_under_zero: str = ""  # why ZeRO, which flattens and splits the weights, would change the updates
 
 
-def own() -> list[str]:
+def custom_names() -> list[str]:
     """The names that `TrainingArguments` does not know."""
     return [name for name, optimizer in TABLE.items() if optimizer.build]
 
@@ -85,7 +85,7 @@ def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) ->
     return cls(groups, **kwargs)
 
 
-def _of_adam(args: TrainingArguments) -> dict[str, Any]:
+def _adam_options(args: TrainingArguments) -> dict[str, Any]:
     return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
@@ -98,7 +98,7 @@ def _lamb(args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[
     # the decay is part of the update that is normalized (Algorithm 2); `adam_debias`: no bias correction;
     # `adam`: no trust ratio, as in the authors' code for weights without decay (a bias of padding would dominate it)
     groups = [{**group, "adam": number > 0} for number, group in enumerate(groups)]
-    return Unclamped(groups, **_of_adam(args), weight_decouple=False, adam_debias=True)
+    return Unclamped(groups, **_adam_options(args), weight_decouple=False, adam_debias=True)
 
 
 def _muon(
@@ -108,7 +108,7 @@ def _muon(
     rest = [{**group, "params": [weight for weight in group["params"] if id(weight) not in ids]} for group in groups]
     # 0.02 is the author's, for updates scaled by a matrix's shape alone
     muon = {"lr": 0.02, "weight_decay": args.weight_decay, **optim_args}
-    return MuonAndAdamW(torch.optim.AdamW(rest, **_of_adam(args)), torch.optim.Muon(matrices, **muon))
+    return MuonAndAdamW(torch.optim.AdamW(rest, **_adam_options(args)), torch.optim.Muon(matrices, **muon))
 
 
 # runs of each resume bit for bit (tests/test_flags.py)
@@ -184,7 +184,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def put_back(
+def restore_hyperparameters(
     optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, groups: list[dict[str, Any]]
 ) -> None:
     """Restore the `hyperparameters` from before a checkpoint was loaded; the step of the schedule and the optimizer's

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import (
     HASHES_NAME,
@@ -22,7 +22,7 @@ from roberta_recipe.training.processes import from_first_process
 
 # what a run leaves that ended before its first checkpoint; "runs" is TensorBoard's
 _BEFORE_CHECKPOINT = {
-    *(lock.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
+    *(durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
 }
 
 
@@ -35,9 +35,9 @@ def prepare(args: TrainingArguments, extend: bool) -> None:
 
 def _prepare(path: Path, max_steps: int) -> None:
     durable.make_folder(path)
-    lock.take(path)
+    durable.lock(path)
     check_content(path, max_steps)
-    durable.remove_left(path)
+    durable.remove_stale(path)
 
 
 def check_content(path: Path, max_steps: int) -> None:
@@ -50,7 +50,7 @@ def check_content(path: Path, max_steps: int) -> None:
                 f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
                 "longer with a higher --max_steps and --resume_despite_changes true (on the longer schedule)"
             )
-    others = {entry.name for entry in path.iterdir() if not durable.is_aside(entry.name)} - _BEFORE_CHECKPOINT
+    others = {entry.name for entry in path.iterdir() if not durable.is_temporary(entry.name)} - _BEFORE_CHECKPOINT
     if others and not all_folders(path):
         raise InputError(
             f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "

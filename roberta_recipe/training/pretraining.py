@@ -22,11 +22,11 @@ from roberta_recipe.model import attention, initialization, masked_lm, objective
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.settings import fixed_values, flags_of, parse
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import arguments, checkpoint, launching, optimizers, stopping
+from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
-SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a row
+MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in a row
 
 Reader = TextReader | token_cache.TokenCache
 
@@ -117,7 +117,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     schedule that cannot be built."""
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
-    launching.check(training_args)
+    launch_checks.check(training_args)
     optimizers.check(training_args)
 
 
@@ -125,8 +125,8 @@ def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
     """`arguments.resolve` for the named model. Raises `InputError` also where its attention or its architecture cannot
     keep apart the sequences that share a row."""
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
-    arguments.resolve(args, training_args, config, unpads=True)
-    if args.input_format in SHARED_ROWS:
+    arguments.resolve(args, training_args, config, can_unpad=True)
+    if args.input_format in MULTI_SEQUENCE_FORMATS:
         attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
     if training_args.dataloader_num_workers and not args.token_cache:
         # a forked worker that tokenizes would wait for ever for the threads of a tokenizer that was used before

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, end_with_parent, free_memory, keep_freed_memory, local_processes
-from roberta_recipe.started import launcher, threads_are_the_users
+from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
 
 
 def set_up_process() -> None:
@@ -20,11 +20,11 @@ def set_up_process() -> None:
 
     Launchers give a CPU process OMP_NUM_THREADS=1, and the other cores would be idle; a user's setting stays.
     """
-    if (parent := launcher()) is not None:  # a process that a shell started outlives it, as `nohup` promises
+    if (parent := launcher_pid()) is not None:  # a process that a shell started outlives it, as `nohup` promises
         end_with_parent(parent, signal.SIGTERM)
     free_memory()
     keep_freed_memory()
-    if not torch.cuda.is_available() and launcher() and not threads_are_the_users():
+    if not torch.cuda.is_available() and launcher_pid() and not user_set_omp_threads():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
-from roberta_recipe.log import SILENT_S, Bar, duration, logger
+from roberta_recipe.log import LOG_INTERVAL_S, Bar, duration, logger
 
-WAITS = 0.01  # the share of time in waiting for data that a log line shows
-_OF_SPEED = ("runtime", "_per_second")
+MIN_DATA_WAIT = 0.01  # the share of time in waiting for data that a log line shows
+_SPEED_SUFFIXES = ("runtime", "_per_second")
 
 
 class Progress(TrainerCallback):
@@ -21,10 +21,10 @@ class Progress(TrainerCallback):
         self._steps_after = steps_after
         self._training = self._evaluation = None  # bars
         self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
-        self._said_s = 0.0  # the time of the last line
+        self._last_line_s = 0.0  # the time of the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._first_step, self._said_s = state.global_step + 1, time.monotonic()
+        self._first_step, self._last_line_s = state.global_step + 1, time.monotonic()
         if state.is_world_process_zero:
             self._training = _bar(tqdm, args, "Training", " steps", state.max_steps)
             self._training.n = state.global_step
@@ -35,7 +35,7 @@ class Progress(TrainerCallback):
         if self._training is None:
             return
         self._training.update()
-        if self._training.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
+        if self._training.disable and time.monotonic() - self._last_line_s > LOG_INTERVAL_S and not control.should_log:
             self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -43,7 +43,7 @@ class Progress(TrainerCallback):
             self._say(line)
 
     def _say(self, line: str) -> None:
-        self._said_s = time.monotonic()
+        self._last_line_s = time.monotonic()
         with tqdm.external_write_mode():  # the line stands above the bar
             logger.info(line)
 
@@ -74,14 +74,14 @@ class Progress(TrainerCallback):
             items += [f"lr {logs['learning_rate']:.1e}"]
             items += [f"{logs['tokens_per_second']:,} tokens/s"] if "tokens_per_second" in logs else []
             items += [f"{logs['mfu']:.0%} of the matrix rate"] if "mfu" in logs else []
-            items += [f"data wait {logs['data_wait']:.0%}"] if logs.get("data_wait", 0) >= WAITS else []
+            items += [f"data wait {logs['data_wait']:.0%}"] if logs.get("data_wait", 0) >= MIN_DATA_WAIT else []
             items += [f"{logs['skipped_steps']} skipped"] if logs.get("skipped_steps") else []
             return "  ".join([*items, *self._remaining(state)])
         shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         values = [
             f"{name} {value:{'.1%' if name == 'blimp' else '.4g'}}"
             for name, value in shown.items()
-            if not name.endswith(_OF_SPEED)
+            if not name.endswith(_SPEED_SUFFIXES)
         ]
         return "  ".join([*items, "validation", *values]) if values else ""
 

@@ -26,9 +26,9 @@ from roberta_recipe import durable
 from roberta_recipe.data.order import Skipped, in_words, union
 from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
-from roberta_recipe.started import continue_with
 from roberta_recipe.training import processes
 from roberta_recipe.training.checkpoint import newest_first
 from roberta_recipe.training.processes import from_first_process
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _SAME_INTERRUPT_S = 2.0  # a terminal's Ctrl-C reaches a process, and again through its launcher
 WINDOW = 128  # steps that a loss is compared with
-NEEDED = 32  # steps before the first spike
-STEPS_LEFT_OUT = 2  # the step of the spike, and the step before it, whose update led there
-MOST_RETURNS = 3  # to the same checkpoint
+MIN_LOSSES = 32  # steps before the first spike
+STEPS_SKIPPED = 2  # the step of the spike, and the step before it, whose update led there
+MAX_REWINDS = 3  # to the same checkpoint
 
 
 class Stopping(TrainerCallback):
@@ -67,12 +67,12 @@ class Stopping(TrainerCallback):
         self._begun_s = time.monotonic()
         # a shell script's background job ignores Ctrl-C
         numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self._note) for number in numbers}
+        handlers = {number: signal.signal(number, self._handle_signal) for number in numbers}
         try:
             yield
         except KeyboardInterrupt:  # the second
             step = self.trainer.state.global_step + 1
-            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {continue_with()}") from None
+            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {resume_hint()}") from None
         except Exception as error:
             if (explained := explain(self.trainer, error)) is None:
                 raise
@@ -81,7 +81,7 @@ class Stopping(TrainerCallback):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, _: Any) -> None:
+    def _handle_signal(self, number: int, _: Any) -> None:
         now_s, self.signaled_by = time.monotonic(), SIGNALS[number]
         if number != signal.SIGINT:
             return
@@ -98,7 +98,7 @@ class Stopping(TrainerCallback):
             return 0.0
         return (time.monotonic() - self._begun_s) / (60 * self.minutes)
 
-    def cooled(self, schedule: Callable[[int], float], step: int) -> float:
+    def with_cooldown(self, schedule: Callable[[int], float], step: int) -> float:
         """`schedule` at `step`, falling linearly to 0 over the last `cooldown_share` of the time limit."""
         return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
 
@@ -128,7 +128,7 @@ class Stopping(TrainerCallback):
         gradient, as DeepSpeed would skip the step and train on."""
         trainer = self.trainer
         if self.deviations and is_spike(loss, self.recent_losses, self.deviations):
-            raise from_first_process(trainer.args, lambda: leave_out(trainer, loss, self.stopped_by or "a loss spike"))
+            raise from_first_process(trainer.args, lambda: skip_spike(trainer, loss, self.stopped_by or "a loss spike"))
         self.recent_losses.append(loss)
         if not_finite or trainer.step_was_skipped:
             kind = "loss" if not_finite else "gradient"
@@ -149,7 +149,7 @@ class Stopping(TrainerCallback):
 
     def _end(self, what: str) -> None:
         processes.leave_process_group()
-        raise Stopped(f"stopped by {self.stopped_by}: {what}. {continue_with()}", self.stopped_by)
+        raise Stopped(f"stopped by {self.stopped_by}: {what}. {resume_hint()}", self.stopped_by)
 
 
 def _name(signaled: Sequence[float]) -> str | None:
@@ -165,7 +165,7 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
             "true --fp16 false)"
         )
     if lost := lost_process(error):
-        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {continue_with()}")
+        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
     if is_out_of_memory(error):
         return RunError(
             f"out of memory at step {step + 1} ({first_line(error)}): lower per_device_train_batch_size="
@@ -180,15 +180,15 @@ def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
     if not math.isfinite(loss):
         return True
     window = list(before)[-WINDOW:]
-    return len(window) >= NEEDED and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
+    return len(window) >= MIN_LOSSES and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
 
 
 def read_skipped(output_dir: str | Path) -> Skipped:
     """The blocks that a run leaves out since its loss spikes."""
-    return union(range(*part) for entry in _read_returns(output_dir) for part in entry["blocks"])
+    return union(range(*part) for entry in _read_spikes(output_dir) for part in entry["blocks"])
 
 
-def _read_returns(output_dir: str | Path) -> list[dict[str, Any]]:
+def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
     """Every loss spike of a run, from its folder. Raises `InputError` where the file is damaged."""
     path = Path(output_dir, SKIPPED_NAME)
     try:
@@ -200,20 +200,20 @@ def _read_returns(output_dir: str | Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def leave_out(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
+def skip_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     """Write the blocks that the next start leaves out, for a spike of the last step, into the run's folder; returns
     the error that ends this start, with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    returns, saved = _read_returns(output_dir), newest_first(output_dir)
+    returns, saved = _read_spikes(output_dir), newest_first(output_dir)
     saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
-    if sum(entry["step"] > saved_step for entry in returns) >= MOST_RETURNS:
+    if sum(entry["step"] > saved_step for entry in returns) >= MAX_REWINDS:
         return RunError(
-            f"{what}, and {MOST_RETURNS} starts from the same checkpoint ended so before: lower learning_rate or warm "
+            f"{what}, and {MAX_REWINDS} starts from the same checkpoint ended so before: lower learning_rate or warm "
             f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer.last_good}"
         )
-    blocks = trainer.blocks_of_steps(STEPS_LEFT_OUT)
+    blocks = trainer.blocks_of_steps(STEPS_SKIPPED)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*returns, entry]})
     left_out = f"the next start leaves out blocks {in_words(blocks)}"
-    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer.last_good} {continue_with()}", by)
+    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer.last_good} {resume_hint()}", by)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
-from roberta_recipe.hardware import forget_peak_memory, matrix_rate
+from roberta_recipe.hardware import matrix_rate, reset_peak_memory
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention
 
@@ -49,13 +49,13 @@ class Throughput(TrainerCallback):
         self.args = args
         self.matrix_rate: float | None = None  # FLOP/s of this process's device
         self._since_s: float | None = None
-        self._outside_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
+        self._excluded_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Measure `matrix_rate`."""
         precision, device = attention.precision(args), args.device
         self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
-        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
+        reset_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
         on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
         where = torch.cuda.get_device_name() if on_gpu else threads
         if args.process_index == 0:
@@ -72,11 +72,11 @@ class Throughput(TrainerCallback):
             state.log_history[-1] |= figures
 
     @contextlib.contextmanager
-    def outside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Time within is no training."""
         start_s = time.monotonic()
         yield
-        self._outside_s += time.monotonic() - start_s
+        self._excluded_s += time.monotonic() - start_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Throughput(TrainerCallback):
     def figures(self) -> dict[str, float]:
         """`tokens_per_second`, `data_wait` (share of this process's time) and, where the FLOPs are known, `mfu`, since
         the last call."""
-        elapsed_s = time.monotonic() - self._since_s - self._outside_s
+        elapsed_s = time.monotonic() - self._since_s - self._excluded_s
         figures = {
             "tokens_per_second": round(self._tokens / elapsed_s),
             "data_wait": round(self._waited_s / elapsed_s, 4),
@@ -107,5 +107,5 @@ class Throughput(TrainerCallback):
         return figures
 
     def _restart(self) -> None:
-        self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
+        self._since_s, self._excluded_s, self._waited_s = time.monotonic(), 0.0, 0.0
         self._tokens, self._flops = 0, 0.0
