@@ -264,4 +264,4 @@ def test_a_tokenizer_without_a_template_is_warned_of(tmp_path, tokenizer, caplog
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
     bare.backend_tokenizer.post_processor = processors.ByteLevel()
     with_config(tmp_path / "bare", bare)
-    assert "does not put two special tokens around a text" in caplog.text
+    assert "does not add two special tokens around a text" in caplog.text

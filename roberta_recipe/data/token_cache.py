@@ -1,13 +1,13 @@
 """Token cache: a corpus tokenized and packed once, memory-mapped, for runs of many passes (paper, Table 9: some 60).
 
-    <folder>/fingerprint.json                      settings of the cache; one of another corpus, tokenizer, format or
-                                                   length is refused
-    <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token; of
-                                                   pairs also train-<n>-1 to -9, the versions of later passes
-    <folder>/<source>/{train,validation}-<n>.json  written after it: columns, and offset and hash of each chunk
+    <folder>/fingerprint.json                      settings; a cache of another corpus, tokenizer, format or length is
+                                                   refused
+    <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token;
+                                                   for pairs also train-<n>-1 to -9, the versions of later passes
+    <folder>/<source>/{train,validation}-<n>.json  written last: columns, and offset and hash of each chunk
 
-A shard is a function of its file, so that any processes and machines make the same bytes, and an interrupted build
-continues. JSON files carry a checksum; a chunk is compared with its hash when it is opened.
+A shard is a function of its file: any process or machine writes the same bytes, and an interrupted build continues.
+JSON files have a checksum; a chunk's hash is verified when it is opened.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from roberta_recipe import durable
-from roberta_recipe.data.chunks import Chunk, File, TextReader, pair_versions, total
+from roberta_recipe.data.chunks import Chunk, File, TextReader, pair_versions, sum_counts
 from roberta_recipe.data.corpus import Corpus
 from roberta_recipe.data.documents import Row, file_rows, text_hash
 from roberta_recipe.data.packing import Columns
@@ -37,14 +37,14 @@ from roberta_recipe.log import Bar, counted, logger
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
-_LENGTHS = "lengths"  # the column of each block's tokens
+_LENGTHS = "lengths"  # column: tokens of each block
 _REPACK = "start the same command again, which packs it again"
-_pack_in_worker: Callable[[list[File]], int]  # set in a packing process
+_pack_in_worker: Callable[[list[File]], int]  # global of a packing process
 
 
 class TokenCache:
-    """Chunks of a complete cache; nothing is read to start at any position. Raises `InputError` for a damaged shard:
-    names and sizes are checked at once, the hash of a chunk when it is opened."""
+    """Provider of chunks from a complete cache; starting at any position reads nothing. Raises `InputError` for a
+    damaged shard: names and sizes are checked here, the hash of a chunk when it is opened."""
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
@@ -63,7 +63,7 @@ class TokenCache:
         return self._chunks[file]
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file; each is opened when one of its blocks is read."""
+        """The chunks of a file, each opened lazily."""
         metadata, path = self._metadata[file], self.folder / shard_path(self.corpus, file)
         for chunk, (_, *place) in zip(self._chunks[file], metadata["chunks"], strict=True):
             yield chunk, CachedBlocks(path, metadata, chunk.blocks, *place)
@@ -74,7 +74,7 @@ class TokenCache:
 
 
 class CachedBlocks(Sequence):
-    """The `count` blocks of a chunk: `size` bytes of a shard at `offset`. Raises `InputError` for a damaged shard, and
+    """The `count` blocks of a chunk, `size` bytes of a shard at `offset`. For a damaged shard, raises `InputError` and
     removes its JSON file, so that the next start packs it again."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], count: int, offset: int, size: int, hash: str):
@@ -99,7 +99,7 @@ class CachedBlocks(Sequence):
 
     @functools.cached_property
     def opened(self) -> tuple[np.ndarray, Columns, Columns]:
-        """(ends of the blocks in tokens, columns with a number a block, columns with a number a token)."""
+        """(ends of the blocks in tokens, columns with one number per block, columns with one number per token)."""
         content = np.memmap(self._path, np.uint8, "r", self._offset, self._size)
         if xxhash.xxh3_128_hexdigest(content) != self._hash:
             raise ValueError(f"hash of bytes {self._offset} to {self._offset + self._size}")
@@ -113,12 +113,12 @@ class CachedBlocks(Sequence):
 
 
 def tokens_per_pass(folder: str | Path) -> int | None:
-    """Tokens of the training blocks of a cache's first pass; None where it holds none."""
+    """Training tokens of one pass over a cache; None for an empty one."""
     try:
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
-    except (OSError, ValueError, KeyError):  # KeyError: of a former version, which is refused later
+    except (OSError, ValueError, KeyError):  # KeyError: of an earlier version, which is refused later
         return None
-    return total(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
+    return sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
 
 
 def shard_path(corpus: Corpus, file: File) -> str:
@@ -127,8 +127,8 @@ def shard_path(corpus: Corpus, file: File) -> str:
 
 
 def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
-    """All shards of a cache. Those of one list are packed in one reading of a file: its training shard, and the shard
-    of the documents held out of it. Of pairs, each training file has a shard for each version."""
+    """All shards of a cache, grouped by what one reading of a file packs: its training shard, and the shard of its
+    held-out documents. For pairs, each training file has a shard per version."""
     shards: list[list[File]] = []
     for number, source in enumerate(corpus.sources):
         train, held_out = (
@@ -141,8 +141,8 @@ def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
 
 
 def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
-    """Begin a cache with this fingerprint in `folder` where there is none; returns the hash that its shards carry.
-    Raises `InputError` for a cache with another fingerprint."""
+    """Create a cache in `folder`, or check that the existing one has this fingerprint; returns the hash that its shards
+    carry. Raises `InputError` for another fingerprint."""
     folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
     durable.make_folder(folder, "token_cache")
     if not (folder / FINGERPRINT).exists():
@@ -164,14 +164,14 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
-    """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
+    """Complete the cache before training: each of `processes` packs its share and waits for the others."""
     while not build(folder, reader, num_proc=num_proc, machine=process, machines=processes):
-        time.sleep(5)  # no collective operation: packing may outlast its timeout
+        time.sleep(5)  # a collective operation could time out
 
 
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
-    """Pack the files of one of `machines` (every `machines`-th, from `machine` on) whose shards are missing or have
-    another size; returns whether the cache is complete."""
+    """Pack one machine's share of the files (every `machines`-th, from `machine` on), as far as their shards are
+    missing or have another size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
     read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
@@ -203,7 +203,7 @@ def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
 
 
 def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
-    """Tokens of each file as it is packed; by threads of the tokenizer, or by processes with one thread each."""
+    """Pack files with the tokenizer's threads or, from two files on, with processes; yields the tokens of each."""
     workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")
     if workers <= 1:
         yield from map(pack, to_pack)
@@ -223,7 +223,7 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
 
 
 def _begin_worker(parent: int, pack: Callable[[list[File]], int]) -> None:
-    """Start of a packing process, which ends with its parent and leaves Ctrl-C to it."""
+    """Set up a packing process: it ends with its parent, which handles Ctrl-C."""
     global _pack_in_worker
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -235,7 +235,7 @@ def _pack_here(files: list[File]) -> int:
 
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File]) -> int:
-    """Write the shards of one file, its own and that of the documents held out of it; returns their tokens."""
+    """Write the shards of one file, of training and of held-out documents; returns their tokens."""
     file, corpus, held_out = files[0], reader.corpus, []
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.number]
@@ -244,15 +244,15 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File
 
 
 def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
-    """The held-out `rows` of a file, filled as its training split is read, without those `excluded`."""
-    passed_over = 0
+    """The held-out `rows` of a file, a list that reading its training split fills, without those `excluded`."""
+    skipped = 0
     for row in rows:
         if text_hash(row.text) in excluded:
-            passed_over += 1
+            skipped += 1
         else:
-            yield row._replace(held_out=passed_over)
-            passed_over = 0
-    yield Row(-1, None, held_out=passed_over)
+            yield row._replace(held_out=skipped)
+            skipped = 0
+    yield Row(-1, None, held_out=skipped)
 
 
 def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], reader: TextReader) -> int:
@@ -273,12 +273,12 @@ def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], 
     finally:
         temporary.unlink(missing_ok=True)
     durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **metadata})
-    return total(chunk for chunk, *_ in metadata["chunks"])["tokens"]
+    return sum_counts(chunk for chunk, *_ in metadata["chunks"])["tokens"]
 
 
 def _columns(block: Columns) -> dict[str, list[str]]:
-    """name -> [type, "block" or "token"] of the columns of blocks like `block`, in their order on disk: first those of
-    a number a block, then the widest types, so that each is aligned."""
+    """name -> [type, "block" or "token"] of a block's columns, in their order on disk: columns with one number per
+    block first, wide types first, so that each is aligned."""
     kinds = {
         name: [value.dtype.name, "token"] if isinstance(value, np.ndarray) else ["int64", "block"]
         for name, value in block.items()
