@@ -230,7 +230,7 @@ def test_a_remote_file_is_known_by_size_and_version():
     assert identity == ([path, 4, None], None) and path.startswith("memory://")
     corpora.check_unchanged(corpus)
     hub = "hf://datasets/org/data@0123/a.parquet"
-    assert corpora._identity(hub).values == [hub]
+    assert corpora._hash_file(hub).values == [hub]
 
 
 @pytest.mark.parametrize("own_source", [True, False])

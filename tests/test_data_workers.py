@@ -51,8 +51,8 @@ def test_a_step_of_many_micro_batches_passes_the_limit_of_open_files(preset, tmp
 
 def test_too_little_shared_memory_is_said_before_training(preset, tmp_path, monkeypatch):
     """A bus error of a data worker otherwise. The bytes are those of a step's tensors."""
-    sent, pack = [], data_loading.packed
-    monkeypatch.setattr(data_loading, "packed", lambda batches: sent.append(pack(batches)) or sent[-1])
+    sent, pack = [], data_loading.flatten_batches
+    monkeypatch.setattr(data_loading, "flatten_batches", lambda batches: sent.append(pack(batches)) or sent[-1])
     train(preset, "--max_steps", 1, "--output_dir", tmp_path / "measured")
     step_bytes = sum(column.nbytes for column in sent[0][0].values())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3.5 * step_bytes))

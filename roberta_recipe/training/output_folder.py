@@ -1,4 +1,4 @@
-"""The output folder of a run: created, locked, and checked for files of another run."""
+"""Output folder of a run: creation, lock, and a check for files of other runs."""
 
 from pathlib import Path
 
@@ -20,16 +20,16 @@ from roberta_recipe.record import (
 from roberta_recipe.training.checkpoint import all_folders
 from roberta_recipe.training.processes import from_first_process
 
-# what a run leaves that ended before its first checkpoint; "runs" is TensorBoard's
+# files of a run that ended before its first checkpoint; "runs" is TensorBoard's
 _BEFORE_CHECKPOINT = {
     *(durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
 }
 
 
 def prepare(args: TrainingArguments, extend: bool) -> None:
-    """Create and lock the output folder, on the first process. Raises `InputError`, on all processes, where another run
-    uses it, and where it holds anything but a run to continue, so that nothing is overwritten. With `extend`, a
-    finished run with fewer than `max_steps` steps is one."""
+    """Create and lock the output folder, on rank 0. Raises `InputError`, on all ranks, if another process uses it, or
+    if it holds anything but a run to resume, so that nothing is overwritten. `extend`: also resume a finished run that
+    has fewer than `max_steps` steps."""
     from_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
 
 
@@ -42,7 +42,7 @@ def _prepare(path: Path, max_steps: int) -> None:
 
 def check_content(path: Path, max_steps: int) -> None:
     """Raise `InputError` for a finished run, unless the time limit ended it or it has fewer than `max_steps` steps, and
-    for files of other origin."""
+    for files without a checkpoint."""
     if (path / RECORD_NAME).exists():
         record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
         if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:

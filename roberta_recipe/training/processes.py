@@ -1,5 +1,4 @@
-"""The processes of a run: thread count and memory at the start, end with the launcher, results of the first rank, end
-of the process group."""
+"""Set-up of a process (threads, allocator, end with the launcher), broadcast from rank 0, end of the process group."""
 
 import signal
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
 
 
 def set_up_process() -> None:
-    """End with the launcher, free the memory of an earlier run in this process, keep memory that is freed, and divide
-    the cores among this machine's processes if they train on the CPU.
+    """End with the launcher, free the memory of an earlier run in this process, have glibc reuse freed memory, and
+    divide the cores among this machine's processes if they train on the CPU.
 
-    Launchers give a CPU process OMP_NUM_THREADS=1, and the other cores would be idle; a user's setting stays.
+    Launchers set OMP_NUM_THREADS=1 for CPU processes, which leaves cores idle; a user's own setting stays.
     """
-    if (parent := launcher_pid()) is not None:  # a process that a shell started outlives it, as `nohup` promises
+    if (parent := launcher_pid()) is not None:  # without a launcher, `nohup` must work
         end_with_parent(parent, signal.SIGTERM)
     free_memory()
     keep_freed_memory()
@@ -29,7 +28,7 @@ def set_up_process() -> None:
 
 
 def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
-    """What `call()` returns on the first process, in all processes; an `InputError` of it is raised in all."""
+    """The result of `call()` on rank 0, broadcast to all ranks; its `InputError` is raised on all ranks."""
     result: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -44,7 +43,7 @@ def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
 
 
 def leave_process_group() -> None:
-    """End together: no process closes its connections while another still works."""
+    """Barrier, then end of the process group, so that no rank closes its connections while another still works."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

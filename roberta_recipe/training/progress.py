@@ -8,19 +8,19 @@ from transformers import TrainerCallback, TrainingArguments
 
 from roberta_recipe.log import LOG_INTERVAL_S, Bar, duration, logger
 
-MIN_DATA_WAIT = 0.01  # the share of time in waiting for data that a log line shows
+MIN_DATA_WAIT = 0.01  # share of the time; log lines omit a smaller one
 _SPEED_SUFFIXES = ("runtime", "_per_second")
 
 
 class Progress(TrainerCallback):
-    """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on the first rank,
-    above a progress bar on a terminal; elsewhere also a line with the ETA between distant entries. All figures are in
-    `log.jsonl`. `steps_after`: steps of the runs that follow, in the ETA of all."""
+    """Prints `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on rank 0, above a
+    progress bar on a terminal; without a terminal, a line with the ETA every `LOG_INTERVAL_S` too. `log.jsonl` has all
+    figures. `steps_after`: steps of later runs, for the ETA of all runs."""
 
     def __init__(self, steps_after: int = 0):
         self._steps_after = steps_after
         self._training = self._evaluation = None  # bars
-        self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
+        self._begun_s, self._first_step = 0.0, 0  # end of this start's first step, which includes the first data wait
         self._last_line_s = 0.0  # the time of the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -44,7 +44,7 @@ class Progress(TrainerCallback):
 
     def _say(self, line: str) -> None:
         self._last_line_s = time.monotonic()
-        with tqdm.external_write_mode():  # the line stands above the bar
+        with tqdm.external_write_mode():  # above the bar
             logger.info(line)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
@@ -66,7 +66,7 @@ class Progress(TrainerCallback):
             self._training = None
 
     def _line(self, state, logs: dict[str, Any]) -> str:
-        """The line of a log entry; empty for the entry at the end of training, which the record has."""
+        """The console line of a log entry; empty for `Trainer`'s entry at the end of training."""
         items = [f"step {state.global_step:,}/{state.max_steps:,}"]
         if "loss" in logs:
             items += [f"loss {logs['loss']:#.3g}"]
