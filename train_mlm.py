@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with training_args.main_process_first():  # one process collects docstrings and hashes files, the others read them
+    with training_args.main_process_first():  # collects docstrings and hashes files; the other ranks use its caches
         corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_demonstration(argv, args, corpus)
         check_sources(corpus)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer)
 
-    # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
+    # 3. Checkpoint to resume from; training blocks from its position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
@@ -130,8 +130,7 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and choices that exclude each other; resolve batch and attention, and
-    lock the output folder."""
+    """Raise `InputError` for invalid values and combinations; resolve batch and attention; lock the output folder."""
     pretraining.check_data(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
@@ -142,8 +141,8 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
-    """Where the command line names neither preset nor text, log that this is the demonstration and not the recipe, and
-    train its tokenizer if it does not exist."""
+    """If the command line names neither preset nor text, log that this is the demonstration, and train its tokenizer
+    if it does not exist."""
     if config_of(argv) or not all(source.builtin for source in corpus.sources):
         return
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
@@ -160,7 +159,7 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
 
 
 def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` for a `fill_mask_examples` that cannot be completed at the end."""
+    """Raise `InputError` for `fill_mask_examples` without exactly one mask token, or too long."""
     for sentence in args.fill_mask_examples or []:
         ids = tokenizer(sentence).input_ids
         if ids.count(tokenizer.mask_token_id) != 1 or len(ids) > args.max_seq_length:
@@ -170,7 +169,7 @@ def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> No
 def build_blocks(
     args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict[str, Any] | None
 ) -> TrainBlocks:
-    """This process's training blocks, from the checkpoint's position on."""
+    """This process's training blocks, beginning at the checkpoint's position."""
     return TrainBlocks(
         reader,
         batch_size=args.global_batch_size // training_args.world_size,
@@ -224,7 +223,7 @@ def announce_run(
 
 
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
-    """Log the checkpoint that training resumes from, and the blocks that it leaves out."""
+    """Log the checkpoint that training resumes from, and the skipped blocks."""
     if skipped:
         logger.info(f"Left out    blocks {order.in_words(skipped)}")
     if resumed_from:
@@ -232,7 +231,7 @@ def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:
-    """Write loss curve and run record; print predictions, losses and files."""
+    """Write the loss curve and the run record; print predictions, losses and file names."""
     curve = os.path.join(output_dir, records.CURVE_NAME)
     plots.plot_loss(record, curve)
     records.write_record(record, output_dir)  # the last file: with it the run is finished
@@ -253,8 +252,8 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
 
 
 def show_predictions(sentences: list[str], checkpoint: str) -> None:
-    """Print the five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
-    from transformers import pipeline  # a tenth of a second
+    """Print the five most likely words for each `<mask>`, with Hugging Face's `pipeline`."""
+    from transformers import pipeline  # a slow import
 
     fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")
     print()

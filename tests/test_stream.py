@@ -44,7 +44,7 @@ from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unpacked
+from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unflatten_batches
 
 POSITIONS = 200
 FORMATS = ["full_sentences", "doc_sentences", "contiguous", "segment_pair nsp", "sentence_pair sop"]
@@ -327,7 +327,7 @@ def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, s
     columns, shapes, record = micro_batches(
         lambda blocks: {"ids": torch.tensor([block.id for block in blocks])}, size, blocks
     )
-    found = [batch["ids"].tolist() for batch in unpacked(columns, shapes, "cpu")]
+    found = [batch["ids"].tolist() for batch in unflatten_batches(columns, shapes, "cpu")]
     assert sorted(itertools.chain.from_iterable(found)) == [*range(len(lengths))] and record[0] == sum(lengths)
     assert [*map(len, found)] == [len(lengths[start:][:size]) for start in range(0, len(lengths), size)]
     by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]

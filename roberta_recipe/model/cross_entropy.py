@@ -1,8 +1,7 @@
-"""Memory-saving cross-entropy over a large vocabulary: a few rows in fp32 at a time, the softmax recomputed in the
-backward pass.
+"""Memory-efficient cross-entropy over a large vocabulary: chunked in fp32, with recomputation in the backward pass.
 
-`functional.cross_entropy(logits.float(), ...)` keeps logits, log-probabilities and both gradients in fp32: 12 bytes a
-logit, 6 GB for 9,800 positions of 50,304. This keeps the logits and their gradient, in the precision of the logits.
+`functional.cross_entropy(logits.float(), ...)` keeps logits, log-probabilities and both gradients in fp32: 12 bytes per
+logit, 6 GB for 9,800 positions of 50,304. Here, only the logits and their gradient are kept, in their own precision.
 """
 
 import torch
@@ -35,7 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """The number of positions with logits in fp32 at a time."""
+    """Positions per chunk."""
     return max(1, LOGITS_AT_ONCE // vocab_size)
 
 

@@ -1,5 +1,5 @@
-"""The flags of the scripts: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10), each flag's resume
-scope, and the flags of pretraining and fine-tuning beside them."""
+"""Command-line arguments: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10) and resume scopes, and the
+further flags of pretraining and fine-tuning."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -80,8 +80,8 @@ TRAINER_FLAGS: dict[str, Flag] = {
     **{name: Flag("start") for name in _START},
     **{name: Flag("locked", because=reason) for reason, names in _LOCKED.items() for name in names},
 }
-# Trainer would do these a second time: SIGTERM saves the step, tokens_seen excludes padding, a training batch is always
-# whole (and dropping the last one would cut evaluation too)
+# this recipe does these itself: SIGTERM saves the step, tokens_seen excludes padding, training batches are always full
+# (dataloader_drop_last would shorten evaluation)
 _DONE_HERE = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
 
 
@@ -150,9 +150,9 @@ def resolve(
     micro_batch: int | None = None,
     can_unpad: bool = False,
 ) -> None:
-    """Set what the flags leave open: global batch, its micro-batches (of `micro_batch`, or as the flag says), attention
-    of a model of `config` (`can_unpad`: its class can). Called right after parsing; nothing else assigns to argument
-    objects. Raises `InputError`."""
+    """Set the derived arguments: global batch, micro-batch (`micro_batch`, default: the flag), accumulation, attention
+    of a model of `config` (`can_unpad`: its class supports unpadded batches). Called right after parsing; nothing else
+    assigns to argument objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
