@@ -26,7 +26,8 @@ def set_up_logging() -> None:
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(each, Redact) for each in handler.filters):
                 handler.addFilter(Redact())
-    logging.getLogger("DeepSpeed").addFilter(_drop_cpu_warning)
+    # imported by accelerate if it is installed, DeepSpeed warns on every machine without a GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in {"transformers", "datasets"} & sys.modules.keys():  # not imported here, which takes seconds
         sys.modules[name].utils.logging.set_verbosity_warning()
@@ -35,11 +36,6 @@ def set_up_logging() -> None:
     # raised by DeepSpeed's own calls
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
-
-
-def _drop_cpu_warning(record: logging.LogRecord) -> bool:
-    """Logging filter: DeepSpeed, which accelerate imports if it is installed, warns on every machine without a GPU."""
-    return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
 class Bar(tqdm):

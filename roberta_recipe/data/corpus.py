@@ -121,18 +121,16 @@ def read_corpus(path: str | Path) -> Corpus:
             raise InputError(f"{where} has no name; name it with `name:`")
         entry = check_mapping(entry, [Source], where)
         for key in ("files", "validation_files"):
-            if entry.get(key):
-                entry[key] = _expand_variables(entry[key], where)
+            if patterns := entry.get(key):
+                patterns = [patterns] if isinstance(patterns, str) else patterns
+                entry[key] = [os.path.expandvars(pattern) for pattern in patterns]
+                if unset := re.search(r"\$\{(\w+)\}", " ".join(entry[key])):
+                    raise InputError(
+                        f"{where}: environment variable {unset[1]} is not set; export {unset[1]}=<your folder>"
+                    )
         sources.append(Source(**entry))
     computed = ("name", "sources", "resolved", "excluded", "file_hashes")
     return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=computed))
-
-
-def _expand_variables(patterns: str | list[str], where: str) -> list[str]:
-    expanded = [os.path.expandvars(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
-    if unset := re.search(r"\$\{(\w+)\}", " ".join(expanded)):
-        raise InputError(f"{where}: the environment variable {unset[1]} is not set; export {unset[1]}=<your folder>")
-    return expanded
 
 
 def corpus_of_files(

@@ -17,7 +17,6 @@ REVISION = 2  # of the algorithm for spans and n-grams; part of the fingerprint
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _POSITIONS = 32  # attempts to place a span
 _PHRASE_SHARE = 0.5  # of the units drawn, with masking_unit entity or noun_phrase
-_OCCUPIED = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
@@ -91,7 +90,7 @@ def choose_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
         for _ in range(_POSITIONS):
             begin = int(uniform() * count)
             if occupied.count(0, begin + 1, begin + 1 + length) == length:
-                occupied[begin : begin + length + 2] = _OCCUPIED[length]
+                occupied[begin : begin + length + 2] = b"\1" * (length + 2)
                 begins.append(borders[begin])
                 ends.append(borders[begin + length])
                 break

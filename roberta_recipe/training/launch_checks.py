@@ -39,10 +39,6 @@ def check(args: TrainingArguments) -> None:
             f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    _check_precision(args)
-
-
-def _check_precision(args: TrainingArguments) -> None:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
         raise InputError(
