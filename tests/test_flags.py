@@ -325,8 +325,8 @@ def equal(first, second):
 
 
 ODD = [
-    ("--optim_args momentum=0.9", "optim=adamw_torch_fused cannot take them .it has no momentum, it takes no"),
-    ("--optim sgd --optim_args momentun=0.9", "no momentun, it takes momentum, dampening, nesterov;"),
+    ("--optim_args momentum=0.9", "optim=adamw_torch_fused with .*: unknown argument momentum .valid: none"),
+    ("--optim sgd --optim_args momentun=0.9", "unknown argument momentun .valid: momentum, dampening, nesterov"),
     ("--optim sgd --optim_args momentum", "write them as name=value"),
     ("--optim sgd --optim_args momentum=-1", "Invalid momentum"),
     ('--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_type=linear .*num_cycles"),

@@ -183,7 +183,7 @@ def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(pres
 
 def test_a_run_that_spikes_in_every_start_ends(preset, tmp_path, poisoned):
     poisoned |= set(range(40, 10_000))
-    with pytest.raises(RunError, match=r"3 starts from the same checkpoint ended so before: lower learning_rate"):
+    with pytest.raises(RunError, match=r"as in 3 earlier starts from the same checkpoint: lower learning_rate"):
         train_through(preset, *SAVING, "--rewind_on_spike", 20)
     returns = durable.read_sealed(tmp_path / "run" / SKIPPED_NAME)["returns"]
     assert [entry["step"] for entry in returns] == [6, 5, 5]

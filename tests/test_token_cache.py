@@ -197,7 +197,7 @@ def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypat
         create(path, values)
 
     monkeypatch.setattr(durable, "create_sealed", create_late)
-    with pytest.raises(InputError, match=r"made from something else: tokenizer was 'another', is 'one'"):
+    with pytest.raises(InputError, match=r"has other settings: tokenizer was 'another', is 'one'"):
         token_cache.claim(tmp_path / "cache", {"tokenizer": "one"})
     assert durable.read_sealed(tmp_path / "cache" / token_cache.FINGERPRINT)["tokenizer"] == "another"
     token_cache.claim(tmp_path / "cache", {"tokenizer": "another"})

@@ -149,9 +149,7 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
         durable.create_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
     if changed := durable.differences(before, wanted):
-        raise InputError(
-            f"token_cache={folder} was made from something else: {'; '.join(changed.values())}. Name another folder"
-        )
+        raise InputError(f"token_cache={folder} has other settings: {'; '.join(changed.values())}. Name another folder")
     return durable.fingerprint(before)
 
 

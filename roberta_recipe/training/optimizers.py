@@ -27,7 +27,7 @@ class Optimizer:
     build: Callable[..., torch.optim.Optimizer] | None = None
     help: str = ""
     matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where they differ
-    lost_under_zero: str = ""  # why ZeRO, which flattens and splits the weights, would change the updates
+    lost_under_zero: str = ""  # what ZeRO's flat shards destroy, so that the updates would change
 
 
 def custom_names() -> list[str]:
@@ -71,7 +71,7 @@ def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) ->
     if unknown := optim_args.keys() - declared.arguments.keys():
         takes = ", ".join(declared.arguments) or "none"
         raise TypeError(
-            f"it has no {min(unknown)}, it takes {takes}; learning rate, decay, betas and epsilon have their own flags"
+            f"unknown argument {min(unknown)} (valid: {takes}); learning rate, decay, betas and epsilon have own flags"
         )
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
@@ -135,7 +135,7 @@ def check(args: TrainingArguments) -> None:
     """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments that have no effect."""
     name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
     if args.deepspeed_plugin and (lost := TABLE[name].lost_under_zero):
-        raise InputError(f"optim={name}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
+        raise InputError(f"optim={name}: ZeRO flattens {lost}; use adamw_torch, or start without DeepSpeed")
     try:
         build(args, nn.ModuleList([nn.Linear(2, 2)]), ["0.weight"])
     except (ImportError, TypeError, ValueError) as error:

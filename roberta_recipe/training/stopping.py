@@ -205,8 +205,8 @@ def skip_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
         return RunError(
-            f"{what}, and {MAX_REWINDS} starts from the same checkpoint ended so before: lower learning_rate or warm "
-            f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer.last_good}"
+            f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or warm up "
+            f"longer in another output_dir, or move newer checkpoints away to go back further. {trainer.last_good}"
         )
     blocks = trainer.last_blocks(STEPS_SKIPPED)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
