@@ -293,7 +293,7 @@ def test_sample_of_the_mixture(tmp_path):
         ("sources: [{name: a, files: x, builtin: docstrings}]", "exactly one of"),
         ("sources: [{name: a, fils: x}]", "unknown key 'fils'; did you mean 'files'"),
         ("sources: [{files: x}]", "has no name"),
-        ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a number"),
+        ("sources: [{name: a, files: x, size_gb: big}]", "size_gb is 'big', and must be a valid number"),
         ("sources: [{name: a, files: x, weight: 0}]", "weight is 0, and must be greater than 0"),
         ("sources: [{name: a, files: x, weight: .inf}]", "weight is inf, and must be a finite number"),
         ("sources: [{name: a, dataset: org/data}]", "pin the dataset 'org/data' with `revision:`"),

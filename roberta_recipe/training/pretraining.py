@@ -2,6 +2,7 @@
 readers, model, collator, validation set, fingerprint."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
-from roberta_recipe.data.chunks import COUNTS, PACKERS, TextReader
+from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
@@ -191,11 +192,10 @@ def build_readers(
 
 def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
     """Log the size of a cache, and what packing split or left out."""
-    total = dict.fromkeys(COUNTS, 0)
+    total = Counter()
     for split in ("train", "validation"):
-        rows = list(stream.count_table(cache, split).values())
-        sums = {name: sum(row[name] for row in rows) for name in COUNTS}
-        total = {name: total[name] + sums[name] for name in COUNTS}
+        sums = sum(map(Counter, stream.count_table(cache, split).values()), Counter())
+        total += sums
         documents = counted(sums["documents"], "document")
         logger.info(
             f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {documents}"
