@@ -305,7 +305,10 @@ def test_sample_of_the_mixture(tmp_path):
         ("sources: [{name: a, files: x, weight: 1}, {name: a, files: y, weight: 1}]", "two sources are named 'a'"),
         ("validation_share: 1.5\nsources: [{name: a, files: x}]", "validation_share is 1.5"),
         ("language: english\nsources: [{name: a, files: x}]", "language is 'english'"),
-        ("language: no\nsources: [{name: a, files: x}]", "language is False, and must be text; put it in quotes"),
+        (
+            "language: no\nsources: [{name: a, files: x}]",
+            "language is False, and must be a valid string; put it in quotes",
+        ),
         ("sources: [{name: a, dataset: x/y, config: 2022-03-01, revision: a}]", "put it in quotes"),
         ("sources: [{name: a, files: '${NO_SUCH_FOLDER}/*.txt'}]", "environment variable NO_SUCH_FOLDER is not set"),
     ],
