@@ -94,7 +94,7 @@ def test_a_flipped_bit_of_the_weights_is_seen_where_there_is_a_manifest(model_di
         content = bytearray((folder / "model.safetensors").read_bytes())
         content[-5] ^= 1
         (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(InputError, match=r"is damaged: model.safetensors is not what was .* delete \S+json"):
+        with pytest.raises(InputError, match=r"is damaged: model.safetensors does not match .* delete \S+json"):
             load(folder)
         (folder / "manifest.json").unlink()
         load(folder)
