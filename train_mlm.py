@@ -29,13 +29,13 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import PredictedPositions, flops_per_token
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.settings import config_of, shown_names
-from roberta_recipe.started import continue_with
-from roberta_recipe.training import checkpoint, launching, output_folder, pretraining, processes
+from roberta_recipe.training import checkpoint, launch_checks, output_folder, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments, Reader
 from roberta_recipe.training.stopping import Stopping
@@ -56,19 +56,19 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with training_args.main_process_first():  # one process collects docstrings and hashes files, the others read them
+    with training_args.main_process_first():  # collects docstrings and hashes files; the other ranks use its caches
         corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_demonstration(argv, args, corpus)
         check_sources(corpus)
-        corpus = corpora.identified(corpus, kept_in=args.token_cache or training_args.output_dir)
+        corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer)
 
-    # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
+    # 3. Checkpoint to resume from; training blocks from its position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    fingerprint, of_data = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
-    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
+    fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
+    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
     collator = pretraining.build_collator(args, training_args, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         resumed=resumed,
         stopping=Stopping(args.max_train_minutes, args.rewind_on_spike, args.cooldown_share),
         skipped=blocks.skipped,
-        also_measured=blimp_while_training(args, model, tokenizer),
+        extra_metrics=blimp_while_training(args, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, model.objectives),
     )
     announce_run(argv, args, training_args, corpus, model, validation, entropy)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()
-    metrics, by_source = trainer.measured(), trainer.evaluate_sources(corpus, validation)
+    metrics, by_source = trainer.last_metrics(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record, loss curve, results on the screen.
     counts, passes = stream.consumed(reader, min(trainer.position, args.max_train_samples or trainer.position))
@@ -130,20 +130,19 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and choices that exclude each other; resolve batch and attention, and
-    lock the output folder."""
+    """Raise `InputError` for invalid values and combinations; resolve batch and attention; lock the output folder."""
     pretraining.check_data(args)
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.resolve(args, training_args)
-    launching.check_deepspeed(training_args)
+    launch_checks.check_deepspeed(training_args)
     output_folder.prepare(training_args, extend=args.resume_despite_changes)
 
 
 def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
-    """Where the command line names neither preset nor text, log that this is the demonstration and not the recipe, and
-    train its tokenizer if it does not exist."""
+    """If the command line names neither preset nor text, log that this is the demonstration, and train its tokenizer
+    if it does not exist."""
     if config_of(argv) or not all(source.builtin for source in corpus.sources):
         return
     logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
@@ -155,12 +154,12 @@ def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.
         logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
         texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
         tokenizer = train_tokenizer(texts, config.vocab_size)
-        with weights.fitted(tokenizer, config):
+        with weights.model_max_length_for(tokenizer, config):
             save_tokenizer(tokenizer, args.tokenizer_name)
 
 
 def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` for a `fill_mask_examples` that cannot be completed at the end."""
+    """Raise `InputError` for `fill_mask_examples` without exactly one mask token, or too long."""
     for sentence in args.fill_mask_examples or []:
         ids = tokenizer(sentence).input_ids
         if ids.count(tokenizer.mask_token_id) != 1 or len(ids) > args.max_seq_length:
@@ -170,7 +169,7 @@ def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> No
 def build_blocks(
     args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict[str, Any] | None
 ) -> TrainBlocks:
-    """This process's training blocks, from the checkpoint's position on."""
+    """This process's training blocks, beginning at the checkpoint's position."""
     return TrainBlocks(
         reader,
         batch_size=args.global_batch_size // training_args.world_size,
@@ -224,7 +223,7 @@ def announce_run(
 
 
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
-    """Log the checkpoint that training resumes from, and the blocks that it leaves out."""
+    """Log the checkpoint that training resumes from, and the skipped blocks."""
     if skipped:
         logger.info(f"Left out    blocks {order.in_words(skipped)}")
     if resumed_from:
@@ -232,7 +231,7 @@ def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
 
 
 def write_results(record: records.PretrainingRecord, args: MlmArguments, output_dir: str) -> None:
-    """Write loss curve and run record; print predictions, losses and files."""
+    """Write the loss curve and the run record; print predictions, losses and file names."""
     curve = os.path.join(output_dir, records.CURVE_NAME)
     plots.plot_loss(record, curve)
     records.write_record(record, output_dir)  # the last file: with it the run is finished
@@ -249,12 +248,12 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
         f"loss curve  {curve}"
     )
     if record["stopped_by"] == records.TIME_LIMIT:
-        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is saved. {continue_with()}")
+        print(f"stopped by {records.TIME_LIMIT}; the checkpoint of the last step is saved. {resume_hint()}")
 
 
 def show_predictions(sentences: list[str], checkpoint: str) -> None:
-    """Print the five likeliest words for each `<mask>`, by the checkpoint as any Hugging Face user loads it."""
-    from transformers import pipeline  # a tenth of a second
+    """Print the five most likely words for each `<mask>`, with Hugging Face's `pipeline`."""
+    from transformers import pipeline  # a slow import
 
     fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")
     print()

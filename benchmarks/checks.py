@@ -19,7 +19,7 @@ import numpy as np
 
 from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.chunks import Chunk, File
-from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, identified, resolve
+from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, hash_files, resolve
 from roberta_recipe.data.order import batches_of
 from roberta_recipe.data.token_cache import TokenCache
 
@@ -93,13 +93,13 @@ def main() -> None:
             for _ in range(round(args.gb * 1e9 / 1e7)):
                 out.write(np.random.default_rng(0).bytes(10_000_000))
         text = resolve(Corpus("c", [Source("text", files=str(folder / "big.txt"))]))
-        hash_s, _ = timed(lambda: identified(text, folder / "run"))
+        hash_s, _ = timed(lambda: hash_files(text, folder / "run"))
         print(f"text file of {args.gb:g} GB: hashed in {hash_s:.2f} s")
         (folder / "many").mkdir()
         for number in range(10_000):
             (folder / "many" / f"{number}.txt").write_text("x")
         many = resolve(Corpus("c", [Source("many", files=str(folder / "many"))]))
-        hash_s, many = timed(lambda: identified(many, folder / "run"))
+        hash_s, many = timed(lambda: hash_files(many, folder / "run"))
         unchanged_s, _ = timed(lambda: check_unchanged(many))
         print(f"10,000 files: hashed in {hash_s:.2f} s, all compared before a checkpoint in {unchanged_s * 1e3:.0f} ms")
 

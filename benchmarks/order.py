@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--max_seq_length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=256)
     args = parser.parse_args()
-    corpus = corpora.identified(corpora.resolve(corpora.read_corpus(args.corpus)), kept_in=args.token_cache)
+    corpus = corpora.hash_files(corpora.resolve(corpora.read_corpus(args.corpus)), cache_folder=args.token_cache)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     settings = {"input_format": "full_sentences", "max_seq_length": args.max_seq_length, "seed": 0}
     token_cache.ensure(args.token_cache, TextReader(corpus, tokenizer, **settings), num_proc=1)

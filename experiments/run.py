@@ -28,12 +28,12 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 
 from experiments import checks, lists, table
 from experiments.lists import MEASURES, ROW_NAME, Experiment, ExperimentList, words_of
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error
 from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
-from roberta_recipe.started import continue_with
 from tools import estimate
 
 _POLL_S = 0.2
@@ -97,7 +97,7 @@ class Runner:
         """Start the first command of a row."""
         state, to_do, cores = row.state(), row.to_do(), self.free.pop(0)
         row.folder.mkdir(parents=True, exist_ok=True)
-        durable.remove_left(row.folder)
+        durable.remove_stale(row.folder)
         remember(row)
         if "run" in to_do:  # measures of other weights
             for measure in row.measures:
@@ -251,9 +251,9 @@ def main(argv: list[str] | None = None) -> Any:
 
 def run(listed: ExperimentList, jobs: int) -> None:
     """Run what is not finished. Raises `RunError`, with the table written, where rows failed, `Stopped`, and
-    `lock.InUse` where another runner has the list."""
+    `InputError` where another runner has the list."""
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")
-    lock.take(listed.folder)
+    durable.lock(listed.folder)
     runner = Runner(listed, jobs)
     finished = len(listed.rows) - len(runner.waiting)
     rows = counted(len(listed.rows), "row")
@@ -262,12 +262,12 @@ def run(listed: ExperimentList, jobs: int) -> None:
     finished = sum(not row.to_do() for row in listed.rows)
     if runner.signals and finished < len(listed.rows):
         by = _BY[runner.signals[0]]
-        raise Stopped(f"stopped by {by}: {finished} of {len(listed.rows)} rows are finished. {continue_with()}", by)
+        raise Stopped(f"stopped by {by}: {finished} of {len(listed.rows)} rows are finished. {resume_hint()}", by)
     if runner.failed:
         print(table.write(listed), end="")
         raise RunError(
             f"{len(runner.failed)} of {len(listed.rows)} rows failed: {'; '.join(runner.failed)}. Their logs say why; "
-            f"finished rows are kept. {continue_with()}"
+            f"finished rows are kept. {resume_hint()}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The mechanisms of the RoBERTa paper (arXiv 1907.11692), in packages that name the architecture.
+"""RoBERTa (arXiv 1907.11692) pretraining and fine-tuning.
 
 data:        sources -> documents -> sentences -> token ids -> blocks -> order -> masks
 model:       masked LM, objectives, heads, attention, initialization, weights
@@ -6,5 +6,5 @@ training:    batch arithmetic, optimizers, checkpoints, the two trainers
 tasks:       the fine-tuning protocol; GLUE, SQuAD, RACE and their metrics
 publishing:  the Hub, the model card, plots
 
-Imports go one way, in this order; the modules beside the packages are used by all of them.
+Packages import only packages above them; the modules of this folder are used by all.
 """

@@ -1,4 +1,4 @@
-"""Passwords and tokens: detection in values that a run would save, redaction of log lines and error messages."""
+"""Credentials: detection in argument values, redaction in log lines and error messages."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
 _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)
-_SHORTEST = 8  # characters of a secret in an environment variable; "true" is none
+_MIN_LENGTH = 8  # of a secret in an environment variable, unlike "true"
 
 
 def redact(text: str) -> str:
-    """`text` without users and query values of URLs, Hub tokens, and the values of environment variables that are named
-    like a token, key, secret or password."""
-    values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _SHORTEST)
+    """`text` without users and query values of URLs, Hub tokens, and values of environment variables with a name like
+    token, key, secret or password."""
+    values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _MIN_LENGTH)
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _URL.sub(lambda url: _VALUE.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", url[0])), text)
@@ -26,7 +26,7 @@ def redact(text: str) -> str:
 
 
 def holds_secret(value: Any) -> bool:
-    """Whether a flag's value, or one of a list, contains a password, a token or a key."""
+    """Whether a flag's value (also a list) contains a password, a token or a key."""
     if isinstance(value, list):
         return any(map(holds_secret, value))
     if not isinstance(value, str):

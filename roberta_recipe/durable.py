@@ -1,23 +1,31 @@
-"""Atomic writes of files and folders, with fsync, and manifests of SHA-256 hashes that find damage later."""
+"""Files of a run: atomic writes with fsync, manifests of SHA-256 hashes that detect damage, and lock files."""
 
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from roberta_recipe.credentials import redact
 from roberta_recipe.errors import InputError
+from roberta_recipe.log import logger
 
 MANIFEST = "manifest.json"
+LOCK_NAME = ".lock"
 SEAL = "checksum"  # key of a JSON file: the hash of its other values
+_held_locks: dict[Path, int] = {}  # file descriptors
 
 
 def sha256(path: str | Path) -> str:
@@ -39,20 +47,20 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def aside_of(path: Path) -> Path:
-    """The temporary file of this process that is renamed to `path`."""
+def temporary_path(path: Path) -> Path:
+    """This process's temporary file or folder for an atomic write of `path`."""
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
 
 
-def is_aside(name: str) -> bool:
-    """Whether a file name is a temporary one (`aside_of`) of any machine and process."""
+def is_temporary(name: str) -> bool:
+    """Whether a file name is a `temporary_path` of any machine and process."""
     return re.search(r"-\d+\.tmp$", name) is not None
 
 
-def remove_left(folder: Path, of: str = "*") -> None:
-    """Remove temporary files (`of`: glob of their targets) of dead processes of this machine. A leftover file with our
-    PID belongs to a dead process: call this before writing."""
-    for path in folder.glob(f"{of}.{glob.escape(os.uname().nodename)}-*.tmp"):
+def remove_stale(folder: Path, targets: str = "*") -> None:
+    """Remove temporary files (`targets`: glob of their final names) of dead processes of this machine. A leftover file
+    with our PID belongs to a dead process: call this before writing."""
+    for path in folder.glob(f"{targets}.{glob.escape(os.uname().nodename)}-*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
             with contextlib.suppress(OSError):
@@ -60,7 +68,7 @@ def remove_left(folder: Path, of: str = "*") -> None:
 
 
 def make_folder(path: Path, named: str = "output_dir") -> None:
-    """Make a folder and its parents. Raises `InputError`."""
+    """Create a folder and its parents. Raises `InputError`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,13 +82,13 @@ def check_new_folder(path: Path, named: str = "output_dir") -> None:
 
 
 def check_output_file(path: Path, named: str = "output", fix: str = "make its folder, or name another file") -> None:
-    """Raise `InputError` where the file `path` cannot be written; for commands that work long before they write it."""
-    aside = aside_of(path)
+    """Raise `InputError` where the file `path` cannot be written; for long commands, before their work."""
+    temporary = temporary_path(path)
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        aside.touch()
-        aside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise InputError(f"{named}={path} cannot be written: {error.strerror}; {fix}") from None
 
@@ -93,13 +101,13 @@ def write_json(path: str | Path, values: Any) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Atomic write of a text file: temporary file, fsync, rename, fsync of the folder."""
     path = Path(path)
-    aside = aside_of(path)
+    temporary = temporary_path(path)
     try:
-        aside.write_text(text, encoding="utf-8")
-        sync(aside)
-        aside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -114,12 +122,12 @@ def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
 
 
 def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_sealed` of a file that does not exist yet: of two processes at the same time, one writes it."""
+    """`write_sealed` of a file that does not exist yet; if two processes race, one of them writes it."""
     path = Path(path)
-    aside = aside_of(path.with_name(f"{path.name}.new"))
+    temporary = temporary_path(path.with_name(f"{path.name}.new"))
     try:
-        write_sealed(aside, values)
-        os.link(aside, path)  # fails where `path` exists, which a rename does not
+        write_sealed(temporary, values)
+        os.link(temporary, path)  # fails where `path` exists, which a rename does not
     except FileExistsError:
         pass
     except OSError as error:
@@ -127,18 +135,18 @@ def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
             raise
         write_sealed(path, values)  # a file system without hard links
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises `ValueError` for a damaged file, and `OSError`."""
+    """The values of a `write_sealed` file. Raises `ValueError` for a damaged file, and `OSError`."""
     return unsealed(read_json(path))
 
 
 def unsealed(values: Any) -> dict[str, Any]:
     """`values` without their hash. Raises `ValueError` where it does not match."""
     if not isinstance(values, dict) or values.pop(SEAL, None) != fingerprint(values):
-        raise ValueError("it is not what was written (checksum)")
+        raise ValueError("its content does not match its checksum")
     return values
 
 
@@ -153,58 +161,79 @@ def seal(folder: Path) -> None:
     write_json(folder / MANIFEST, {"files": files})
 
 
-def move_into_place(aside: Path, target: Path, replace: bool = True) -> None:
-    """Seal the finished folder `aside` and rename it to `target`, in place of an older folder; without `replace`,
+def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
+    """Seal the finished folder `temporary` and rename it to `target`, in place of an older folder; without `replace`,
     raises `OSError` where that is not empty."""
-    seal(aside)
+    seal(temporary)
     if replace:
         shutil.rmtree(target, ignore_errors=True)
-    os.replace(aside, target)
+    os.replace(temporary, target)
     sync(target.parent)
 
 
-def move_files_into_place(aside: Path, target: Path) -> None:
-    """Move the files of the finished folder `aside` into the existing folder `target`, the manifest last: files of two
-    folders never stand under one manifest."""
-    seal(aside)
+def move_files_into_place(temporary: Path, target: Path) -> None:
+    """Move the files of the finished folder `temporary` into the existing folder `target`, the manifest last, so that
+    a manifest never covers files of two folders."""
+    seal(temporary)
     (target / MANIFEST).unlink(missing_ok=True)
     sync(target)
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == MANIFEST):
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
         path.replace(target / path.name)
     sync(target)
-    aside.rmdir()
+    temporary.rmdir()
 
 
-def keep_only(folder: str | Path, kept: str) -> None:
-    """Delete the files of a sealed folder except `kept`; a damaged folder stays as it is."""
+def keep_only(folder: str | Path, name: str) -> None:
+    """Delete the files of a sealed folder except `name`; a damaged folder stays as it is."""
     folder = Path(folder)
-    others = [path for path in folder.glob("*") if path.name not in (kept, MANIFEST)]
-    if others and not fault(folder, (kept,), only=kept.__eq__):
-        # the manifest comes first: deleted files must not be missing
-        write_json(folder / MANIFEST, {"files": {kept: read_json(folder / MANIFEST)["files"][kept]}})
+    others = [path for path in folder.glob("*") if path.name not in (name, MANIFEST)]
+    if others and not damage(folder, (name,), only=name.__eq__):
+        # before the deletion, after which the old manifest would report missing files
+        write_json(folder / MANIFEST, {"files": {name: read_json(folder / MANIFEST)["files"][name]}})
         for path in others:
             path.unlink()
 
 
-def fault(folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] | None = None) -> str | None:
-    """What is damaged or missing in a sealed folder, among the files whose names are `only` these; None for a whole
-    folder that has the files `needed`."""
+def damage(folder: str | Path, needed: Collection[str] = (), only: Callable[[str], bool] | None = None) -> str | None:
+    """Description of the first damaged or missing file of a sealed folder; None for an intact folder that has the files
+    `needed`. `only`: a filter of the names to check."""
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
-        return f"it has no {MANIFEST}: writing it was not finished, or it is not this recipe's"
+        return f"it has no {MANIFEST}: its writing was interrupted, or another program wrote it"
     try:
-        hashes = {name: written for name, (_, written) in read_json(folder / MANIFEST)["files"].items()}
+        hashes = {name: expected for name, (_, expected) in read_json(folder / MANIFEST)["files"].items()}
         if absent := [name for name in needed if name not in hashes]:
             return f"{absent[0]} is missing"
-        for name, written in hashes.items():
-            if (only is None or only(name)) and sha256(folder / name) != written:
-                return f"{name} is not what was written (SHA-256)"
+        for name, expected in hashes.items():
+            if (only is None or only(name)) and sha256(folder / name) != expected:
+                return f"{name} does not match its SHA-256"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
-    return None if hashes else f"its {MANIFEST} names no file"
+    return None if hashes else f"its {MANIFEST} lists no files"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """The keys in which two fingerprints differ: key -> "key was X, is Y"."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names}
+
+
+def lock(folder: str | Path, name: str = LOCK_NAME) -> None:
+    """Lock `<folder>/<name>` until this process ends, however it ends (a POSIX lock, which forked workers do not
+    inherit). Raises `InputError` that names the owner."""
+    if (path := Path(folder, name).resolve()) in _held_locks:  # opening and closing it again would free it
+        return
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        time.sleep(0.1)  # the owner writes its line when it has the lock
+        owner = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        os.close(file)
+        raise InputError(f"{folder} is in use by {owner}; wait for it, end it, or name another folder") from None
+    except OSError as error:  # a file system without locks
+        logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")
+    os.ftruncate(file, 0)
+    owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    os.write(file, f"{owner} ({redact(shlex.join(sys.argv))})\n".encode())
+    _held_locks[path] = file

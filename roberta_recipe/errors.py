@@ -1,4 +1,4 @@
-"""Errors that end a command in one line with an exit code. Any other exception keeps its traceback."""
+"""Exceptions that end a command with one line on stderr and an exit code. Other exceptions keep their traceback."""
 
 import errno
 import functools
@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from roberta_recipe.credentials import redact
-from roberta_recipe.started import continue_with
+from roberta_recipe.launcher import resume_hint
 
-_FIRST_PROCESS_S = 3.0  # in which the launcher ends the other processes, once the first has failed
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# tokenizers (Rust) raises a plain Exception, torch's writers a RuntimeError that may not say why
-_NO_ROOM_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
+_FIRST_RANK_S = 3.0  # head start of rank 0 to print an error, after which the launcher ends the other ranks
+# of tokenizers (Rust), which raises a plain Exception, and of torch's writers, whose RuntimeError may not give a reason
+_DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
 
 
 class InputError(ValueError):
@@ -34,9 +33,9 @@ class RunError(RuntimeError):
 
 
 class Stopped(RunError):
-    """A run that ended early and was saved; the same command continues."""
+    """A run that ended early and was saved; the same command continues it."""
 
-    # EX_TEMPFAIL of sysexits.h: try again; 128 + SIGINT, as of a shell; EX_DATAERR
+    # EX_TEMPFAIL and EX_DATAERR of sysexits.h, 128 + SIGINT as in a shell
     EXIT_CODES: ClassVar[dict[str, int]] = {"SIGTERM": 75, "Ctrl-C": 130, "a loss spike": 65}
 
     def __init__(self, message: str, by: str = "Ctrl-C"):
@@ -45,7 +44,7 @@ class Stopped(RunError):
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM outside of training."""
+    """SIGTERM outside of training, as an exception."""
 
 
 def first_line(error: BaseException) -> str:
@@ -53,77 +52,79 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def says_no_room(error: BaseException) -> bool:
-    """Whether a file could not be written, most likely on a full disk."""
-    return error.errno in _NO_ROOM if isinstance(error, OSError) else bool(re.search(_NO_ROOM_MESSAGES, str(error)))
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed, most likely on a full disk."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return bool(re.search(_DISK_FULL_MESSAGES, str(error)))
 
 
 def lost_message(lost: str, error: BaseException) -> str:
-    """The message of a lost process (`hardware.lost_process`), with the library's reason."""
+    """Error message for a lost process (`hardware.lost_process`), with the library's reason."""
     return f"{lost} ({first_line(error).rstrip('. ')}): its output or the system's log says why (often memory)."
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
-    """Run a command's `main`. The errors above, signals, full disks and lost processes become a line on stderr, without
-    secrets, and an exit code."""
-    continue_with()  # reads the launcher's command, while it lives
-    sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal lacks, as on stderr
+    """Run a command's `main`. The errors above, signals, full disks and lost processes end it with a line on stderr,
+    without secrets, and an exit code."""
+    resume_hint()  # cached now, as the launcher may end first
+    sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
     sys.excepthook = _print_redacted
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         main()
         return
     except (Exception, KeyboardInterrupt) as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher's, as another process has failed too
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a launcher when another rank failed too
         if (described := _describe(error)) is None:
             raise
-    # outside of the except clause nothing holds the frames of `main`, so data workers end in order
+    # after the except clause, which holds the frames of `main`: they are freed, so data workers end first
     message, code = described
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    if os.environ.get("RANK", "0") != "0":  # the first prints an error of all, and the launcher ends the others
-        time.sleep(_FIRST_PROCESS_S)
+    if os.environ.get("RANK", "0") != "0":  # an error on all ranks is printed once
+        time.sleep(_FIRST_RANK_S)
     print(redact(message), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
 def interruptible(call: Callable[[], Any]) -> Any:
-    """The result of a long library call that releases the GIL, from a thread, so that signals end the process at once.
-    For a call that writes nothing."""
+    """Run a long library call that releases the GIL in a thread, so that signals end the process at once. For calls
+    that write no files."""
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(call).result()
         except KeyboardInterrupt as error:
             message, code = _describe(error)
             print(message, file=sys.stderr, flush=True)
-            os._exit(code)  # Python would wait for the thread
+            os._exit(code)  # a normal exit would wait for the thread
 
 
 def _describe(error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code of an expected error."""
+    """The message and the exit code of an expected error; None for a bug."""
     if isinstance(error, KeyboardInterrupt):
-        # a launcher ends the process that has just failed, as another has failed too: its error is the reason
+        # SIGTERM from a launcher while this process handles its own error: report that error
         if isinstance(error.__context__, Exception) and (described := _describe(error.__context__)):
             return described
         by = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
-        return f"ended by {by}; saved files are complete. {continue_with()}", Stopped.EXIT_CODES[by]
+        return f"ended by {by}; saved files are complete. {resume_hint()}", Stopped.EXIT_CODES[by]
     if isinstance(error, Stopped):
         return str(error), error.exit_code
     if isinstance(error, InputError | RunError):
-        # an error raised in a data worker comes with the worker's traceback around it
+        # an error of a data worker comes inside the worker's traceback
         return "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip(), error.exit_code
-    from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+    from roberta_recipe.hardware import lost_process  # imports torch, which commands without a model do not need
 
-    if says_no_room(error):
+    if is_disk_full(error):
         reason = f"{first_line(error)}: free some disk space."
     elif lost := lost_process(error):
         reason = lost_message(lost, error)
     else:
         return None
-    return f"error: {reason} Saved files are complete. {continue_with()}", RunError.exit_code
+    return f"error: {reason} Saved files are complete. {resume_hint()}", RunError.exit_code
 
 
 def _raise_terminated(owner: int, number: int, _: Any) -> None:
-    if os.getpid() != owner:  # a forked worker that has not set its handlers yet
+    if os.getpid() != owner:  # a forked worker before it sets its own handlers
         os._exit(128 + number)
     raise _Terminated
 

@@ -1,4 +1,4 @@
-"""The machine of a run: processor and GPUs, memory, matrix rate; errors of memory and of lost processes."""
+"""Hardware: description of the machine, memory, matrix rate; detection of out-of-memory and lost processes."""
 
 import ctypes
 import gc
@@ -15,8 +15,8 @@ import torch
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_KEPT_BYTES = 1 << 30  # an allocation below this size is served from memory that was freed before
-_PROBE_S = 2.0  # at most; a CPU is done sooner
+_HEAP_BYTES = 1 << 30  # glibc serves smaller allocations from the heap
+_PROBE_S = 2.0  # upper limit
 _PROBE_REPEATS = 12
 _PROBE_SIZES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
 
@@ -32,7 +32,7 @@ class Machine(TypedDict):
 
 
 def describe_machine() -> Machine:
-    """Processor, cores that this process may use, GPUs."""
+    """Processor, usable cores, GPUs."""
     return {
         "machine": platform.machine(),
         "processor": processor_name(),
@@ -43,7 +43,7 @@ def describe_machine() -> Machine:
 
 
 def processor_name() -> str | None:
-    """The processor's name; None where the system does not say."""
+    """The processor's name; None if unknown."""
     path = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*: *(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
     return name[1].strip() if name else platform.processor() or None
@@ -60,31 +60,27 @@ def local_processes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory: of the GPU since `forget_peak_memory`, if this process has used one, else this process's resident
-    set."""
-    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0: it trains with use_cpu
+    """Peak memory: of the GPU since `reset_peak_memory`, or of this process if it has not used one."""
+    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0 with use_cpu
         return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
-def forget_peak_memory() -> None:
-    """Restart the count of the GPU's peak memory."""
+def reset_peak_memory() -> None:
+    """Reset the GPU's peak memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory and serve large allocations from it; returns whether it does. A user's own allocator
-    settings stay.
-
-    By default each activation above 128 KiB to 32 MiB comes as fresh pages, which the kernel clears one by one.
-    """
+    """Have glibc reuse freed memory for large allocations; returns whether it does. A user's own allocator settings
+    stay. By default each activation above 128 KiB to 32 MiB gets fresh pages, which the kernel has to clear."""
     has_settings = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
     if has_settings or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _HEAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def has_bf16(use_cpu: bool = False) -> bool:
@@ -100,7 +96,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of two large square matrices with this process's threads: the fastest of several, so that
     other processes do not distort the measurement. Takes at most two seconds."""
     size = _PROBE_SIZES.get(device.type, 1024)
-    # drawn on the device: a processor takes more than a second for so many numbers
+    # drawn on the device, as the CPU would take more than a second
     a, b = torch.randn(2, size, size, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
     out, seconds, begun_s = torch.empty_like(a), [], time.perf_counter()
     while not seconds or (len(seconds) <= _PROBE_REPEATS and time.perf_counter() - begun_s < _PROBE_S):
@@ -113,31 +109,31 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def free_memory() -> None:
-    """Free the memory of an earlier run in this process: trainers have reference cycles."""
+    """Free the memory of an earlier run in this process, whose trainer has reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU or the machine is out of memory; oneDNN says only that a primitive could not be created."""
+    """Whether the GPU or the machine is out of memory; for oneDNN, also a failed creation of a primitive."""
     cpu = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
     return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in cpu)
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """On Linux, have this process receive the signal `number` when its parent process ends, or ended already."""
+    """On Linux, have this process receive the signal `number` when its parent process ends, or has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the line above, and no signal comes
+        if os.getppid() != parent:  # the parent ended before the line above, so no signal comes
             os.kill(os.getpid(), number)
 
 
 def lost_process(error: BaseException) -> str | None:
-    """The lost process that `error` reports, another rank or a data worker; None for another error.
+    """Description of the lost process that `error` reports, a rank or a data worker; None for other errors.
 
-    Errors of NCCL and the store have a type; those of gloo and `DataLoader` are plain RuntimeErrors. The last comes
-    from a signal handler, so another error may be raised on its way.
+    NCCL and the store have exception types; gloo and `DataLoader` raise plain RuntimeErrors, the latter in a signal
+    handler, so that it may be the context of another error.
     """
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return "another process of this run is gone, or cannot be reached"

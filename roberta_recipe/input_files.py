@@ -10,28 +10,28 @@ from typing import Any
 from roberta_recipe.errors import InputError, RunError, first_line
 
 _PACKAGE = Path(__file__).resolve().parent
-_INSTALLED = _PACKAGE / "installed"  # of a wheel: the presets (pyproject.toml)
-ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # where paths such as presets/mlm/base.yaml begin
+_INSTALLED = _PACKAGE / "installed"  # presets in a wheel (pyproject.toml)
+ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # base of paths such as presets/mlm/base.yaml
 
 
 def resolve_path(path: str | Path) -> Path:
-    """A path as the user gave it, or the same path below the repository where only that exists."""
+    """The path, or the same path relative to the repository if only that exists."""
     try:
         path = Path(path).expanduser()
         return ROOT / path if not path.exists() and (ROOT / path).exists() else path
-    except (OSError, RuntimeError) as error:  # another user's folder, a name that is too long, `~nobody`
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, `~nobody`
         raise InputError(f"cannot look up {path}: {first_line(error)}") from None
 
 
 def path_or_hub_id(name: str | Path) -> Path | str:
-    """The local folder or file of that name, or else the name as a Hub id."""
+    """The local folder or file of that name if it exists, else the name as a Hub id."""
     path = resolve_path(name)
     return path if path.exists() else name
 
 
 def read_text(path: str | Path, hint: str = "") -> str:
-    """The text of a UTF-8 file, without its byte order mark and with its line ends as they are; `hint` ends the error
-    of a file that cannot be opened."""
+    """The text of a UTF-8 file, without a byte order mark, with unchanged line ends. `hint` is appended to the error
+    message for a missing or unreadable file."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as stream:
             return stream.read()
@@ -49,7 +49,7 @@ def read_input_json(path: str | Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The content of a JSON text, which stands `where`. Raises `InputError`."""
+    """The content of a JSON text. Raises `InputError` with its location `where`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -57,9 +57,9 @@ def parse_json(text: str, where: str) -> Any:
 
 
 @contextlib.contextmanager
-def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
-    """Re-raises exceptions of the code that parses an input file as `InputError`: the file is not `wanted`. Keep that
-    code short, as its bugs are hidden too."""
+def parsing(path: str | Path, wanted: str) -> Iterator[None]:
+    """Context for code that parses an input file: exceptions are re-raised as `InputError` "`path` is not `wanted`".
+    Keep that code short, as it hides bugs too."""
     try:
         yield
     except (InputError, RunError):
@@ -69,13 +69,14 @@ def taken_apart(path: str | Path, wanted: str) -> Iterator[None]:
 
 
 def is_text(value: Any) -> bool:
-    """Whether `value` is a string that UTF-8 can hold (a JSON string may hold half of a surrogate pair)."""
+    """Whether `value` is a string of valid Unicode (a JSON string may hold half of a surrogate pair)."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def load_from_hub(name: str, *config: str, split: str, instead: str) -> Any:
-    """A split (`datasets.Dataset`) of a dataset on the Hub; an error names the local files to give `instead`."""
-    import datasets  # here: local files need no `datasets`
+    """A split (`datasets.Dataset`) of a dataset on the Hub. Raises `InputError` that names a local alternative
+    (`instead`)."""
+    import datasets  # slow, and not needed for local files
 
     try:
         return datasets.load_dataset(name, *config, split=split)

@@ -1,4 +1,4 @@
-"""Logging: our log lines and progress bars on stderr, the libraries' warnings only."""
+"""Logging set-up, progress bars, and formats of counts and durations."""
 
 import logging
 import os
@@ -11,46 +11,42 @@ from tqdm.auto import tqdm
 from roberta_recipe.credentials import Redact
 
 logger = logging.getLogger("recipe")
-SILENT_S = 30.0  # between two lines of a progress bar that has no terminal
+LOG_INTERVAL_S = 30.0  # between two log lines of a progress bar without a terminal
 
 
 def is_first_process() -> bool:
-    """Whether this process, of those that a launcher started, writes files and log lines."""
+    """Whether this process is rank 0, which writes files and log lines."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def set_up_logging() -> None:
-    """Our log lines and progress bars on stderr, without secrets; the libraries' warnings only."""
+    """Log to stderr, without secrets; of libraries, warnings only."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     for name in (None, "transformers", "datasets", "huggingface_hub"):  # these libraries have their own handlers
         for handler in logging.getLogger(name).handlers:
-            if not any(isinstance(known, Redact) for known in handler.filters):
+            if not any(isinstance(each, Redact) for each in handler.filters):
                 handler.addFilter(Redact())
-    logging.getLogger("DeepSpeed").addFilter(_drop_cpu_warning)
+    # imported by accelerate if it is installed, DeepSpeed warns on every machine without a GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
-    for name in {"transformers", "datasets"} & sys.modules.keys():  # a command that needs neither starts at once
+    for name in {"transformers", "datasets"} & sys.modules.keys():  # not imported here, which takes seconds
         sys.modules[name].utils.logging.set_verbosity_warning()
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # of loading and writing weights
-    # DeepSpeed's own calls raise this warning at every use
+    # raised by DeepSpeed's own calls
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
 
-def _drop_cpu_warning(record: logging.LogRecord) -> bool:
-    """Logging filter: DeepSpeed, which accelerate imports if it is installed, warns on every machine without a GPU."""
-    return not record.getMessage().startswith("Setting accelerator to CPU")
-
-
 class Bar(tqdm):
-    """A progress bar on a terminal; elsewhere a log line every `SILENT_S`: `Packing 34%, ETA 12 min`."""
+    """A progress bar on a terminal; elsewhere a log line every `LOG_INTERVAL_S`: `Packing 34%, ETA 12 min`."""
 
-    monitor_interval = 0  # no thread beside it: data workers are forked
+    monitor_interval = 0  # no monitor thread, as data workers are forked
 
     def __init__(self, *args: Any, disable: bool | None = None, **kwargs: Any) -> None:
         self.is_shown = not disable and (kwargs.get("file") or sys.stderr).isatty()
         if not self.is_shown:
-            kwargs |= {"mininterval": SILENT_S, "delay": SILENT_S, "miniters": 1, "leave": False}
+            kwargs |= {"mininterval": LOG_INTERVAL_S, "delay": LOG_INTERVAL_S, "miniters": 1, "leave": False}
         super().__init__(*args, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Files of a run's folder, and the types of its records (`run_record.json`, `summary.json`, `blimp.json`)."""
+"""Run records: types of `run_record.json`, `summary.json` and `blimp.json`; names of the files in a run folder."""
 
 import math
 import platform
@@ -16,35 +16,35 @@ from roberta_recipe.input_files import ROOT, read_input_json
 from roberta_recipe.log import is_first_process
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
-LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
-TIME_LIMIT = "max_train_minutes"  # `stopped_by` of a run that the same command continues
-SKIPPED_NAME = "skipped_blocks.json"  # loss spikes of a run, and the blocks that it leaves out since then
-INDEX_NAME = "chunks.index"  # positions of the chunks of the text
-HASHES_NAME = ".file_hashes.json"  # of the text, also in a token cache
+LOG_NAME = "log.jsonl"  # all log entries, one per line
+TIME_LIMIT = "max_train_minutes"  # `stopped_by` of a run that the same command resumes
+SKIPPED_NAME = "skipped_blocks.json"  # loss spikes, and the blocks skipped because of them
+INDEX_NAME = "chunks.index"  # `chunks.ChunkIndex`
+HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a token cache
 HUB_NAME = "hub.json"  # the run's repositories on the Hub
-BLIMP_NAME = "blimp.json"  # a model's scores on BLiMP, beside its weights
-SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of all runs of a fine-tuning; the folder of a run's best epoch
+BLIMP_NAME = "blimp.json"  # BLiMP scores, beside the weights
+SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of a fine-tuning protocol; folder of a run's best epoch
 
 
 class RunRecord(TypedDict):
     """`run_record.json` of any run."""
 
-    metrics: dict[str, Any]  # a score that is no number is null
+    metrics: dict[str, Any]  # null for NaN
     steps: int  # optimizer steps
     tokens_seen: int
-    tokens_per_second: int  # median over the log; for a run too short for a log line, the mean
+    tokens_per_second: int  # median over the log; without a log line, the mean
     train_seconds: float  # of all starts
-    resumes: int  # checkpoints that were resumed on the way to these weights
+    resumes: int  # number of restarts
     matrix_rate: NotRequired[float]  # measured FLOP/s of a device, the denominator of `mfu` in the log
     peak_memory_bytes: int
     parameters: int
     loss_at_steps: dict[str, list[list[float]]]  # "train", "validation": [step, loss]
     tokens_at_steps: list[list[float]]  # [step, tokens seen]
-    skipped_steps: int  # by fp16, as gradients overflowed
+    skipped_steps: int  # because of fp16 overflow
     state_digests: dict[str, str]  # hashes: "weights" of the finished model, "optimizer", "scheduler" of the last step
     fingerprint: dict[str, Any]  # of settings, model and text
     resolved_args: dict[str, Any]  # a valid preset
-    shown_args: list[str]  # names of the arguments that the model card and the ledger show
+    shown_args: list[str]  # arguments for the model card and the ledger
     wall_clock_s: float  # of this start
     versions: dict[str, str]
     commit: str | None
@@ -52,13 +52,13 @@ class RunRecord(TypedDict):
 
 
 class SourceMetrics(TypedDict):
-    """What was measured on the held-out blocks of one source; losses and entropy in nats."""
+    """Metrics on the held-out blocks of one source; losses and entropy in nats."""
 
     loss: float
     perplexity: float
     bits: float
     loss_error: NotRequired[float | None]  # standard error of the loss over documents; None for a single one
-    documents: NotRequired[int]  # in which the blocks begin; older records have neither
+    documents: NotRequired[int]  # in which the blocks begin; older records lack both
     unigram_entropy: float
     blocks: int
     tokens: int
@@ -72,16 +72,16 @@ class PretrainingRecord(RunRecord):
     global_batch_size: int
     stopped_by: str  # "max_steps", or `TIME_LIMIT`
     blimp_at_steps: NotRequired[list[list[float]]]  # [step, mean over paradigms]; empty without `blimp_dir`
-    passes: dict[str, float]  # by source: how often its text was read
-    counts: dict[str, dict[str, dict[str, int]]]  # "train", "validation": by source, what was read
-    skipped_blocks: list[list[int]]  # [first, end) positions that were left out of the order
-    # checksums of the data alone, in any order; they say nothing of rate, weights or arithmetic
-    blocks_digest: str  # of all blocks consumed, as they were read
-    digest: str  # of the same blocks as the model saw them, masks and labels among it
+    passes: dict[str, float]  # by source
+    counts: dict[str, dict[str, dict[str, int]]]  # split -> source -> `chunks.COUNTS`
+    skipped_blocks: list[list[int]]  # [first, end) positions
+    # order-independent hashes of the data only, not of learning rates, weights or arithmetic
+    blocks_digest: str  # of all consumed blocks, as read
+    digest: str  # of the same blocks as the model saw them, with masks and labels
 
 
 class BlimpScores(TypedDict):
-    """Accuracies on BLiMP, 0 to 1; an interval is [lower, upper] end of the middle 95% of a bootstrap over pairs."""
+    """BLiMP accuracies, 0 to 1; intervals are 95% bootstrap intervals over pairs, [lower, upper]."""
 
     mean_of_paradigms: float
     mean_of_paradigms_interval: list[float]
@@ -94,18 +94,18 @@ class BlimpScores(TypedDict):
 
 
 class BlimpRecord(TypedDict):
-    """`blimp.json`: what a model scores on BLiMP."""
+    """`blimp.json`: a model's scores on BLiMP."""
 
-    model: str  # the folder's name, or the Hub's
+    model: str  # folder name or Hub id
     parameters: int
     scores: dict[str, BlimpScores]  # by method: "pll", "within_word"
-    random_weights: list[dict[str, BlimpScores]]  # the same of each control, by seed from 1 on; may be empty
+    random_weights: list[dict[str, BlimpScores]]  # scores of untrained controls, seed 1, 2, ...; may be empty
     pairs: int
-    partial: str  # what is missing of the official pairs; empty where nothing is
-    pairs_digest: str  # of the sentences
-    bf16: bool  # the precision of matrix products
-    weights: str  # fingerprint of the weight files, or the Hub's commit
-    tokenizer: str  # fingerprint
+    partial: str  # description of missing official pairs; empty if complete
+    pairs_digest: str  # hash of the sentences
+    bf16: bool  # precision of matrix products
+    weights: str  # hash of the weight files, or the Hub's commit
+    tokenizer: str  # hash
     wall_clock_s: float
     versions: dict[str, str]
     commit: str | None
@@ -113,20 +113,20 @@ class BlimpRecord(TypedDict):
 
 
 class DatasetCard(TypedDict):
-    """What a model card says of the data that a task is measured on."""
+    """The evaluation dataset of a task, for the model card."""
 
-    name: str  # to show: "GLUE rte"
-    hub_id: str | None  # "nyu-mll/glue"; None where the rows are not those of a dataset on the Hub
+    name: str  # display name: "GLUE rte"
+    hub_id: str | None  # "nyu-mll/glue"; None for data that are not on the Hub
     hub_config: str | None
-    split: str  # that the scores are of
+    split: str  # of the scores
     task_type: str  # the Hub's name: "text-classification"
-    hub_metrics: dict[str, str]  # metrics that are published, with the Hub's name of each
-    note: str  # what else the card has to say of the training data; may be empty
-    loading_note: NotRequired[str]  # what loading the model alone leaves out
+    hub_metrics: dict[str, str]  # published metrics -> the Hub's names
+    note: str  # about the training data; may be empty
+    loading_note: NotRequired[str]  # what a loaded model lacks
 
 
 class Baseline(TypedDict):
-    """What the same answer to every validation example scores: the answer that is most often right."""
+    """Scores of the most frequent answer, given to every validation example."""
 
     answer: str  # "entailment", "C", "no answer"
     metrics: dict[str, float | None]  # the task's own, by the names of `RunRecord.metrics`
@@ -136,14 +136,15 @@ class FinetuneRecord(RunRecord):
     """`run_record.json` of one run of a fine-tuning protocol."""
 
     task: str
-    metric: str  # picks the epoch
+    metric: str  # selects the epoch
     dataset: DatasetCard
-    examples: dict[str, int]  # by split, as the model sees them (SQuAD: windows)
-    scored_examples: dict[str, int]  # by validation split, what the metrics are means over (SQuAD: questions); then
-    # by metric, where a metric is over fewer (RACE: middle, high)
-    baseline: Baseline | None  # None where no single answer can be scored: spans, correlations
-    degenerate: bool  # one answer to everything
-    computed_tokens: int  # with padding
+    examples: dict[str, int]  # model inputs by split (SQuAD: windows)
+    # denominators of the metrics by validation split (SQuAD: questions), and by metric where they differ (RACE: middle,
+    # high)
+    scored_examples: dict[str, int]
+    baseline: Baseline | None  # None for spans and correlations
+    degenerate: bool  # the same answer to all examples
+    computed_tokens: int  # including padding
     best_step: int
     score_at_steps: list[list[float]]  # [step, validation score]
     duplicates: dict[str, Any]
@@ -171,7 +172,7 @@ class SettingScores(Scores):
 
 
 class TestScores(Scores):
-    """The scores of the picked setting on a test split, of the seeds that scored it."""
+    """Test scores of the selected setting, over the seeds that were scored."""
 
     examples: int
 
@@ -188,7 +189,7 @@ class Summary(TypedDict):
     baseline: Baseline | None
     resolved_args: dict[str, Any]
     shown_args: list[str]
-    tests: NotRequired[dict[str, TestScores]]  # by test split, where the right answers are known
+    tests: NotRequired[dict[str, TestScores]]  # by test split, if it is labelled
     duplicates: NotRequired[dict[str, Any]]
     features: NotRequired[dict[str, Any]]
 
@@ -199,8 +200,8 @@ def picked_setting(summary: Summary) -> SettingScores:
 
 
 def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
-    """A `run_record.json` or `summary.json`. Raises `InputError` for a damaged one, and with `advice` for another
-    version's, which lacks a field of `needed`."""
+    """A `run_record.json` or `summary.json`. Raises `InputError` for a damaged file, and with `advice` for a file of
+    another version, without one of the fields `needed`."""
     values = read_input_json(path)
     if isinstance(values, dict) and (missing := [name for name in (*needed, durable.SEAL) if name not in values]):
         raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")
@@ -211,15 +212,15 @@ def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
 
 
 def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:
-    """[step, value] pairs of a logged value, evenly thinned to `at_most`, with the last."""
+    """[step, value] pairs of a logged value, evenly subsampled to `at_most`, including the last."""
     points = [[entry["step"], entry[key]] for entry in log_history if key in entry]
     stride = math.ceil(len(points) / at_most) or 1
     return points[stride - 1 :: stride] if len(points) % stride == 0 else [*points[stride - 1 :: stride], points[-1]]
 
 
 def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
-    """The record of a finished run of `trainer` (a `DurableTrainer`); `others` are the fields of its kind of run."""
-    trainer.count_consumed()  # since the last log line
+    """The run record of a finished `DurableTrainer`; `others`: the fields of a record's subclass."""
+    trainer.count_consumed()
     tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     return {
@@ -231,7 +232,7 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
         "resumes": trainer.resumes,
         **trainer.record(),
         "peak_memory_bytes": peak_memory_bytes(),
-        # under ZeRO 3 a parameter holds a shard of itself, and `ds_numel` is the size of the whole
+        # `ds_numel`: under ZeRO 3, the size of the unsharded parameter
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "loss_at_steps": {
             "train": loss_at_steps(history, "loss"),
@@ -246,14 +247,13 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that a run depends on."""
+    """Versions of Python and of the main libraries."""
     names = ("torch", "transformers", "datasets", "tokenizers", "accelerate")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def git_commit() -> str | None:
-    """The recipe's commit, with "-dirty" where files differ from it; None outside a checkout, and for a copy of the
-    recipe in another repository."""
+    """The recipe's commit, with "-dirty" for uncommitted changes; None outside of its own repository."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return None
@@ -268,7 +268,7 @@ def _git(*words: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for numbers that JSON cannot write."""
+    """`value` with None for numbers that are not finite, for JSON."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -277,7 +277,7 @@ def finite(value: Any) -> Any:
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
-    """The resolved arguments as `<output_dir>/preset.yaml`, for `--config`; written by the first rank."""
+    """Write the resolved arguments as `<output_dir>/preset.yaml`, for `--config`, on rank 0."""
     if is_first_process():
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         durable.write_text(Path(output_dir) / PRESET_NAME, text)
@@ -294,7 +294,7 @@ def write_summary(summary: Summary, folder: Path) -> None:
 
 
 def percent(value: float | None) -> str:
-    """A score times 100; "nan" for a score that is no number (a correlation with a constant)."""
+    """A score times 100; "nan" for None or NaN (a correlation with a constant)."""
     return "nan" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
 
 
@@ -303,6 +303,6 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def validation_blocks(record: PretrainingRecord) -> int:
-    """The number of held-out blocks; older records have it by source only."""
+    """Number of held-out blocks; older records have it by source only."""
     by_source = record["counts"]["validation"].values()
     return record["metrics"].get("eval_blocks") or sum(counts["blocks"] for counts in by_source)

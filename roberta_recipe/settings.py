@@ -1,4 +1,4 @@
-"""Command-line flags and YAML presets: one parse into argument dataclasses, one type check, a resume scope per flag.
+"""Command-line flags and YAML presets: parsing into dataclasses, type checks, a resume scope per flag.
 
 Precedence: dataclass default < preset < command line. The paper keeps its settings in tables (Tables 9 and 10 of the
 appendix); a preset is one column of such a table.
@@ -26,9 +26,9 @@ from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import read_text, resolve_path
 
-NUMBERS_END = 2**32  # seeds of NumPy, and sizes and counts of torch, are below it
+NUMBERS_END = 2**32  # upper limit of integers: of NumPy's seeds, and of torch's sizes
 _TRAINER_FLAGS = "Flags of transformers.TrainingArguments (huggingface.co/docs/transformers/main_classes/trainer):"
-_NOT_GIVEN = object()  # in place of a flag's value
+_NOT_GIVEN = object()  # value of a flag that is not on the command line
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "locked"]
 
 
@@ -38,12 +38,12 @@ class Flag:
 
     `resume` is one of:
     "start":   applies to one start of a run, and is not saved in the run's preset;
-    "free":    may differ at each start: the run stays bit-identical (`benchmarks/flags.py`);
-    "layout":  may differ, and changes rounding and dropout draws; a checkpoint records it, a change is logged;
-    "content": names a file or folder whose content is in the run's fingerprint;
-    "fixed":   is in the fingerprint: another value makes another run;
-    "data":    as "fixed", and the positions of the blocks depend on it;
-    "locked":  any other value than the default is refused, `because`.
+    "free":    may change at a restart: the run stays bit-identical (`benchmarks/flags.py`);
+    "layout":  may change, which changes rounding and dropout draws; recorded in checkpoints, a change is logged;
+    "content": a file or folder; its content is in the fingerprint of the run;
+    "fixed":   in the fingerprint: must not change;
+    "data":    as "fixed", and the order of blocks depends on it;
+    "locked":  only the default is allowed, `because`.
     """
 
     resume: Scope
@@ -56,8 +56,8 @@ class Flag:
 
 
 def setting(default: Any, help: str, resume: str | None = None, shown: bool = False) -> Any:
-    """A dataclass field that is a flag; `resume` and `shown` as in `Flag`. Without `resume`, the field gives another
-    default to an inherited flag and keeps its `Flag`."""
+    """A dataclass field for a flag; `resume` and `shown` as in `Flag`. Without `resume`, it overrides the default
+    of an inherited flag and keeps its `Flag`."""
     metadata = {"help": help} | ({"flag": Flag(resume, shown)} if resume else {})
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -65,8 +65,8 @@ def setting(default: Any, help: str, resume: str | None = None, shown: bool = Fa
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
-    """The `Flag` of every field of an argument dataclass: as declared with `setting`, or in `inherited_flags` of the
-    class. An undeclared one is "fixed", so that a change of it is never silent."""
+    """The `Flag` of every field of an argument dataclass, declared with `setting` or in its `inherited_flags`; "fixed"
+    if undeclared, so that a change is never silent."""
     inherited = getattr(cls, "inherited_flags", {})
     fields = [field for field in dataclasses.fields(cls) if field.init]
     return {field.name: field.metadata.get("flag") or inherited.get(field.name, Flag("fixed")) for field in fields}
@@ -254,7 +254,7 @@ class RecipeParser(HfArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"`, or nothing where no known word is near."""
+    """`"; did you mean 'x'?"`, or an empty string without a close match."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -302,14 +302,15 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_preset(path: str | Path, dataclass_types: list[type]) -> dict[str, Any]:
-    """The values of a preset, each checked against the field it fills. Raises `InputError`."""
+    """The values of a preset, with type checks. Raises `InputError`."""
     return check_mapping(load_yaml(path), dataclass_types, str(path))
 
 
 def check_mapping(
     values: dict[str, Any], dataclass_types: list[type], where: str, without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """`values` with each checked against the field it fills, leaving out the fields `without`. Raises `InputError`."""
+    """Check each of `values` against the type of its field; the fields `without` are unknown keys. Raises
+    `InputError`."""
     hints = {}
     for cls in dataclass_types:
         annotations = typing.get_type_hints(cls, include_extras=True)

@@ -1,4 +1,4 @@
-"""Standard errors of losses over documents, and figures printed with theirs (docs/statistics.md)."""
+"""Standard errors of losses over documents, and the format of figures with errors (docs/statistics.md)."""
 
 import math
 
@@ -6,8 +6,8 @@ import numpy as np
 
 
 def error_of_ratio(sums: np.ndarray, counts: np.ndarray) -> float | None:
-    """The standard error of sum(sums) / sum(counts) over clusters, such as documents, which are independent while what
-    is in one of them is not; both (clusters,). None for fewer than two.
+    """Cluster-robust standard error of sum(sums) / sum(counts), both (clusters,); clusters, such as documents, are
+    independent of each other. None for fewer than two.
 
     Linearised: sqrt(C / (C - 1) x sum of (sum_c - ratio x count_c)^2) / sum(counts) (Cochran 1977, section 2.11,
     without the correction for a finite population).
@@ -21,14 +21,14 @@ def error_of_ratio(sums: np.ndarray, counts: np.ndarray) -> float | None:
 
 
 def decimals_of(error: float | None, most: int = 3) -> int:
-    """The decimals that a figure with this standard error has: down to the error's second digit, at most `most`."""
+    """Decimals for a figure with this standard error: down to the error's second digit, at most `most`."""
     if not error or not math.isfinite(error):
         return most
     return min(max(1 - math.floor(math.log10(error)), 0), most)
 
 
 def with_error(value: float | None, error: float | None, most: int = 3) -> str:
-    """A figure, its standard error beside it where it has one: "3.42 ± 0.05"; a record has null for no number."""
+    """A figure with its standard error, if any: "3.42 ± 0.05"; "nan" for None."""
     if value is None:
         return "nan"
     decimals = decimals_of(error, most)
@@ -36,5 +36,5 @@ def with_error(value: float | None, error: float | None, most: int = 3) -> str:
 
 
 def perplexity_with_error(perplexity: float | None, error_of_loss: float | None) -> str:
-    """A perplexity, with the error that follows from that of its loss in nats."""
+    """A perplexity with its standard error, derived from that of the loss in nats."""
     return with_error(perplexity, perplexity * error_of_loss if perplexity and error_of_loss else None, most=2)

@@ -56,7 +56,7 @@ hypothesis.settings.load_profile("suite")
 
 def corpus_of(name, sources, **settings):
     """A corpus with its files found and hashed, as a run has it; the hashes are kept nowhere."""
-    return corpora.identified(corpora.resolve(corpora.Corpus(name, sources, **settings)), kept_in=os.devnull)
+    return corpora.hash_files(corpora.resolve(corpora.Corpus(name, sources, **settings)), cache_folder=os.devnull)
 
 
 def pytest_addoption(parser):

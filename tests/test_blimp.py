@@ -258,7 +258,7 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
 def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     train_mlm.main(["--config", preset, "--max_steps", "1"])
     tool.main(["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(data_dir), "--random_seeds", "0"])
-    assert durable.fault(tmp_path / "run") is None  # the model's manifest still holds
+    assert durable.damage(tmp_path / "run") is None  # the model's manifest still holds
     shown = (hub.prepare("me/mine", tmp_path / "run") / "README.md").read_text()
     assert "blimp.json" in hub.PUBLISHED and "| mine | pseudo-log-likelihood |" in shown
     assert minimal_pairs.EXPLAINED in shown

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import read_corpus, resolve
-from roberta_recipe.data.documents import documents, file_rows, text_digest
+from roberta_recipe.data.documents import documents, file_rows, text_hash
 from roberta_recipe.errors import InputError
 from tools import contamination
 from tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
@@ -140,7 +140,7 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     preset.write_text(json.dumps({"sources": [source]}))
     listed = tmp_path / "near_duplicates.json"
     result = contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed)])
-    assert result["near_duplicates"] == [text_digest(held_out[0])]
+    assert result["near_duplicates"] == [text_hash(held_out[0])]
     assert "1 of 7 held-out documents are near-duplicates" in capsys.readouterr().out
 
     preset.write_text(json.dumps({"sources": [source], "leave_out": str(listed)}))

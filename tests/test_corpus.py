@@ -17,8 +17,8 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.chunks import TextReader
-from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, identified, read_corpus, resolve
-from roberta_recipe.data.order import interleave, taken_of_source
+from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, hash_files, read_corpus, resolve
+from roberta_recipe.data.order import blocks_by_source, interleave
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import HASHES_NAME
@@ -175,11 +175,11 @@ def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, mo
     corpus = resolve(Corpus("c", [Source("s", files=str(path))]))
 
     def fingerprint(folder="run"):
-        return corpus_fingerprint(identified(corpus, tmp_path / folder))
+        return corpus_fingerprint(hash_files(corpus, tmp_path / folder))
 
     young = fingerprint()
     assert fingerprint() == young and len(hashed) == 2  # a file so young may change and keep its times
-    monkeypatch.setattr(corpora, "_SETTLED_NS", -(10**9))
+    monkeypatch.setattr(corpora, "_MTIME_RESOLUTION_NS", -(10**9))
     first = fingerprint()
     assert fingerprint() == first == young and len(hashed) == 3 and kept.exists()
     assert fingerprint("another") == first and len(hashed) == 4  # of another run
@@ -226,11 +226,11 @@ def test_a_remote_file_is_known_by_size_and_version():
     with fsspec.open("memory://identity/a.txt", "w") as stream:
         stream.write("One.")
     corpus = corpus_of("c", [Source("s", files="memory://identity/a.txt")])
-    ((path, identity),) = corpus.identities.items()
+    ((path, identity),) = corpus.file_hashes.items()
     assert identity == ([path, 4, None], None) and path.startswith("memory://")
     corpora.check_unchanged(corpus)
     hub = "hf://datasets/org/data@0123/a.parquet"
-    assert corpora._identity(hub).values == [hub]
+    assert corpora._hash_file(hub).values == [hub]
 
 
 @pytest.mark.parametrize("own_source", [True, False])
@@ -330,7 +330,7 @@ def test_a_preset_names_its_folder_by_a_variable(tmp_path, monkeypatch):
             (tmp_path / folder / name).parent.mkdir(exist_ok=True, parents=True)
             write_parquet(tmp_path / folder / name, texts)
         monkeypatch.setenv("MY_DOMAINS", str(tmp_path / folder))
-        corpus = identified(resolve(read_corpus(preset)), tmp_path / "run")
+        corpus = hash_files(resolve(read_corpus(preset)), tmp_path / "run")
         splits = [
             list(reading.documents(corpus, corpus.sources[0], split, seed=0)) for split in ("train", "validation")
         ]
@@ -345,7 +345,7 @@ def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, m
     corpus = read_corpus("presets/corpus/five_domains.yaml")
     record = json.loads((root / "results" / "roberta_mini" / "run_record.json").read_text())
     args, counts = record["resolved_args"], record["counts"]["train"]
-    taken = taken_of_source(corpus.shares, args["max_steps"] * args["global_batch_size"])
+    taken = blocks_by_source(corpus.shares, args["max_steps"] * args["global_batch_size"])
     assert [source.name for source in corpus.sources] == list(counts) and sum(taken) == 224_000
     shares = [own / source["blocks"] for own, source in zip(taken, counts.values(), strict=True)]
     assert args["token_cache"] and shares == pytest.approx([*record["passes"].values()], abs=5e-5)

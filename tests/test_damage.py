@@ -64,7 +64,7 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
     for path in by_parent["checkpoint-4"]:  # each is seen, wherever the bit is
         whole = (folder / path).read_bytes()
         flip(folder / path, rng)
-        assert durable.fault(folder / "checkpoint-4"), path
+        assert durable.damage(folder / "checkpoint-4"), path
         (folder / path).write_bytes(whole)
     chosen = [*by_parent["."], *rng.sample(by_parent["checkpoint-4"], 2)]
     chosen += [rng.choice(by_parent[name]) for name in ("checkpoint-2", "checkpoint-6")]
@@ -87,7 +87,7 @@ def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
 )
 def test_a_manifest_of_another_shape_is_a_fault(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    assert durable.fault(tmp_path)
+    assert durable.damage(tmp_path)
 
 
 def test_a_damaged_mark_of_the_hub_is_a_line(tmp_path):

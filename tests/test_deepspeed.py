@@ -19,7 +19,7 @@ import train_mlm
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
-from roberta_recipe.training import launching
+from roberta_recipe.training import launch_checks
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
@@ -153,7 +153,7 @@ def test_the_preset_sets_the_precision(preset, monkeypatch):
 
 def test_a_deepspeed_configuration_comes_by_the_launch_file(preset):
     with pytest.raises(InputError, match=r"zero2\.json: use a launch file"):
-        launching.check_deepspeed(_with(preset, deepspeed="ds_configs/zero2.json")[1])
+        launch_checks.check_deepspeed(_with(preset, deepspeed="ds_configs/zero2.json")[1])
 
 
 CONTRADICTIONS = {  # key -> a value, and the flag with its value as `_own_file` has them
@@ -184,7 +184,7 @@ def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
     for keys in [*((key,) for key in CONTRADICTIONS), tuple(CONTRADICTIONS)]:
         args, _ = _own_file(preset, {key: CONTRADICTIONS[key][0] for key in keys})
         with pytest.raises(InputError) as raised:
-            launching.check_deepspeed(args)
+            launch_checks.check_deepspeed(args)
         for key, (value, flag) in CONTRADICTIONS.items():
             assert (f"{key}={value} vs hf {flag}" in str(raised.value)) == (key in keys), (keys, raised.value)
         for section in ("optimizer", "scheduler"):
@@ -194,13 +194,13 @@ def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
 
 def test_a_missing_clipping_is_deepspeeds_default_of_none(preset):
     with pytest.raises(InputError, match=r"gradient_clipping=0\.0 vs hf max_grad_norm=0\.5"):
-        launching.check_deepspeed(_own_file(preset, {}, ["gradient_clipping"])[0])
+        launch_checks.check_deepspeed(_own_file(preset, {}, ["gradient_clipping"])[0])
 
 
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     agreeing = {"train_batch_size": 8, "gradient_clipping": 0.5, "bf16.enabled": False, "fp16.enabled": "auto"}
     args, before = _own_file(preset, agreeing)
-    launching.check_deepspeed(args)
+    launch_checks.check_deepspeed(args)
     assert args.deepspeed_plugin.deepspeed_config == before  # "auto" is Trainer's to fill in
 
 

@@ -1,6 +1,7 @@
 """Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from glue_runs import data_dir, flags  # noqa: F401
 
 import finetune_glue
 import train_mlm
-from roberta_recipe import durable, errors, started
+from roberta_recipe import durable, errors, launcher
 from roberta_recipe.errors import InputError, Stopped
 from roberta_recipe.publishing import plots
 from roberta_recipe.training import checkpoint, stopping
@@ -74,7 +75,7 @@ def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path
 
 def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path, monkeypatch):
     """A launcher passes a signal on to all processes of a rank; in an evaluation too, the step is saved."""
-    batches = MlmTrainer._equally_many
+    batches = MlmTrainer._equal_batch_counts
 
     def slowly(self, loader):
         for number, batch in enumerate(batches(self, loader)):
@@ -82,7 +83,7 @@ def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path
             time.sleep(0.3 * (number < 5))
             yield batch
 
-    monkeypatch.setattr(MlmTrainer, "_equally_many", slowly)
+    monkeypatch.setattr(MlmTrainer, "_equal_batch_counts", slowly)
     evaluating = ["--eval_strategy", "steps", "--eval_steps", 5, "--dataloader_num_workers", 1]
     run = Forked(lambda: train(preset, *SAVING, *evaluating), tmp_path / "log")
     deadline_s = time.monotonic() + 60
@@ -173,7 +174,7 @@ def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
         time.sleep(0.01)
     os.kill(run.pid, number)
     assert run.end() == code
-    assert run.log.splitlines()[1:] == [f"ended by {by}; saved files are complete. {started.continue_with()}"]
+    assert run.log.splitlines()[1:] == [f"ended by {by}; saved files are complete. {launcher.resume_hint()}"]
 
 
 def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
@@ -191,19 +192,23 @@ def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
     first = Forked(fail, tmp_path / "0", RANK="0")
     assert first.end() == 2 and "error: learning_rate=-1" in first.log
     assert second.end() == 2 and second.log == ""
-    monkeypatch.setattr(errors, "_FIRST_PROCESS_S", 0.1)
+    monkeypatch.setattr(errors, "_FIRST_RANK_S", 0.1)
     alone = Forked(fail, tmp_path / "2", RANK="1")
     assert alone.end() == 2 and alone.log.startswith("error: learning_rate=-1")
 
 
 def test_the_command_that_continues_is_the_launcher_s(monkeypatch):
     """Or this process's own, where the launcher's cannot be read."""
-    assert started._words() == sys.orig_argv
+    own = f"Continue with: {shlex.join(sys.orig_argv)}"
+    assert launcher.resume_hint.__wrapped__() == own
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(started, "_parent", lambda: 1)
-    assert started._words() == (psutil.Process(1).cmdline() or sys.orig_argv)
-    monkeypatch.setattr(started, "_parent", lambda: 2**22 + 1)  # no process
-    assert started._words() == sys.orig_argv
+    monkeypatch.setattr(launcher, "_parent", lambda: 1)
+    assert (
+        launcher.resume_hint.__wrapped__()
+        == f"Continue with: {shlex.join(psutil.Process(1).cmdline() or sys.orig_argv)}"
+    )
+    monkeypatch.setattr(launcher, "_parent", lambda: 2**22 + 1)  # no process
+    assert launcher.resume_hint.__wrapped__() == own
 
 
 def test_resuming_reads_its_own_command_line(preset, tmp_path):
@@ -243,11 +248,11 @@ def test_what_a_killed_process_of_this_machine_left_is_removed(tmp_path):
     others = [f"a.{this}-{os.getppid()}.tmp", f"a.other-{gone.pid}.tmp", "a.txt", f"a.{this}-x.tmp"]
     for name in (*others, f"a.{this}-{gone.pid}.tmp", f"b.{this}-{gone.pid}.tmp", f".a.{this}-{os.getpid()}.tmp"):
         (tmp_path / name).touch()
-    durable.remove_left(tmp_path, "a")
+    durable.remove_stale(tmp_path, "a")
     assert (tmp_path / f"b.{this}-{gone.pid}.tmp").exists()
-    durable.remove_left(tmp_path)
+    durable.remove_stale(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
-    assert [durable.is_aside(name) for name in others] == [True, True, False, False]
+    assert [durable.is_temporary(name) for name in others] == [True, True, False, False]
 
 
 def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):

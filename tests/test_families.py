@@ -150,7 +150,7 @@ def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, 
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
-        ({"model_type": "gpt2"}, [], "is a 'gpt2' model, which transformers has no masked LM of; name one of"),
+        ({"model_type": "gpt2"}, [], "is a 'gpt2' model, for which transformers has no masked LM; name one of"),
         ({"model_type": "modernbert"}, ["--input_format", "doc_sentences"], "cannot separate; use full_sentences"),
         (
             {"model_type": "modernbert", "decoder_bias": False},

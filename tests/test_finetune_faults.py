@@ -63,7 +63,7 @@ def test_a_flipped_bit_of_a_finished_run_is_refused_or_changes_nothing(flags, fi
             (finished / name).write_bytes(whole)
     assert set(refused) == set(names) and len(refused) > 24
     flip(tmp_path / "glue" / "rte" / "summary.json", 900)
-    with pytest.raises(InputError, match=r"summary.json: it is not what was written \(checksum\)|summary.json is not"):
+    with pytest.raises(InputError, match=r"summary.json: its content does not match its checksum|summary.json is not"):
         hub.prepare("me/rte", tmp_path / "glue" / "rte")
 
 
@@ -71,7 +71,7 @@ def test_a_changed_digit_of_a_record_does_not_reach_the_median(flags, finished):
     path = finished / "run_record.json"
     score = json.loads(path.read_text())["metrics"]["accuracy"]
     path.write_text(path.read_text().replace(f'"accuracy": {score}', '"accuracy": 0.99'))
-    with pytest.raises(InputError, match=r"run_record.json: it is not what was written \(checksum\); copy it again"):
+    with pytest.raises(InputError, match=r"run_record.json: its content does not match its checksum; copy it again"):
         finetune_glue.main(flags("rte"))
     values = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in values.items() if name != durable.SEAL}))
@@ -84,9 +84,9 @@ def test_scores_of_a_run_whose_weights_are_dropped_stay_checked(flags, finished)
     best = finished / "best"
     assert {path.name for path in best.iterdir()} == {"validation_scores.npy", "manifest.json"}
     assert finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))["settings"] == summary["settings"]
-    assert durable.fault(best) is None and "is missing" in durable.fault(best, needed=("model.safetensors",))
+    assert durable.damage(best) is None and "is missing" in durable.damage(best, needed=("model.safetensors",))
     flip(best / "validation_scores.npy", 8 * 140)
-    with pytest.raises(InputError, match=r"best cannot be used: validation_scores.npy is not what was written .*Move"):
+    with pytest.raises(InputError, match=r"best cannot be used: validation_scores.npy does not match .*Move"):
         finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))
 
 

@@ -36,10 +36,10 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
     config.update({**sizes, "vocab_size": len(tokenizer)})
     positions = config.max_position_embeddings - 2 * (config.model_type == "roberta")
-    assert weights.positions(config) == positions >= values["max_seq_length"]
+    assert weights.max_positions(config) == positions >= values["max_seq_length"]
     before = tokenization.files_fingerprint(tokenizer)
     masked_lm_class(config)(config).save_pretrained(tmp_path)
-    with weights.fitted(tokenizer, config):
+    with weights.model_max_length_for(tokenizer, config):
         tokenizer.save_pretrained(tmp_path)
     assert long_text_is_completed(str(tmp_path)) == positions
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
@@ -61,6 +61,6 @@ def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, toke
 
 
 def test_models_without_a_table_of_positions(config):
-    assert weights.positions(config) == 64
+    assert weights.max_positions(config) == 64
     config.model_type, config.max_position_embeddings = "xlnet", -1
-    assert weights.positions(config) is None
+    assert weights.max_positions(config) is None

@@ -18,12 +18,12 @@ from transformers.training_args import OptimizerNames
 
 import train_mlm
 from roberta_recipe import durable
-from roberta_recipe.data.corpus import identified, resolve
+from roberta_recipe.data.corpus import hash_files, resolve
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.settings import Flag, fixed_values, flags_of, values_of
 from roberta_recipe.tasks import protocol
-from roberta_recipe.training import launching, optimizers, pretraining
+from roberta_recipe.training import launch_checks, optimizers, pretraining
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -176,7 +176,7 @@ def test_values_that_break_the_gradient_or_follow_evaluations_are_refused(preset
 
 def fingerprint(argv):
     (args, training_args), _ = train_mlm.read_arguments(argv)
-    corpus = identified(resolve(pretraining.read_corpus(args)), kept_in=os.devnull)
+    corpus = hash_files(resolve(pretraining.read_corpus(args)), cache_folder=os.devnull)
     tokenizer = train_mlm.tokenization.load_tokenizer(args.tokenizer_name)
     pretraining.resolve(args, training_args)
     model = pretraining.build_model(args, training_args, tokenizer)
@@ -266,7 +266,7 @@ def test_a_launcher_that_contradicts_the_preset_is_refused(preset, monkeypatch, 
     (_, training_args), _ = train_mlm.read_arguments(["--config", preset])
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
-        launching.check(training_args)
+        launch_checks.check(training_args)
 
 
 # Optimizer and schedule

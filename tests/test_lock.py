@@ -13,7 +13,7 @@ import pytest
 from conftest import Forked, wait_for_step
 
 import train_mlm
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import checkpoint
 
@@ -31,7 +31,7 @@ def in_child(folder, log):
     """A child that takes the lock of `folder`, forks a worker, and sleeps."""
 
     def hold():
-        lock.take(folder)
+        durable.lock(folder)
         worker = os.fork()
         if not worker:
             time.sleep(100)
@@ -51,13 +51,13 @@ def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_p
     child, worker = in_child(folder, tmp_path / "log")
     host = re.escape(os.uname().nodename)
     with pytest.raises(InputError, match=rf"folder is in use by process {child.pid} on {host} since \d"):
-        lock.take(folder)
-    lock.take(folder, ".another")  # another name is another lock
+        durable.lock(folder)
+    durable.lock(folder, ".another")  # another name is another lock
     child.kill()
     child.end()
     assert psutil.pid_exists(worker)  # it has inherited the lock file's descriptor
-    lock.take(folder)
-    lock.take(folder)  # held already
+    durable.lock(folder)
+    durable.lock(folder)  # held already
     os.kill(worker, signal.SIGKILL)
     held = (folder / ".lock").read_text()
     assert held.startswith(f"process {os.getpid()} on ") and held.endswith(" (train.py --hub_token ***)\n")
@@ -98,5 +98,5 @@ def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root)
     assert not alive and len(children) >= 2, text
     assert "SIGTERM: saving step" in text and "\nstopped by SIGTERM: step" in text
     newest = checkpoint.newest_first(tmp_path / "run")[0]
-    assert durable.fault(newest) is None
-    lock.take(tmp_path / "run")
+    assert durable.damage(newest) is None
+    durable.lock(tmp_path / "run")

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def lines(monkeypatch, caplog):
     """Log lines, of which a bar gives one every 0.05 seconds."""
-    monkeypatch.setattr(log, "SILENT_S", 0.05)
+    monkeypatch.setattr(log, "LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, logger="recipe")
     return caplog
 

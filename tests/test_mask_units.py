@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import train_mlm
 from roberta_recipe.data import mask_units
-from roberta_recipe.data.mask_units import LENGTHS, Words, chosen_spans, words_of_blocks
+from roberta_recipe.data.mask_units import LENGTHS, Words, choose_spans, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
@@ -179,7 +179,7 @@ def test_lengths_have_the_papers_law_in_blocks_of_any_length(unit, probability, 
     while found.total() < 20_000:
         words = text_block(draws, length)
         budget = int(probability * (~words.special).sum() + draws.random())
-        spans = sorted(zip(*chosen_spans(words, unit, budget, draws), strict=True))
+        spans = sorted(zip(*choose_spans(words, unit, budget, draws), strict=True))
         assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))  # a word between
         for begin, end in spans:
             assert {begin, end} <= set(words.borders.tolist()) and not words.special[begin:end].any()
@@ -197,11 +197,11 @@ def test_spans_of_a_text_of_short_sentences_are_no_longer_than_these():
     special = np.arange(61) % 4 == 0  # sentences of three words
     draws, sizes = np.random.default_rng(0), []
     for _ in range(4000):
-        begins, ends = chosen_spans(Words(~special, special, np.arange(62)), "span", 9, draws)
+        begins, ends = choose_spans(Words(~special, special, np.arange(62)), "span", 9, draws)
         sizes += (np.array(ends) - begins).tolist()
     assert set(sizes) == {1, 2, 3} and sum(sizes) / 4000 == pytest.approx(9, rel=0.02)
     nothing = Words(np.zeros(3, dtype=bool), np.ones(3, dtype=bool), np.arange(4))
-    assert chosen_spans(nothing, "span", 1, draws) == ([], [])
+    assert choose_spans(nothing, "span", 1, draws) == ([], [])
 
 
 def test_every_word_is_as_likely():
@@ -209,7 +209,7 @@ def test_every_word_is_as_likely():
     hits, draws = np.zeros(200), np.random.default_rng(1)
     one_sentence = Words(np.ones(200, dtype=bool), np.zeros(200, dtype=bool), np.arange(201))
     for _ in range(4000):
-        for begin, end in zip(*chosen_spans(one_sentence, "span", 30, draws), strict=True):
+        for begin, end in zip(*choose_spans(one_sentence, "span", 30, draws), strict=True):
             hits[begin:end] += 1
     inner = hits[10:-10] / 4000
     assert inner.std() < 1.5 * math.sqrt(0.15 * 0.85 / 4000)

@@ -22,7 +22,7 @@ from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.model.objectives import named
-from roberta_recipe.training.data_loading import record_of
+from roberta_recipe.training.data_loading import step_record
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
 
@@ -82,7 +82,7 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         types = block["token_type_ids"].tolist()
         assert row.tolist() == types + [0] * (len(row) - len(types))
     changed = [Block({**block, "toy_label": 1 - max(block["toy_label"], 0)}, block.id) for block in cached[:6]]
-    records = [record_of(of, collator(of)) for of in (cached[:6], changed)]
+    records = [step_record(of, collator(of)) for of in (cached[:6], changed)]
     assert (records[0][1:] != records[1][1:]).all()  # the hashes cover every column
     assert all(set(example) == COLUMNS | {"labels", "cluster"} for example in fixed_masks(held_out, tokenizer))
 
@@ -232,6 +232,6 @@ def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_con
     assert {group["momentum"] for group in state["param_groups"]} == {0.8}
     assert all(of_weight.keys() == {"mean"} for of_weight in state["state"].values()) and len(state["state"]) > 20
     assert 2 * found["states"][0] == found["states"][1] > 0  # a number for each weight, and two
-    assert "it has no speed, it takes momentum" in found["errors"][0]
+    assert "unknown argument speed (valid: momentum" in found["errors"][0]
     assert "objective toy goes with input_format=full_sentences, not contiguous" in found["errors"][1]
     assert "toy (a toy: the number of a block)" in usage and "toy: a toy: signs of a running mean." in usage

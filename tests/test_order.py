@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from roberta_recipe.data.order import (
     batches_of,
     block_id,
-    drawn_evenly,
+    blocks_by_source,
     interleave,
-    kept,
     mixture,
     place_of,
     position_after,
     random_order,
     read_ranges,
-    taken_of_source,
+    sample_evenly,
     union,
+    unskipped,
 )
 from roberta_recipe.errors import InputError
 
@@ -41,7 +41,7 @@ def test_the_mixture_keeps_shares_and_needs_no_earlier_positions(sizes):
         there = mixture(shares, start, 100)
         assert (there[0] == sources[start : start + 100]).all() and (there[1] == indices[start : start + 100]).all()
         taken = [int((sources[:start] == number).sum()) for number in range(len(sizes))]
-        assert taken_of_source(shares, start) == taken
+        assert blocks_by_source(shares, start) == taken
     far = 8192 * 500_000
     halves = zip(mixture(shares, far, 50), mixture(shares, far + 50, 50), strict=True)
     assert all((np.concatenate(of) == both).all() for of, both in zip(halves, mixture(shares, far, 100), strict=True))
@@ -79,7 +79,7 @@ def test_skipped_positions_are_left_out_and_all_others_stay_in_order(seed):
     assert set(itertools.chain.from_iterable(skipped)) == inside
     assert all(left.stop < right.start for left, right in itertools.pairwise(skipped))
     wanted = list(itertools.islice((n for n in itertools.count(start) if n not in inside), count + 1))
-    taken = kept(start, count, skipped)
+    taken = unskipped(start, count, skipped)
     assert list(itertools.chain.from_iterable(taken)) == wanted[:-1]
     assert position_after(start, count, skipped) == wanted[-1]
     # micro-batches of three, two processes, two data workers
@@ -116,12 +116,12 @@ def test_names_of_blocks():
 )
 def test_a_draw_takes_one_item_of_each_of_as_many_equal_stretches(counts, limit, seed):
     shares = [1 / len(counts)] * len(counts)
-    drawn = drawn_evenly(counts, shares, limit, seed)
+    drawn = sample_evenly(counts, shares, limit, seed)
     assert sum(map(len, drawn)) == min(sum(counts), limit or sum(counts))
     for count, indices in zip(counts, drawn, strict=True):
         stretches = [range(k * count // len(indices), (k + 1) * count // len(indices)) for k in range(len(indices))]
         assert all(index in stretch for index, stretch in zip(indices.tolist(), stretches, strict=True))
-    again = drawn_evenly(counts, shares, limit, seed)
+    again = sample_evenly(counts, shares, limit, seed)
     assert all(np.array_equal(one, two) for one, two in zip(drawn, again, strict=True))
     most = max(map(len, drawn))
     assert all(len(own) in (count, most, most - 1) for own, count in zip(drawn, counts, strict=True))

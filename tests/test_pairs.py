@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from roberta_recipe.data import IGNORED
 from roberta_recipe.data.chunks import PACKERS
-from roberta_recipe.data.packing import NO_LABEL
 from roberta_recipe.data.pairs import NSP, SOP
 
 BOS, EOS = 0, 2
@@ -45,10 +45,10 @@ def sequences(columns):
     rows = zip(columns["input_ids"], columns["token_type_ids"].tolist(), columns[label].tolist(), numbers, strict=True)
     for _, group in itertools.groupby(rows, key=lambda row: row[3]):
         ids, types, labels, _ = map(list, zip(*group, strict=True))
-        assert ids[0] == BOS and ids[-1] == EOS and set(labels[1:]) <= {NO_LABEL} and types == sorted(types)
+        assert ids[0] == BOS and ids[-1] == EOS and set(labels[1:]) <= {IGNORED} and types == sorted(types)
         first, second = ids[: types.count(0)], ids[types.count(0) :]
         if not second:
-            assert first.count(EOS) == 1 and labels[0] == NO_LABEL
+            assert first.count(EOS) == 1 and labels[0] == IGNORED
             yield first[1:-1], None, None
         else:
             assert first[-1] == EOS == second[0] and first.count(EOS) == 1 and second.count(EOS) == 2

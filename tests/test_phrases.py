@@ -15,7 +15,7 @@ import train_mlm
 from roberta_recipe.data import chunks
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Source
-from roberta_recipe.data.mask_units import Words, chosen_phrases
+from roberta_recipe.data.mask_units import Words, choose_phrases
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
 from roberta_recipe.data.stream import blocks_at
@@ -91,7 +91,7 @@ def test_phrases_and_words_in_turn_as_likely():
         marks[begin : begin + 6] = [1, 2, 2, 2, 2, 2]
     are_phrases, shares = [], []
     for _ in range(2000):
-        spans = [*zip(*chosen_phrases(words, marks, 60, draws), strict=True)]
+        spans = [*zip(*choose_phrases(words, marks, 60, draws), strict=True)]
         positions = [position for span in spans for position in range(*span)]
         assert len(positions) == len({*positions}) == 60
         assert all(marks[begin] == 1 or end - begin == 2 for begin, end in spans)
@@ -109,7 +109,7 @@ def test_any_marks_give_whole_words(lengths, budget, seed, data):
     words = words_of(lengths)
     inner = data.draw(st.lists(st.integers(0, 2), min_size=sum(lengths), max_size=sum(lengths)))
     marks = np.array([0, *inner, 0], dtype=np.uint8)
-    begins, ends = chosen_phrases(words, marks, budget, np.random.default_rng(seed))
+    begins, ends = choose_phrases(words, marks, budget, np.random.default_rng(seed))
     borders, total = set(words.borders.tolist()), np.zeros(len(marks), dtype=int)
     for begin, end in zip(begins, ends, strict=True):
         assert {begin, end} <= borders

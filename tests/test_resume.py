@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import chunks
-from roberta_recipe.errors import InputError, says_no_room
+from roberta_recipe.errors import InputError, is_disk_full
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.training import checkpoint
 from roberta_recipe.training.durable_trainer import is_write_failure
@@ -182,7 +182,7 @@ def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_pa
     assert [rank.end() for rank in ranks] == [75] * processes, ranks[0].log
     (saved,) = checkpoint.newest_first(tmp_path / "run")
     step = durable.read_json(saved / "recipe_state.json")["step"]
-    assert durable.fault(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
+    assert durable.damage(saved) is None and saved.name == f"checkpoint-{step}" and step >= 4
     assert f"stopped by SIGTERM: step {step} of 100,000 is saved in" in ranks[0].log and "Traceback" not in ranks[0].log
 
 
@@ -258,7 +258,7 @@ def test_a_file_for_which_there_is_no_room_is_known_whoever_writes_it(tokenizer,
         try:
             WRITERS[writer](tmp_path / "file", tokenizer)
         except Exception as error:
-            os._exit(0 if is_write_failure(error) and (writer == "safetensors" or says_no_room(error)) else 1)
+            os._exit(0 if is_write_failure(error) and (writer == "safetensors" or is_disk_full(error)) else 1)
         os._exit(2)
 
     process = multiprocessing.get_context("fork").Process(target=write)

@@ -83,12 +83,12 @@ def poisoned(monkeypatch):
     loss_of_batch = MlmTrainer.loss_of_batch
 
     def spoilt(self, losses, num_items):
-        blocks = order.kept(self.position, self.fingerprint["global_batch_size"], self.skipped)
+        blocks = order.unskipped(self.position, self.fingerprint["global_batch_size"], self.skipped)
         bad = any(position in part for part in blocks for position in positions)
         return loss_of_batch(self, losses * (1000 if bad else 1), num_items)
 
     monkeypatch.setattr(MlmTrainer, "loss_of_batch", spoilt)
-    monkeypatch.setattr(stopping, "NEEDED", 3)
+    monkeypatch.setattr(stopping, "MIN_LOSSES", 3)
     return positions
 
 
@@ -131,9 +131,9 @@ from roberta_recipe.training import stopping
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 import train_mlm
 def spoilt(self, losses, num_items):
-    blocks = order.kept(self.position, self.fingerprint["global_batch_size"], self.skipped)
+    blocks = order.unskipped(self.position, self.fingerprint["global_batch_size"], self.skipped)
     return loss_of_batch(self, losses * (1000 if any(60 in part for part in blocks) else 1), num_items)
-loss_of_batch, MlmTrainer.loss_of_batch, stopping.NEEDED = MlmTrainer.loss_of_batch, spoilt, 3
+loss_of_batch, MlmTrainer.loss_of_batch, stopping.MIN_LOSSES = MlmTrainer.loss_of_batch, spoilt, 3
 exit_on_error(train_mlm.main)
 """
 
@@ -183,7 +183,7 @@ def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(pres
 
 def test_a_run_that_spikes_in_every_start_ends(preset, tmp_path, poisoned):
     poisoned |= set(range(40, 10_000))
-    with pytest.raises(RunError, match=r"3 starts from the same checkpoint ended so before: lower learning_rate"):
+    with pytest.raises(RunError, match=r"as in 3 earlier starts from the same checkpoint: lower learning_rate"):
         train_through(preset, *SAVING, "--rewind_on_spike", 20)
     returns = durable.read_sealed(tmp_path / "run" / SKIPPED_NAME)["returns"]
     assert [entry["step"] for entry in returns] == [6, 5, 5]
@@ -205,8 +205,8 @@ def test_a_loss_that_is_no_number_is_a_spike(preset, tmp_path, monkeypatch):
 def test_what_is_called_a_spike():
     before = [2.0, 4.0] * 64  # mean 3, standard deviation 1
     assert stopping.is_spike(9.01, before, 6) and not stopping.is_spike(8.99, before, 6)
-    assert not stopping.is_spike(9.01, before[: stopping.NEEDED - 1], 6) and stopping.is_spike(
-        9.01, before[: stopping.NEEDED], 6
+    assert not stopping.is_spike(9.01, before[: stopping.MIN_LOSSES - 1], 6) and stopping.is_spike(
+        9.01, before[: stopping.MIN_LOSSES], 6
     )
     assert not stopping.is_spike(9.01, [100.0] * 64 + [2.0, 4.0, 90.0, 100.0], 6)
     assert stopping.is_spike(9.01, [100.0] * 64 + before, 6), "only the last 128 steps count"
@@ -218,5 +218,5 @@ def test_a_damaged_list_of_blocks_is_refused(tmp_path):
     durable.write_sealed(path, {"returns": [{"step": 8, "loss": 9.0, "blocks": [[48, 64]]}]})
     assert stopping.read_skipped(tmp_path) == [range(48, 64)]
     path.write_text(path.read_text().replace("64", "65"))
-    with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(it is not what was written"):
+    with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(its content does not match"):
         stopping.read_skipped(tmp_path)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from roberta_recipe.data import chunks, token_cache
-from roberta_recipe.data.chunks import PACKERS, File, TextReader, versions
+from roberta_recipe.data.chunks import PACKERS, File, TextReader, pair_versions
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.documents import file_rows, read_file
 from roberta_recipe.data.masking import MlmCollator
@@ -26,11 +26,11 @@ from roberta_recipe.data.order import (
     WINDOWS,
     batches_of,
     block_id,
+    blocks_by_source,
     file_order,
     interleave,
-    kept,
     random_order,
-    taken_of_source,
+    unskipped,
 )
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import (
@@ -44,7 +44,7 @@ from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unpacked
+from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unflatten_batches
 
 POSITIONS = 200
 FORMATS = ["full_sentences", "doc_sentences", "contiguous", "segment_pair nsp", "sentence_pair sop"]
@@ -148,7 +148,7 @@ def chunks_of(case, file):
 
 def files_of(case, source, split="train", epoch=0):
     count = len(case.corpus.files(case.corpus.sources[source], split)[1])
-    version = epoch % versions(case.settings["input_format"]) if split == "train" else 0
+    version = epoch % pair_versions(case.settings["input_format"]) if split == "train" else 0
     order = file_order(source, count, seed=case.settings["seed"], epoch=epoch)
     return [File(source, split, number, version) for number in order]
 
@@ -201,7 +201,7 @@ def test_text_and_cache_give_the_same_blocks_and_counts(case):
 def recounted(case, position):
     """The counts of the chunks that hold the first `position` blocks, by source."""
     found = {}
-    for number, taken in enumerate(taken_of_source(case.corpus.shares, position)):
+    for number, taken in enumerate(blocks_by_source(case.corpus.shares, position)):
         passes = (chunks_of(case, file) for epoch in itertools.count() for file in files_of(case, number, epoch=epoch))
         counts = Counter()
         for chunk in itertools.chain.from_iterable(passes):
@@ -267,7 +267,7 @@ def test_any_processes_and_workers_read_one_sequence(case):
             for process in range(processes)
             for block in itertools.islice(makers[process * workers + number % workers], size)
         ]
-        wanted = [case.whole[n] for part in kept(start, len(in_turn), skipped) for n in part]
+        wanted = [case.whole[n] for part in unskipped(start, len(in_turn), skipped) for n in part]
         assert in_turn == wanted and len(wanted) > 70
 
 
@@ -327,7 +327,7 @@ def test_micro_batches_hold_each_block_once_and_like_lengths_pad_less(lengths, s
     columns, shapes, record = micro_batches(
         lambda blocks: {"ids": torch.tensor([block.id for block in blocks])}, size, blocks
     )
-    found = [batch["ids"].tolist() for batch in unpacked(columns, shapes, "cpu")]
+    found = [batch["ids"].tolist() for batch in unflatten_batches(columns, shapes, "cpu")]
     assert sorted(itertools.chain.from_iterable(found)) == [*range(len(lengths))] and record[0] == sum(lengths)
     assert [*map(len, found)] == [len(lengths[start:][:size]) for start in range(0, len(lengths), size)]
     by_micro_batch = [[lengths[number] for number in numbers] for numbers in found]

@@ -19,7 +19,7 @@ from test_stream import blocks_of, facts, reader_of
 from roberta_recipe import durable
 from roberta_recipe.data import chunks, token_cache
 from roberta_recipe.data.corpus import Source
-from roberta_recipe.data.documents import documents, text_digest
+from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, exit_on_error
@@ -83,7 +83,7 @@ def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer
     """In a source without validation files, whose held-out documents are packed with the training documents."""
     source = corpus.sources[0]
     texts = list(documents(corpus, source, "validation", seed=0))
-    (tmp_path / "near.json").write_text(json.dumps({"documents": [text_digest(text) for text in texts[::2]]}))
+    (tmp_path / "near.json").write_text(json.dumps({"documents": [text_hash(text) for text in texts[::2]]}))
     corpus = corpus_of("c", corpus.sources, validation_share=0.2, leave_out=str(tmp_path / "near.json"))
     reader = reader_of(corpus, tokenizer)
     token_cache.build(tmp_path / "cache", reader, num_proc=1)
@@ -197,7 +197,7 @@ def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypat
         create(path, values)
 
     monkeypatch.setattr(durable, "create_sealed", create_late)
-    with pytest.raises(InputError, match=r"made from something else: tokenizer was 'another', is 'one'"):
+    with pytest.raises(InputError, match=r"has other settings: tokenizer was 'another', is 'one'"):
         token_cache.claim(tmp_path / "cache", {"tokenizer": "one"})
     assert durable.read_sealed(tmp_path / "cache" / token_cache.FINGERPRINT)["tokenizer"] == "another"
     token_cache.claim(tmp_path / "cache", {"tokenizer": "another"})

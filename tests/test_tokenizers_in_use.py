@@ -133,7 +133,7 @@ class Saved:
             model_name_or_path=str(folder), tokenizer_name=None, max_seq_length=max_seq_length
         )
         self.loaded = protocol.load_tokenizer(self.args)
-        with weights.fitted(self.loaded, weights.read_config(str(folder)), max_seq_length):
+        with weights.model_max_length_for(self.loaded, weights.read_config(str(folder)), max_seq_length):
             self.loaded.save_pretrained(folder / "best")
         self.used = AutoTokenizer.from_pretrained(folder / "best")
 
@@ -264,4 +264,4 @@ def test_a_tokenizer_without_a_template_is_warned_of(tmp_path, tokenizer, caplog
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
     bare.backend_tokenizer.post_processor = processors.ByteLevel()
     with_config(tmp_path / "bare", bare)
-    assert "does not put two special tokens around a text" in caplog.text
+    assert "does not add two special tokens around a text" in caplog.text

@@ -84,21 +84,21 @@ def test_logits_without_labels_are_those_of_padded_rows():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "unpads", "message"),
+    ("model_type", "changes", "can_unpad", "message"),
     [
         ("roberta", {}, False, "it is for pretraining only"),
         ("modernbert", {}, True, "a 'modernbert' model has no position ids"),
         ("roberta", {"attention_probs_dropout_prob": 0.1}, True, "has no dropout, and the model has att.*=0.1"),
     ],
 )
-def test_models_that_cannot_be_unpadded_are_refused(tmp_path, monkeypatch, model_type, changes, unpads, message):
+def test_models_that_cannot_be_unpadded_are_refused(tmp_path, monkeypatch, model_type, changes, can_unpad, message):
     monkeypatch.setattr(MlmTrainingArguments, "device", torch.device("cuda"))
     args = MlmTrainingArguments(str(tmp_path), max_steps=1, attn_implementation="varlen", bf16=True, use_cpu=True)
-    assert attention.choose(config_of("roberta"), args, unpads=True) == "varlen"
+    assert attention.choose(config_of("roberta"), args, can_unpad=True) == "varlen"
     config = config_of(model_type)
     config.update(changes)
     with pytest.raises(InputError, match=message):
-        attention.choose(config, args, unpads)
+        attention.choose(config, args, can_unpad)
 
 
 def test_a_cpu_is_refused(preset):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.packing import full_sentences
 from roberta_recipe.errors import InputError
-from roberta_recipe.training import predictions
+from roberta_recipe.model import log_probabilities
 from tools import words
 
 TEXTS = [
@@ -53,7 +53,7 @@ def test_log_probabilities_are_those_of_the_whole_model(family):
     inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
         whole = model(**inputs).logits.log_softmax(-1)[positions]
-    found = predictions.log_probabilities(model, inputs, positions, targets)
+    found = log_probabilities.at_positions(model, inputs, positions, targets)
     torch.testing.assert_close(found, whole.gather(1, targets[:, None])[:, 0])
     with torch.no_grad():  # nothing is left behind in the model
         assert model(**inputs).logits.shape == (4, 12, 90)

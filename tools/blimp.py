@@ -28,12 +28,12 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
-from roberta_recipe.model import weights
+from roberta_recipe.model import log_probabilities, weights
 from roberta_recipe.publishing import minimal_pairs, plots
 from roberta_recipe.publishing.tables import table
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.training import predictions, processes
+from roberta_recipe.training import processes
 
 CHART_NAME = "blimp.png"
 
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     if args.output_dir.exists():
         durable.make_folder(args.output_dir)  # fails for a file, before the work
     pairs = blimp.read(args.data_dir, args.pairs)
-    model, tokenizer = predictions.load(args.model_name_or_path, args.tokenizer_name)
+    model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
     check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     name, config = args.model_name_or_path, model.config
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")
         set_seed(seed)
-        control = predictions.ready(weights.fresh(AutoModelForMaskedLM, config))
+        control = log_probabilities.on_device(weights.fresh(AutoModelForMaskedLM, config))
         controls.append(measure(control, tokenizer, pairs, args.methods, args.bf16))
     record: records.BlimpRecord = {
         "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
         "partial": pairs.partial,
         "pairs_digest": durable.fingerprint([pairs.good, pairs.bad]),
         "bf16": args.bf16,
-        "weights": weights.identity(name),
+        "weights": weights.content_hash(name),
         "tokenizer": tokenization.tokenizer_fingerprint(tokenizer),
         "wall_clock_s": round(time.monotonic() - started_s, 1),
         "versions": records.versions(),

@@ -28,7 +28,7 @@ import regex
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import Corpus, read_corpus, resolve
-from roberta_recipe.data.documents import documents, text_digest
+from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
@@ -190,7 +190,7 @@ def held_out_texts(corpus: Corpus) -> Iterator[Text]:
     """The held-out documents of each source; their ids are those of `leave_out`."""
     for source in corpus.sources:
         for document in documents(corpus, source, "validation", seed=0):
-            yield Text(f"{HELD_OUT}{source.name}", text_digest(document), words_of(document))
+            yield Text(f"{HELD_OUT}{source.name}", text_hash(document), words_of(document))
 
 
 def near_duplicates(texts: list[Text], length: int) -> list[str]:

@@ -23,16 +23,15 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedConfig
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import Corpus, resolve
 from roberta_recipe.data.readers import COMPRESSIONS
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import taken_apart
+from roberta_recipe.input_files import parsing
 from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
 from roberta_recipe.settings import did_you_mean, setting
-from roberta_recipe.training import batch, launching, optimizers, pretraining
+from roberta_recipe.training import batch, launch_checks, optimizers, pretraining
 from tools.devices import DEVICES, Device
 
 SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families with layers of one shape
@@ -362,7 +361,7 @@ def _text_bytes(corpus: Corpus) -> int | None:
             if format != "parquet":
                 total += Path(path).stat().st_size
                 continue
-            with taken_apart(path, "a Parquet file"):
+            with parsing(path, "a Parquet file"):
                 footer = pq.read_metadata(path)
             groups = map(footer.row_group, range(footer.num_row_groups))
             columns = (group.column(number) for group in groups for number in range(group.num_columns))
@@ -383,7 +382,8 @@ def read_estimate(argv: list[str]) -> Estimate:
             f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"
         )
     architectures.check_checkpointing(config, training_args)
-    config.vocab_size = round_up(config.vocab_size, args.pad_vocab_to_multiple_of or 1)
+    multiple = args.pad_vocab_to_multiple_of or 1
+    config.vocab_size = math.ceil(config.vocab_size / multiple) * multiple
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
     at_once = micro_batch * hardware.count
@@ -398,7 +398,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         accumulation=batch.accumulation_steps(sequences, micro_batch, hardware.count),
         max_steps=training_args.max_steps,
         precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
-        zero=Zero.from_deepspeed(launching.deepspeed_settings(training_args), config.hidden_size),
+        zero=Zero.from_deepspeed(launch_checks.deepspeed_settings(training_args), config.hidden_size),
         activation_checkpointing=bool(training_args.activation_checkpointing),
         objective=tuple(args.objective),
         optim=training_args.optim,

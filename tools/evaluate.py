@@ -20,7 +20,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import masking, tokenization
-from roberta_recipe.data.corpus import identified, resolve
+from roberta_recipe.data.corpus import hash_files, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
@@ -84,7 +84,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         corpus = resolve(pretraining.read_corpus(args))
         check_sources(corpus)
         if args.token_cache:
-            corpus = identified(corpus, kept_in=args.token_cache)
+            corpus = hash_files(corpus, cache_folder=args.token_cache)
         tokenizer = load_tokenizer(args.model_name_or_path, named)
     # a finished model has no heads of other objectives
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
@@ -99,7 +99,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         processing_class=tokenizer,
         fingerprint={},
         resumed=None,
-        also_measured=blimp.while_training(args.blimp_dir, model, tokenizer) if args.blimp_dir else None,
+        extra_metrics=blimp.while_training(args.blimp_dir, model, tokenizer) if args.blimp_dir else None,
         flops_per_token=masked_lm.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )
     metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)

@@ -29,7 +29,7 @@ from roberta_recipe import durable
 from roberta_recipe import settings as flags
 from roberta_recipe.credentials import redact
 from roberta_recipe.data import order, tokenization
-from roberta_recipe.data.corpus import Corpus, identified, resolve
+from roberta_recipe.data.corpus import Corpus, hash_files, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
@@ -38,7 +38,7 @@ from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
-from roberta_recipe.training.data_loading import record_of
+from roberta_recipe.training.data_loading import step_record
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
 from tools.compare import read_log
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if args.global_batch_size is None:
         raise InputError("neither the preset nor a checkpoint has the global_batch_size: name it")
     corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
-    corpus = identified(corpus, kept_in=args.token_cache or folder) if folder else corpus
+    corpus = hash_files(corpus, cache_folder=args.token_cache or folder) if folder else corpus
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
     if folder:
         data = pretraining.data_fingerprint(training_args, reader)
@@ -156,11 +156,11 @@ def print_step(
     shown = min(explain.show_blocks, size)
     first = order.position_after(0, (step - 1) * size, blocks.skipped)
     wanted = logged_digest(folder, step) if folder else None
-    positions = order.kept(first, shown if wanted is None else size, blocks.skipped)
+    positions = order.unskipped(first, shown if wanted is None else size, blocks.skipped)
     if not args.token_cache:
         logger.info(f"Reading text up to block {first:,}, from where the run's chunk index ends")
     found = list(blocks.blocks([positions]))
-    if wanted is not None and record_of(found, collator(found))[-1] % DIGEST_MODULUS != wanted:
+    if wanted is not None and step_record(found, collator(found))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
             f"{folder / LOG_NAME}: step {step} saw other blocks or masks than these settings give: was the run resumed "
             "despite changes, or by another version of this recipe?"
@@ -168,7 +168,7 @@ def print_step(
     checked = "blocks and masks equal the hash in its log"
     if wanted is None:
         checked = "its log has no hash of this step alone" if folder else "nothing is trained"
-    whole = order.in_words(order.kept(first, size, blocks.skipped))
+    whole = order.in_words(order.unskipped(first, size, blocks.skipped))
     print(f"step {step:,} of {folder or 'a new run'}: blocks {whole}, {shown} of {size} shown; {checked}")
     print(LEGEND + "\n")
     for position, block in zip(itertools.chain.from_iterable(positions), found[:shown], strict=False):

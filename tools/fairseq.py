@@ -36,9 +36,9 @@ from transformers import (
 from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import read_input_json, read_text, taken_apart
+from roberta_recipe.input_files import parsing, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.model.weights import fitted, load, read_config
+from roberta_recipe.model.weights import load, model_max_length_for, read_config
 from roberta_recipe.settings import RecipeParser
 
 _BODY = "encoder.sentence_encoder."
@@ -375,15 +375,15 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if args.tokenizer_name:
         tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     else:
-        with taken_apart(", ".join(files), "fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
+        with parsing(", ".join(files), "fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
             tokenizer = read_vocabulary(*map(Path, files))
-    with taken_apart(args.checkpoint, "a RoBERTa of fairseq"):
+    with parsing(args.checkpoint, "a RoBERTa of fairseq"):
         weights, settings = read_checkpoint(Path(args.checkpoint))
         model = to_hugging_face(weights, settings, args.head)
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
-    with fitted(tokenizer, model.config):
+    with model_max_length_for(tokenizer, model.config):
         tokenizer.save_pretrained(args.output_dir)
     logger.info(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")
 

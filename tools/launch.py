@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
-from roberta_recipe.started import continue_with
+from roberta_recipe.launcher import resume_hint
 
 _TO_SAVE_S = 600  # for the processes to finish and save their step; torchrun's default is 30
 _OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -66,7 +66,7 @@ def _end(code: int, which: str) -> None:
         raise SystemExit(code)
     error = RunError(
         f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). Checkpoints "
-        f"are complete. {continue_with()}"
+        f"are complete. {resume_hint()}"
     )
     error.exit_code = 128 - code
     raise error

@@ -32,14 +32,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import corpus_of_files, read_corpus, resolve
-from roberta_recipe.data.documents import check_sources, documents, text_digest
+from roberta_recipe.data.documents import check_sources, documents, text_hash
 from roberta_recipe.data.tokenization import boundary_ids, split_sentences
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
-from roberta_recipe.model import weights
+from roberta_recipe.model import log_probabilities, weights
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.standard_error import error_of_ratio, with_error
-from roberta_recipe.training import predictions, processes
+from roberta_recipe.training import processes
 
 SHARE = 0.15  # of the words of a window
 WINDOW = 64  # words
@@ -100,7 +100,7 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
     """At most `WINDOWS` windows of each document, white space normalised; draws are seeded by the document's text."""
     for number, text in enumerate(texts):
         words = text.split()
-        draws = np.random.Generator(np.random.Philox(key=int(text_digest(" ".join(words)), 16)))
+        draws = np.random.Generator(np.random.Philox(key=int(text_hash(" ".join(words)), 16)))
         total = -(-len(words) // WINDOW)
         for index in sorted(draws.permutation(total)[:WINDOWS].tolist()):
             window = " ".join(words[index * WINDOW : (index + 1) * WINDOW])
@@ -162,7 +162,7 @@ def losses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], reading: Reading = as_written
 ) -> list[Loss]:
     """The loss of each window; windows of similar length share a batch."""
-    if limit := weights.positions(model.config):
+    if limit := weights.max_positions(model.config):
         whole = len(windows)
         windows = [part for window in windows for part in divided(tokenizer, window, limit, reading)]
         if len(windows) > whole:
@@ -178,7 +178,7 @@ def losses(
                 positions[row, list(of_row)] = True
             ids = torch.tensor([of_row[position] for of_row in targets for position in sorted(of_row)])
             given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-            log_p = predictions.log_probabilities(model, given, positions.to(model.device), ids.to(model.device))
+            log_p = log_probabilities.at_positions(model, given, positions.to(model.device), ids.to(model.device))
             for number, of_row in zip(batch, log_p.double().split(list(map(len, targets))), strict=True):
                 found[number] = _loss(windows[number], asked[number], -of_row / math.log(2))
             bar.update(len(batch))
@@ -251,7 +251,7 @@ def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
     texts: list[str] = []
     for source in corpus.sources:
         own = list(documents(corpus, source, "validation", seed=0))
-        texts += sorted(own, key=text_digest)[: args.max_documents]  # independent of the order of files
+        texts += sorted(own, key=text_hash)[: args.max_documents]  # independent of the order of files
     windows = list(windows_of(texts))
     if not windows:
         raise InputError("the held-out text has no words to mask: name another corpus or text_file")
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))
-    model, tokenizer = predictions.load(args.model_name_or_path)
+    model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path)
     figures = measure(model, tokenizer, *read_windows(args))
     word, character = (
         with_error(figures[f"bits_per_{unit}"], figures[f"bits_per_{unit}_error"]) for unit in ("word", "character")

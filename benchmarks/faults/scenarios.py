@@ -172,7 +172,7 @@ def glue_result(out: Path) -> Result:
         names = ("metrics", "steps", "tokens_seen", "loss_at_steps", "score_at_steps", "best_step", "computed_tokens")
         found |= {f"{path.parent.name}: {name}": _timeless(record[name]) for name in names}
         best = path.parent / "best"
-        for file in sorted(best.glob("*")) if durable.fault(best) is None else []:
+        for file in sorted(best.glob("*")) if durable.damage(best) is None else []:
             found[f"{path.parent.name}: {file.name}"] = durable.sha256(file)
     return found
 

@@ -22,7 +22,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from roberta_recipe import durable, hardware
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
@@ -76,7 +75,7 @@ class Bench:
         self.flags = ["--config", "presets/mlm/roberta_base.yaml", "--tokenizer_name", tokenizer]
         self.flags += ["--max_seq_length", str(self.length), "--pad_vocab_to_multiple_of", str(multiple)]
         self.flags += ["--use_cpu", "true"] * tiny
-        self.shape = {"vocab_size": round_up(len(self.tokenizer), multiple), **(TINY if tiny else {})}
+        self.shape = {"vocab_size": math.ceil(len(self.tokenizer) / multiple) * multiple, **(TINY if tiny else {})}
 
     def build(self, variant: Variant, half: bool = True, **shape: Any) -> tuple[torch.nn.Module, MlmCollator]:
         """Model, its weights the same for every variant, and collator."""
@@ -127,7 +126,7 @@ class Bench:
             optimizer.zero_grad(set_to_none=False)  # the estimate's peak is of a backward pass that adds to gradients
             return loss.detach()
 
-        hardware.forget_peak_memory()
+        hardware.reset_peak_memory()
         begun_s = time.perf_counter()
         losses = [step(0)]
         self.synchronize()

@@ -1,8 +1,8 @@
 """Chunks: consecutive rows of one file, about 8 MB of text, tokenized and packed together (paper, section 4.2).
 
-The blocks of a chunk are a function of its documents, its place and the format, and no block continues over a chunk's
-end (one block of some thousands is short). `TextReader` makes chunks from text, `token_cache.TokenCache` reads them
-from disk; a `ChunkIndex` has their beginnings, once they have been packed.
+The blocks of a chunk are a function of its documents, its position and the format; no block crosses the end of a chunk,
+so one block in thousands is short. `TextReader` packs chunks from text and records them in a `ChunkIndex`;
+`token_cache.TokenCache` reads packed chunks from disk.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.record import INDEX_NAME
 
-CHUNK_BYTES = 8_000_000  # of UTF-8 text; the last document goes over
-REVISION = "chunks of 8 MB"  # of chunks and order: blocks and checkpoints of former revisions are refused
-_TEXT_PER_CALL = 1 << 19  # characters a call of the tokenizer: enough for all cores
+CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that exceeds it
+REVISION = "chunks of 8 MB"  # in fingerprints: caches and checkpoints of other revisions are refused
+_TEXT_PER_CALL = 1 << 19  # characters per tokenizer call: enough for all cores
 
-# Input formats by name; those of pairs also name their labels: the next sentence, the order of two, or none in use
+# Input formats by name; formats of pairs with their objective: next sentence, sentence order, or none (in order)
 PAIRS = {
     "segment_pair": pairs.segment_pair,
     "segment_pair_short": partial(pairs.segment_pair, short=pairs.SHORT),
@@ -52,8 +52,8 @@ PACKERS: dict[str, Packer] = {
 }
 
 
-def versions(input_format: str) -> int:
-    """Versions of the blocks of a text, which passes take in turn: those of pairs differ."""
+def pair_versions(input_format: str) -> int:
+    """Number of different packings of a text, which passes use in turn; more than one for pairs."""
     return pairs.VERSIONS if _has_pairs(input_format) else 1
 
 
@@ -62,7 +62,7 @@ def _has_pairs(input_format: str) -> bool:
 
 
 class File(NamedTuple):
-    """A file of a source, read for one split, in one version of its blocks."""
+    """A file of a source, for one split and one version of its blocks."""
 
     source: int
     split: str
@@ -71,18 +71,18 @@ class File(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The rows and blocks of a chunk. Of a split, the rows of the other split are passed over."""
+    """Position and size of a chunk; the rows include those of the other split, which are skipped."""
 
-    row: int  # of the file, where reading begins
-    end: int  # row behind the last
-    first_block: int  # number of its first block in the file
+    row: int  # first row in the file
+    end: int  # row after the last
+    first_block: int  # index of its first block in the file
     blocks: int
-    last: bool  # of the file
+    last: bool  # whether the file ends here
     counts: dict[str, int]  # as in `_counts`
 
 
 def _counts(rows: list[Row], documents: list[Document], blocks: int, longest: float) -> dict[str, int]:
-    """`longest`: tokens of a sentence that is not split."""
+    """`longest`: the most tokens of a sentence that is not split."""
     sizes = [len(sentence) for sentences in documents for sentence in sentences]
     return {
         "documents": len(documents),
@@ -100,22 +100,22 @@ def _counts(rows: list[Row], documents: list[Document], blocks: int, longest: fl
 COUNTS = tuple(_counts([], [], 0, 0))
 
 
-def total(chunks: Iterable[Chunk]) -> dict[str, int]:
+def sum_counts(chunks: Iterable[Chunk]) -> dict[str, int]:
     """The sums of the chunks' counts."""
     counts = [chunk.counts for chunk in chunks]
     return {name: sum(row.get(name, 0) for row in counts) for name in COUNTS}
 
 
 class ChunkIndex:
-    """The chunks of files in file order, as far as they have been packed: a file to which all processes of a run append
-    lines. A line that is damaged or of other text (`made_from`) is ignored, and its chunk is packed again."""
+    """The chunks packed so far, by file: a text file to which all processes of a run append lines. Damaged lines, and
+    those of another text (`made_from`), are ignored, and their chunks packed again."""
 
     def __init__(self, path: str | Path = os.devnull, made_from: str = ""):
         self._path, self._seed, self._read = path, zlib.crc32(made_from.encode()), 0
         self._chunks: dict[File, list[Chunk]] = {}
 
-    def of(self, file: File) -> list[Chunk]:
-        """The known chunks of a file, with those that other processes have appended."""
+    def chunks(self, file: File) -> list[Chunk]:
+        """The chunks of a file, including those that other processes have appended."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as stream:
             stream.seek(self._read)
             for line in stream:
@@ -130,18 +130,18 @@ class ChunkIndex:
         return self._chunks.setdefault(file, [])
 
     def add(self, file: File, number: int, chunk: Chunk) -> None:
-        """Add the chunk `number` of a file, unless it is known."""
-        if number == len(self.of(file)):
+        """Append the chunk `number` of a file if it is not in the index."""
+        if number == len(self.chunks(file)):
             self._chunks[file].append(chunk)
             entry = json.dumps([file, number, chunk]).encode()
-            # a full or read-only disk loses nothing but time
+            # on a full or read-only disk, the chunk is packed again after a restart
             with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
                 stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry))
 
 
 @dataclass(eq=False)
 class TextReader:
-    """Chunks from text, tokenized and packed on demand."""
+    """Provider of chunks from text, tokenized and packed on demand."""
 
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
@@ -154,25 +154,25 @@ class TextReader:
     index_folder: str | Path | None = None  # of the chunk index
 
     def __post_init__(self):
-        self.versions = versions(self.input_format)
+        self.versions = pair_versions(self.input_format)
         self.dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()  # encoded texts, in data workers too
 
     @functools.cached_property
     def index(self) -> ChunkIndex:
-        """Made when text is read: `evaluate` has no hashes of the training files."""
+        """The index; opened lazily, as `tools/evaluate.py` has no hashes of the training files."""
         if not self.index_folder:
             return ChunkIndex()
         return ChunkIndex(Path(self.index_folder, INDEX_NAME), durable.fingerprint(self.fingerprint()))
 
-    def known(self, file: File) -> list[Chunk]:
-        """The first chunks of a file, as far as a process of the run has packed them."""
-        return self.index.of(file)
+    def indexed_chunks(self, file: File) -> list[Chunk]:
+        """The chunks of a file that any process of the run has packed."""
+        return self.index.chunks(file)
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file with their blocks. Known chunks within the first `skip` blocks are not read, and come
+        """The chunks of a file with their blocks. Indexed chunks within the first `skip` blocks are not read, and come
         without blocks."""
-        skipped = [chunk for chunk in self.known(file) if chunk.first_block + chunk.blocks <= skip]
+        skipped = [chunk for chunk in self.indexed_chunks(file) if chunk.first_block + chunk.blocks <= skip]
         yield from ((chunk, ()) for chunk in skipped)
         if skipped and skipped[-1].last:
             return
@@ -187,9 +187,9 @@ class TextReader:
     def pack_rows(
         self, rows: Iterable[Row], file: File, row: int = 0, first_block: int = 0
     ) -> Iterator[tuple[Chunk, list[Columns]]]:
-        """The chunks of the rows of a file from `row` on, with blocks of arrays: `input_ids` of `dtype`."""
-        for of_chunk in _divided(rows):
-            texts = [one for one in of_chunk if one.text is not None]
+        """Pack the rows of a file, which begin at `row`: chunks with their blocks, `input_ids` as arrays of `dtype`."""
+        for chunk_rows in _split_by_chunk(rows):
+            texts = [one for one in chunk_rows if one.text is not None]
             documents, marks = self._tokenize([one.text for one in texts])
             key = (file.source, file.number, row, file.version)
             blocks = self._pack(documents, key, **boundary_ids(self.tokenizer))
@@ -198,10 +198,10 @@ class TextReader:
                     block[COLUMN] = units["input_ids"].astype(np.uint8)
             for block in blocks:
                 block["document"] = texts[block["document"]].number
-            special = 4 if _has_pairs(self.input_format) else 2  # tokens beside a sentence that is whole
+            special = 4 if _has_pairs(self.input_format) else 2  # special tokens of a block with one sentence
             longest = math.inf if self.input_format == "contiguous" else self.max_seq_length - special
-            counts = _counts(of_chunk, documents, len(blocks), longest)
-            last, end = of_chunk[-1].text is None, of_chunk[-1].number + 1
+            counts = _counts(chunk_rows, documents, len(blocks), longest)
+            last, end = chunk_rows[-1].text is None, chunk_rows[-1].number + 1
             yield Chunk(row, end, first_block, len(blocks), last, counts), blocks
             row, first_block = end, first_block + len(blocks)
 
@@ -211,14 +211,14 @@ class TextReader:
 
     @functools.cached_property
     def _encode(self) -> Callable[[list[str]], tuple[list[list[int]], ...]]:
-        """A function from texts to (ids,) of each, or (ids, marks of phrases)."""
+        """A function from texts to (ids,), or with phrases (ids, phrase marks)."""
         if self.phrases:
             return encoder_with_marks(self.tokenizer, self.phrases)
         encode = corpus_encoder(self.tokenizer)
         return lambda texts: (encode(texts),)
 
     def _tokenize(self, texts: list[str]) -> tuple[list[Document], list[Document]]:
-        """(ids, marks of phrases) of each document by sentence; without phrases, no marks."""
+        """(ids, phrase marks) by document and sentence; without phrases, no marks."""
         columns: tuple[list[Document], list[Document]] = [], []
         ends = itertools.accumulate(map(len, texts))
         for _, part in itertools.groupby(zip(ends, texts, strict=True), key=lambda item: item[0] // _TEXT_PER_CALL):
@@ -227,17 +227,17 @@ class TextReader:
             for column, rows in zip(columns, map(iter, encoded), strict=False):
                 for sentences in split:
                     document = itertools.islice(rows, len(sentences))
-                    # a normalizer can remove all of a sentence, as BERT's does with a soft hyphen: no ids, no sentence;
-                    # arrays, as the tokens of a chunk would take 70 MB as lists
+                    # a normalizer may remove a whole sentence, as BERT's does with a soft hyphen;
+                    # arrays, as lists would take 70 MB a chunk
                     column.append([array("i", sentence) for sentence in document if sentence])
             self.progress += len(split)
         return columns
 
     def _sentences(self, text: str) -> list[str]:
-        """The pieces of a document that are tokenized separately."""
+        """The parts of a document that are tokenized separately."""
         if self.input_format == "contiguous":
             return [text]
-        before = " " if _has_pairs(self.input_format) else ""  # of sentences that stand side by side in a segment
+        before = " " if _has_pairs(self.input_format) else ""  # sentences of a segment follow each other without </s>
         return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -252,12 +252,12 @@ class TextReader:
         }
 
 
-def _divided(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by chunk; the last chunk ends with the row without text, and may have no document."""
-    of_chunk, size = [], 0
+def _split_by_chunk(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows by chunk; the last chunk ends with the `Row` without text, and may have no document."""
+    chunk_rows, size = [], 0
     for row in rows:
-        of_chunk.append(row)
+        chunk_rows.append(row)
         size += len((row.text or "").encode())
         if size >= CHUNK_BYTES or row.text is None:
-            yield of_chunk
-            of_chunk, size = [], 0
+            yield chunk_rows
+            chunk_rows, size = [], 0

@@ -20,18 +20,18 @@ from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.readers import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError, first_line
-from roberta_recipe.input_files import read_input_json, resolve_path, taken_apart
+from roberta_recipe.input_files import parsing, read_input_json, resolve_path
 from roberta_recipe.log import Bar
 from roberta_recipe.record import HASHES_NAME
 from roberta_recipe.settings import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
-# 4,096 of the 4.1e9 blocks of the paper's longest run: a smaller share is two units in one preset (bytes beside GB)
+# 4,096 of the 4.1e9 blocks of the paper's longest run; a smaller share means mixed units in a preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
 _HASHING_THREADS = 8
-_SETTLED_NS = 2_000_000_000  # file times may tick this slowly, so a younger file may change and keep its times
-_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # in fsspec's file systems, the most exact first
+_MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a younger file may change and keep its times
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # of fsspec's file systems, the most exact first
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
@@ -64,27 +64,27 @@ class Source:
             raise InputError(f"{where}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)")
 
 
-class Identity(NamedTuple):
-    """A file's content."""
+class FileHash(NamedTuple):
+    """Hash of a file's content."""
 
-    values: list[Any]  # name, size, SHA-256; of a remote file URL, size, version
+    values: list[Any]  # local: name, size, SHA-256; remote: URL, size, version
     stamp: list[int] | None  # size, times, inode; None for a remote file
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus preset. `resolve` fills `resolved` and `left_out`, `identified` fills `identities`."""
+    """A corpus preset. `resolve` fills `resolved` and `excluded`, `hash_files` fills `file_hashes`."""
 
     name: str
     sources: list[Source]
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the documents, chosen by a hash of their text
     language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
-    # held-out documents to leave out: the file of `tools/contamination.py --held_out --leave_out FILE`
+    # validation documents to exclude: a file written by `tools/contamination.py --held_out --leave_out FILE`
     leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
     resolved: Mapping[tuple[str, str], Files] = field(default_factory=dict, repr=False)  # by source name and split
-    left_out: frozenset[str] = frozenset()  # `text_digest` of each document of `leave_out`
-    identities: Mapping[str, Identity] = field(default_factory=dict, repr=False)  # by path
+    excluded: frozenset[str] = frozenset()  # `text_hash` of each document of `leave_out`
+    file_hashes: Mapping[str, FileHash] = field(default_factory=dict, repr=False)  # by path
 
     def __post_init__(self):
         where, names = f"corpus {self.name!r}", [source.name for source in self.sources]
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """The corpus of a preset, with environment variables replaced; no source is opened. Raises `InputError`."""
+    """Parse a corpus preset and expand its environment variables; no source is opened. Raises `InputError`."""
     values, sources = load_yaml(path), []
     entries = values.pop("sources", None)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -120,17 +120,17 @@ def read_corpus(path: str | Path) -> Corpus:
         if "name" not in entry:
             raise InputError(f"{where} has no name; name it with `name:`")
         entry = check_mapping(entry, [Source], where)
-        patterns = {key: entry[key] for key in ("files", "validation_files") if entry.get(key)}
-        sources.append(Source(**entry | {key: _expand_variables(of, where) for key, of in patterns.items()}))
-    computed = ("name", "sources", "resolved", "left_out", "identities")
+        for key in ("files", "validation_files"):
+            if patterns := entry.get(key):
+                patterns = [patterns] if isinstance(patterns, str) else patterns
+                entry[key] = [os.path.expandvars(pattern) for pattern in patterns]
+                if unset := re.search(r"\$\{(\w+)\}", " ".join(entry[key])):
+                    raise InputError(
+                        f"{where}: environment variable {unset[1]} is not set; export {unset[1]}=<your folder>"
+                    )
+        sources.append(Source(**entry))
+    computed = ("name", "sources", "resolved", "excluded", "file_hashes")
     return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=computed))
-
-
-def _expand_variables(patterns: str | list[str], where: str) -> list[str]:
-    expanded = [os.path.expandvars(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
-    if unset := re.search(r"\$\{(\w+)\}", " ".join(expanded)):
-        raise InputError(f"{where}: the environment variable {unset[1]} is not set; export {unset[1]}=<your folder>")
-    return expanded
 
 
 def corpus_of_files(
@@ -142,7 +142,7 @@ def corpus_of_files(
 
 
 def resolve(corpus: Corpus) -> Corpus:
-    """`corpus` with its files, and the hashes of the documents left out. Raises `InputError`."""
+    """List the files of each source, and read the hashes of excluded documents. Raises `InputError`."""
     resolved = {}
     for source in corpus.sources:
         train = _locate(source)
@@ -150,11 +150,11 @@ def resolve(corpus: Corpus) -> Corpus:
         resolved |= {(source.name, "train"): train, (source.name, "validation"): held_out}
         if source.filters and {train[0], held_out[0]} != {"parquet"}:
             raise InputError(f"source {source.name!r}: filters work on Parquet only; its files are {train[0]}")
-    left_out: list[str] = []
+    excluded: list[str] = []
     if corpus.leave_out:
-        with taken_apart(corpus.leave_out, "a file of tools/contamination.py --held_out --leave_out"):
-            left_out = read_input_json(resolve_path(corpus.leave_out))["documents"]
-    return replace(corpus, resolved=resolved, left_out=frozenset(left_out))
+        with parsing(corpus.leave_out, "a file of tools/contamination.py --held_out --leave_out"):
+            excluded = read_input_json(resolve_path(corpus.leave_out))["documents"]
+    return replace(corpus, resolved=resolved, excluded=frozenset(excluded))
 
 
 def _locate(source: Source) -> Files:
@@ -199,7 +199,7 @@ def _local_paths(path: Path) -> list[str]:
     if path.is_file():
         return [str(path)]
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
-        with taken_apart(path, "a folder of save_to_disk"):  # beside its shards, it may hold caches of `map`
+        with parsing(path, "a folder of save_to_disk"):  # beside its shards, it may hold caches of `map`
             return [shard["filename"] for shard in datasets.load_from_disk(path).cache_files]
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), reverse=True)
@@ -220,51 +220,47 @@ def _format_of(path: str) -> str | None:
     return TEXT_FORMATS.get(os.path.splitext(stem)[1]) if suffix in COMPRESSIONS else FORMATS.get(suffix)
 
 
-def identified(corpus: Corpus, kept_in: str | Path) -> Corpus:
-    """A resolved corpus with the content of its files, hashed once and kept in the folder `kept_in`; hashed again where
+def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
+    """Fill `file_hashes` of a resolved corpus. Hashes are cached in a file of `cache_folder`, and computed again where
     size, times or inode differ. Raises `InputError` for a validation file that is a training file too."""
-    path, settled_ns = Path(kept_in, HASHES_NAME), time.time_ns() - _SETTLED_NS
-    known: dict[str, Identity] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it is damaged
-        known = {name: Identity(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
+    path, newest_ns = Path(cache_folder, HASHES_NAME), time.time_ns() - _MTIME_RESOLUTION_NS
+    cached: dict[str, FileHash] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError):  # missing or damaged
+        cached = {name: FileHash(*entry) for name, entry in durable.read_sealed(path)["files"].items()}
     names = sorted({name for _, names in corpus.resolved.values() for name in names})
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases the GIL
-        hashed = threads.map(lambda name: _identity(name, known.get(name)), names)
+        hashed = threads.map(lambda name: _hash_file(name, cached.get(name)), names)
         hashed = Bar(hashed, total=len(names), desc="Hashing files", delay=2, leave=False)
-        identities = dict(zip(names, hashed, strict=True))
-    settled = {name: one for name, one in identities.items() if one.stamp and max(one.stamp[1:3]) < settled_ns}
-    if settled != known:
+        file_hashes = dict(zip(names, hashed, strict=True))
+    cacheable = {name: one for name, one in file_hashes.items() if one.stamp and max(one.stamp[1:3]) < newest_ns}
+    if cacheable != cached:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_sealed(path, {"files": settled})
-    corpus = replace(corpus, identities=identities)
+            durable.write_sealed(path, {"files": cacheable})
+    corpus = replace(corpus, file_hashes=file_hashes)
     _check_held_out(corpus)
     return corpus
 
 
-def _identity(path: str, known: Identity | None = None) -> Identity:
-    """The content of a file; `known` where it still has that stamp."""
+def _hash_file(path: str, cached: FileHash | None = None) -> FileHash:
+    """The hash of a file; the `cached` one if the file still has its stamp."""
     if path.startswith("hf://"):  # the name holds the revision
-        return Identity([path], None)
+        return FileHash([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)
         info = system.info(inner)
-        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), None)
-        return Identity([path, info.get("size"), version], None)
-    stamp = _stamp(path)  # before the content, so that a file that changes meanwhile has another
-    if known and known.stamp == stamp:
-        return known
-    return Identity([os.path.basename(path), stamp[0], durable.sha256(path)[:32]], stamp)
-
-
-def _stamp(path: str) -> list[int]:
-    stat = os.stat(path)
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name)), None)
+        return FileHash([path, info.get("size"), version], None)
+    stat = os.stat(path)  # before hashing, so that a change during it invalidates the cached hash
+    stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    if cached and cached.stamp == stamp:
+        return cached
+    return FileHash([os.path.basename(path), stamp[0], durable.sha256(path)[:32]], stamp)
 
 
 def _check_held_out(corpus: Corpus) -> None:
     """Raise `InputError` for a validation file with the content of a training file, whatever its name."""
-    content = {path: str(one.values[1:] if one.stamp else one.values) for path, one in corpus.identities.items()}
+    content = {path: str(one.values[1:] if one.stamp else one.values) for path, one in corpus.file_hashes.items()}
     trained = {content[path]: path for source in corpus.sources for path in corpus.files(source, "train")[1]}
     for source in corpus.sources:
         for path in corpus.files(source, "validation")[1] if source.validation_files else ():
@@ -276,28 +272,28 @@ def _check_held_out(corpus: Corpus) -> None:
 
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
-    """What two `identified` corpora must agree in to give the same blocks: the sources' settings, and their files by
-    name and content."""
+    """The settings of a hashed corpus that its blocks depend on: the sources' settings, and their files by name and
+    content."""
     contents = {}
     for source in corpus.sources:
         files = [corpus.files(source, split)[1] for split in ("train", "validation")]
-        values = [[corpus.identities[path].values for path in paths] for paths in files]
+        values = [[corpus.file_hashes[path].values for path in paths] for paths in files]
         digest = durable.fingerprint([source.text_column, source.filters, values])
         contents[f"source {source.name}"] = f"{len(files[0])} files, {digest}"
-    if corpus.left_out:
-        contents["leave_out"] = durable.fingerprint(sorted(corpus.left_out))
+    if corpus.excluded:
+        contents["leave_out"] = durable.fingerprint(sorted(corpus.excluded))
     if any(format == "text" for format, _ in corpus.resolved.values()):
-        contents["text_files"] = "a line of blanks separates documents"  # former versions took it for text
+        contents["text_files"] = "a line of blanks separates documents"  # earlier versions: part of the text
     return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
-    """Raise `RunError` where a local file of an `identified` corpus (or its file `path`) has other content than then:
-    a few microseconds a file."""
-    known = corpus.identities
-    for name in known if path is None else known.keys() & {path}:
+    """Raise `RunError` where a local file (or the file `path`) has changed since `hash_files`. Takes microseconds a
+    file, unless its stamp differs."""
+    hashes = corpus.file_hashes
+    for name in hashes if path is None else hashes.keys() & {path}:
         try:
-            changed = known[name].stamp and _identity(name, known[name]).values != known[name].values
+            changed = hashes[name].stamp and _hash_file(name, hashes[name]).values != hashes[name].values
         except OSError:
             changed = True
         if changed:

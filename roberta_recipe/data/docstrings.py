@@ -1,5 +1,5 @@
-"""The embedded corpus: docstrings of the installed Python. It needs no network, and stands in the demonstration for
-the paper's five corpora (section 3.2)."""
+"""Embedded corpus of the demonstration: docstrings of the installed Python packages, so that it needs no network (in
+place of the paper's five corpora, section 3.2)."""
 
 import ast
 import contextlib
@@ -27,10 +27,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstring_file() -> Path:
-    """A Parquet file (column `text`, a docstring a row), made on first use and cached by installed versions.
+    """A Parquet file with one docstring per row (column `text`), created on first use and cached by package versions.
 
-    The distinct docstrings of the standard library, then of the packages in requirements.txt, in the order of sorted
-    paths, until `MAX_BYTES` of UTF-8; then sorted by hash, so that a chunk is a sample of all.
+    Distinct docstrings of the standard library, then of the packages in requirements.txt, by sorted path, up to
+    `MAX_BYTES` of UTF-8; then sorted by hash, so that each chunk is a random sample.
     """
     distributions = _requirements()
     versions = [f"python=={sys.version}"] + [f"{d.metadata['Name']}=={d.version}" for d in distributions]
@@ -45,7 +45,7 @@ def docstring_file() -> Path:
         files += sorted(Path(str(file.locate())) for file in distribution.files or [] if file.suffix == ".py")
     documents = _collect(files)
     documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
-    temporary = durable.aside_of(path)
+    temporary = durable.temporary_path(path)
     try:
         pq.write_table(pa.table({"text": documents}), temporary, row_group_size=4096)
         temporary.replace(path)
@@ -55,7 +55,7 @@ def docstring_file() -> Path:
 
 
 def _requirements() -> list[importlib.metadata.Distribution]:
-    """The installed packages of requirements.txt; of a wheel, which has no such file, those of its metadata."""
+    """The installed packages of requirements.txt or, in a wheel, of its metadata."""
     path = ROOT / "requirements.txt"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else importlib.metadata.requires(_WHEEL)
     distributions = []
@@ -66,7 +66,7 @@ def _requirements() -> list[importlib.metadata.Distribution]:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """The docstrings of a source file, indentation removed; none of a file that does not parse."""
+    """The docstrings of a source file, without indentation; none if it does not parse."""
     try:
         pending = [ast.parse(path.read_bytes())]
     except (SyntaxError, ValueError, OSError, RecursionError):
@@ -84,8 +84,8 @@ def _docstrings(path: Path) -> list[str]:
 def _collect(files: list[Path]) -> list[str]:
     """Distinct docstrings in file order, parsed by all cores, up to `MAX_BYTES`."""
     documents: dict[str, None] = {}
-    # "spawn", since the caller may have threads (datasets, tokenizers) that a fork would copy half of;
-    # garbage collection of syntax trees takes half of the time
+    # "spawn", as the caller may have threads (datasets, tokenizers), which do not survive a fork; without garbage
+    # collection, which takes half of the time on syntax trees
     with (
         ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=gc.disable) as pool,
         Bar(total=MAX_BYTES, unit="B", unit_scale=True, desc="Collecting docstrings") as bar,

@@ -1,4 +1,4 @@
-"""The documents of a corpus (paper, section 3.2): reading with retries, the held-out split, checks before training."""
+"""Documents of a corpus (paper, section 3.2): reading with retries, validation split, checks before training."""
 
 import errno
 import hashlib
@@ -13,13 +13,13 @@ from roberta_recipe.data.readers import READERS, BadRow, Text, open_file
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 
-RETRY_DELAYS_S = (1, 2, 4, 8, 16)  # before each further attempt at a read
+RETRY_DELAYS_S = (1, 2, 4, 8, 16)
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of network file systems
 _CHECKED_DOCUMENTS = 100  # of each file, before training
 
 
 class BadShard(InputError):
-    """A file that cannot be read to its end."""
+    """A file that cannot be read to the end."""
 
 
 def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
@@ -28,9 +28,9 @@ def _bad_shard(source: Source, path: str, row: int, reason: str) -> BadShard:
 
 
 def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterator[Text]:
-    """The text of each document of one file, from row `start` on; `BadRow` for a row that cannot be read. Transient
-    errors are retried from the current row. Raises `BadShard` for a file that cannot be read, and `InputError` for one
-    that contradicts the preset."""
+    """The text of each row of a file, from row `start` on; `BadRow` for an unreadable row. Transient errors are retried
+    from the current row. Raises `BadShard` for an unreadable file, and `InputError` for one that contradicts the
+    preset."""
     options = {"filters": source.filters} if source.filters else {}
     row, has_values, delays = start, False, iter(RETRY_DELAYS_S)
     while True:
@@ -42,7 +42,7 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
             break
         except InputError as error:
             raise InputError(f"source {source.name!r}: {path} {error}") from None
-        except Exception as error:  # pyarrow, json, fsspec: each has its own exceptions
+        except Exception as error:  # pyarrow, json and fsspec raise many types
             reason, delay_s = f"{type(error).__name__}: {first_line(error.__cause__ or error)}", next(delays, None)
             if delay_s is None or not _is_transient(error, path):
                 raise _bad_shard(source, path, row, reason) from error
@@ -53,38 +53,38 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
 
 
 def _is_transient(error: Exception, path: str) -> bool:
-    """Whether a later attempt may succeed. fsspec raises `FileNotFoundError` for an HTTP status 503, too."""
+    """Whether a retry may succeed. fsspec raises `FileNotFoundError` for HTTP status 503, too."""
     if "://" in path:  # pyarrow's and json's errors are ValueErrors
         return not isinstance(error, ValueError | ImportError | PermissionError)
     return isinstance(error, OSError) and error.errno in _TRANSIENT
 
 
-def text_digest(text: str) -> str:
-    """16 hexadecimal digits that name a document by its text."""
+def text_hash(text: str) -> str:
+    """Hash of a document's text: 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to validation: by a hash, so that copies of a text are on the same side."""
-    return int(text_digest(text), 16) < share * 2**64
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document is in the validation split: decided by its hash, so that duplicates are in the same split."""
+    return int(text_hash(text), 16) < share * 2**64
 
 
 class Row(NamedTuple):
-    """A row of a file that holds a document, and counts of the rows skipped since the last such row."""
+    """A document with its row number, and counts of the rows skipped before it."""
 
     number: int
-    text: str | None  # None after the last row of the file
-    empty: int = 0  # documents without text
-    held_out: int = 0  # in training, documents of validation; in validation, those of the corpus's `left_out`
-    bad_files: int = 0  # 1 where the file broke off here and `on_bad_shard` is "skip"
-    lost_rows: int = 0  # rows that could not be read
+    text: str | None  # None: the end of the file
+    empty: int = 0
+    held_out: int = 0  # in training, validation documents; in validation, documents of `Corpus.excluded`
+    bad_files: int = 0  # 1 at the end of a file that was unreadable from here on (`on_bad_shard: skip`)
+    lost_rows: int = 0  # unreadable rows
 
 
 def file_rows(
     corpus: Corpus, source: Source, split: str, path: str, start: int = 0, others: list[Row] | None = None
 ) -> Iterator[Row]:
-    """The documents of one split ("train", "validation") of a file, from row `start` on; then a `Row` without text.
-    The documents of the other split are appended to `others`."""
+    """The documents of a file that belong to `split` ("train", "validation"), from row `start` on; then a `Row` without
+    text. Documents of the other split are appended to `others`."""
     format, _ = corpus.files(source, split)
     share = None if source.validation_files else corpus.validation_share
     number, empty, other_split, lost, warned, broken = start, 0, 0, 0, False, None
@@ -99,11 +99,11 @@ def file_rows(
                 lost, warned = lost + 1, True
             elif text is None or not text.strip():
                 empty += 1
-            elif share is not None and held_out(text, share) != (split == "validation"):
+            elif share is not None and is_held_out(text, share) != (split == "validation"):
                 other_split += split == "train"
                 if others is not None:
                     others.append(Row(number, text))
-            elif split == "validation" and corpus.left_out and text_digest(text) in corpus.left_out:
+            elif split == "validation" and corpus.excluded and text_hash(text) in corpus.excluded:
                 other_split += 1
             else:
                 yield Row(number, text, empty, other_split, lost_rows=lost)
@@ -111,7 +111,7 @@ def file_rows(
             number += 1
     except BadShard as bad:
         broken = bad
-    check_unchanged(corpus, path)  # `skip` is for files that were bad from the beginning
+    check_unchanged(corpus, path)  # a file that breaks during the run ends it, also with `skip`
     if broken:
         if corpus.on_bad_shard != "skip":
             raise broken
@@ -120,14 +120,14 @@ def file_rows(
 
 
 def documents(corpus: Corpus, source: Source, split: str, *, seed: int, epoch: int = 0) -> Iterator[str]:
-    """One pass over the documents of a source: files in the order of the pass, rows in file order."""
+    """One pass over a source: files in the order of the pass, rows in file order."""
     _, files = corpus.files(source, split)
     for number in file_order(corpus.sources.index(source), len(files), seed=seed, epoch=epoch):
         yield from (row.text for row in file_rows(corpus, source, split, files[number]) if row.text is not None)
 
 
 def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -> Iterator[tuple[str, str]]:
-    """(source name, text) in the proportions of the mixture, one pass at most, until `max_bytes` of UTF-8 are given."""
+    """(source name, text) in the proportions of the mixture, up to `max_bytes` of UTF-8 or one pass."""
     streams = [zip(itertools.repeat(s.name), documents(corpus, s, split, seed=seed)) for s in corpus.sources]
     total = 0
     for name, text in interleave(streams, corpus.shares, cost=lambda item: len(item[1].encode())):
@@ -138,8 +138,8 @@ def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -
 
 
 def check_sources(corpus: Corpus) -> None:
-    """Raise `InputError`, before training, for a local file that cannot be read at its beginning, a source without a
-    document to train on, and a corpus that holds out nothing (a source alone is warned of)."""
+    """Read the first documents of each local file. Raises `InputError` for an unreadable file, a source without a
+    training document, and a corpus without a validation document; warns of a source without one."""
     without = []
     for source in corpus.sources:
         for path in corpus.files(source, "train")[1]:

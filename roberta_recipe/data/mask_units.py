@@ -13,11 +13,10 @@ from roberta_recipe.data.word_starts import WordStarts
 
 Unit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]
 
-REVISION = 2  # of how spans and n-grams are drawn: a checkpoint of another is not resumed
+REVISION = 2  # of the algorithm for spans and n-grams; part of the fingerprint
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
-_POSITIONS = 32  # that are tried for a span
-_PHRASES = 0.5  # of the units that are drawn, where phrases are wanted
-_HELD = [b"\1" * (length + 2) for length in range(_SPAN_MOST + 1)]
+_POSITIONS = 32  # attempts to place a span
+_PHRASE_SHARE = 0.5  # of the units drawn, with masking_unit entity or noun_phrase
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
@@ -26,8 +25,8 @@ LENGTHS = {unit: np.cumsum(weights) / weights.sum() for unit, weights in _WEIGHT
 
 
 class Words(NamedTuple):
-    """The words of a block: `begins` and `special` (length,) bool, the positions where words begin and those of special
-    tokens; `borders` (words + special tokens + 1,), where each word or special token begins, and the block's length."""
+    """The words of a block: `begins` and `special` (length,) bool, the first tokens of words and the special tokens;
+    `borders` (words + special tokens + 1,), the first position of each word or special token, then the length."""
 
     begins: np.ndarray
     special: np.ndarray
@@ -38,8 +37,8 @@ def words_of_blocks(
     blocks: list[np.ndarray], starts: WordStarts, is_special: np.ndarray, between: int
 ) -> Iterator[Words]:
     """The words of each block of ids. `is_special`: (vocabulary,) bool; `between`: a special id. A word continued from
-    another block begins behind the special token before it."""
-    # one computation for all blocks, as short blocks take most time in NumPy's calls
+    another block begins after the special token before it."""
+    # all blocks at once, as NumPy's call overhead dominates for short blocks
     separator = np.array([between])
     ids = np.concatenate([part for block in blocks for part in (block, separator)])
     special = is_special[ids]
@@ -47,70 +46,70 @@ def words_of_blocks(
     begins[0] = not special[0]
     begins[1:] |= special[:-1] & ~special[1:]
     borders = np.flatnonzero(begins | special)
-    of_block = np.cumsum([0, *(len(block) + 1 for block in blocks)])
-    before = np.searchsorted(borders, of_block).tolist()
-    starts_and_ends = zip(itertools.pairwise(of_block.tolist()), itertools.pairwise(before), strict=True)
+    block_starts = np.cumsum([0, *(len(block) + 1 for block in blocks)])
+    before = np.searchsorted(borders, block_starts).tolist()
+    starts_and_ends = zip(itertools.pairwise(block_starts.tolist()), itertools.pairwise(before), strict=True)
     for (start, end), (first, behind) in starts_and_ends:
         yield Words(begins[start : end - 1], special[start : end - 1], borders[first:behind] - start)
 
 
-def chosen_words(words: Words, pick: np.ndarray, probability: float, count: int | None) -> np.ndarray:
-    """(length,) bool: the positions of words that are chosen with `probability` each; with `count`, so many of them,
-    without replacement. `pick`: uniform draws, (length,)."""
-    of_word = pick[words.begins]
-    chosen = of_word < probability
+def choose_words(words: Words, pick: np.ndarray, probability: float, count: int | None) -> np.ndarray:
+    """(length,) bool: the positions of chosen words, each word with `probability`, or exactly `count` words. `pick`:
+    uniform draws (length,)."""
+    word_draws = pick[words.begins]
+    chosen = word_draws < probability
     if count is not None:
         chosen[:] = False
-        chosen[np.argsort(of_word)[:count]] = True
+        chosen[np.argsort(word_draws)[:count]] = True
     if not len(chosen):
         return np.zeros(len(pick), dtype=bool)
-    return chosen[np.cumsum(words.begins) - 1] & ~words.special  # all before the first word is special
+    return chosen[np.cumsum(words.begins) - 1] & ~words.special  # tokens before the first word are special
 
 
-def chosen_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
-    """(begins, ends): spans of `budget` tokens on average, as first positions and positions behind.
+def choose_spans(words: Words, unit: str, budget: int, draws: np.random.Generator) -> tuple[list[int], list[int]]:
+    """(begins, ends) of spans with `budget` tokens in all on average; an end is the position after the last token.
 
-    Their number is the budget over the tokens of a mean span, rounded up or down by chance. Lengths are drawn from
-    `LENGTHS` up to the longest text of the block and never cut, so that they keep their distribution: the longest are
-    placed first, each at random among all free places, if there is one. A word stays between two spans, for the
+    Their number is budget / expected tokens of a span, rounded up or down at random. Lengths are drawn from `LENGTHS`,
+    limited to the longest run of words in the block, and never cut, so that they keep their distribution. The longest
+    spans are placed first, each at a random free place, if any. At least one word separates two spans, for the
     span-boundary objective.
     """
-    borders = words.borders.data  # a number of a memoryview is read faster
-    # 1: a special token, or a word in a span or beside one; and one more at both ends
-    held = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
-    count, longest = len(held) - 2, max(map(len, held.split(b"\1")))
+    borders = words.borders.data  # indexing a memoryview is faster
+    # 1: a special token, or a word in a span or next to one; padded with 1 at both ends
+    occupied = bytearray(b"\1%b\1" % words.special[words.borders[:-1]].tobytes())
+    count, longest = len(occupied) - 2, max(map(len, occupied.split(b"\1")))
     if not longest:
         return [], []
     law = LENGTHS[unit][:longest]
     uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, (law / law[-1]).tolist()
-    tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / held.count(0)
+    tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / occupied.count(0)
     expected = (len(law) - sum(law[:-1])) * tokens_per_word  # of a span
     spans = range(int(budget / expected + uniform()))
     begins, ends = [], []
     for length in sorted((1 + bisect_right(law, uniform()) for _ in spans), reverse=True):
         for _ in range(_POSITIONS):
             begin = int(uniform() * count)
-            if held.count(0, begin + 1, begin + 1 + length) == length:
-                held[begin : begin + length + 2] = _HELD[length]
+            if occupied.count(0, begin + 1, begin + 1 + length) == length:
+                occupied[begin : begin + length + 2] = b"\1" * (length + 2)
                 begins.append(borders[begin])
                 ends.append(borders[begin + length])
                 break
     return begins, ends
 
 
-def chosen_phrases(
+def choose_phrases(
     words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """(begins, ends) of units of `budget` tokens in all: phrases and words with equal probability, as long as there are
-    both. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the budget; a word longer than the rest of it
-    is masked with the probability that makes the number right on average."""
+    """(begins, ends) of units with `budget` tokens in all: phrases and words with equal probability, as long as both
+    are left. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the rest of the budget; a word longer than
+    the rest is masked with the probability rest / length, so that the number is right on average."""
     borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
     ranges = _phrases(words.borders, marks)
-    of_phrases = [ranges[n] for n in draws.permutation(len(ranges))]
-    of_words = [(n, n + 1) for n in draws.permutation(len(free)).tolist()]
+    phrase_queue = [ranges[n] for n in draws.permutation(len(ranges))]
+    word_queue = [(n, n + 1) for n in draws.permutation(len(free)).tolist()]
     begins, ends = [], []
-    while budget > 0 and (of_phrases or of_words):
-        queue = of_phrases if of_phrases and (not of_words or draws.random() < _PHRASES) else of_words
+    while budget > 0 and (phrase_queue or word_queue):
+        queue = phrase_queue if phrase_queue and (not word_queue or draws.random() < _PHRASE_SHARE) else word_queue
         begin, end = queue.pop()
         if not all(free[begin:end]):
             continue
@@ -127,8 +126,8 @@ def chosen_phrases(
 
 
 def _phrases(borders: np.ndarray, marks: np.ndarray) -> list[tuple[int, int]]:
-    """The words of each phrase (first, behind the last), whole also where a phrase has a part of one; one that began in
-    another block begins here with its first token."""
+    """The word range (first, end) of each phrase; words that a phrase covers in part are included. A phrase continued
+    from another block begins with this block's first token."""
     inside = marks > 0
     begins = marks == 1
     begins[0] |= inside[0]

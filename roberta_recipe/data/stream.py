@@ -1,9 +1,9 @@
-"""The blocks of a run: one order over two providers of chunks, text and token cache (paper, sections 3.2 and 4.2).
+"""The stream of training blocks, from text or from a token cache in the same order (paper, sections 3.2 and 4.2).
 
-`order.mixture` gives the source at each position of a run, whole blocks of it, so that shares of blocks are shares of
-tokens whatever the length of a source's documents (drawing documents in proportion to size would hand a corpus of books
-a thousand times its share). The blocks of a source come pass after pass, in each pass its files in another order, and
-the blocks of `shuffle_window` chunks permuted together. The number of consumed blocks is the whole state of a run.
+`order.mixture` assigns a source to each position of a run. Sources are mixed by blocks, not by documents: drawing
+documents in proportion to size would give a corpus of books a thousand times its share of tokens. Within a source, each
+pass has its files in another order, and the blocks of `shuffle_window` chunks are shuffled together. The number of
+consumed blocks is the whole state of a run.
 """
 
 import itertools
@@ -16,20 +16,20 @@ from functools import cache, lru_cache, partial
 
 import torch
 
-from roberta_recipe.data.chunks import Chunk, File, TextReader, total
+from roberta_recipe.data.chunks import Chunk, File, TextReader, sum_counts
 from roberta_recipe.data.order import (
     REPEATS,
     WINDOWS,
     Skipped,
     batches_of,
     block_id,
-    drawn_evenly,
+    blocks_by_source,
     file_order,
     interleave,
     mixture,
     place_of,
     random_order,
-    taken_of_source,
+    sample_evenly,
 )
 from roberta_recipe.data.packing import Block, Columns
 from roberta_recipe.data.token_cache import TokenCache
@@ -46,7 +46,7 @@ class _Window:
 
     source: int
     epoch: int
-    first: int  # number of its first block in the source's endless sequence
+    first: int  # index of its first block in the source's endless sequence
     chunks: list[_FileChunk]
     order_of: Callable[[int], Sequence[int]] = range
 
@@ -55,7 +55,7 @@ class _Window:
         self.order = self.order_of(self.ends[-1])
 
     def block(self, index: int) -> Block:
-        """The block `index` in the order of the window."""
+        """The block at position `index` of the shuffled window."""
         index = int(self.order[index])
         number = bisect_right(self.ends, index)
         file, chunk, blocks = self.chunks[number]
@@ -66,7 +66,7 @@ class _Window:
 
 
 def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
-    """The endless windows of a source, beginning at or before the window of block `index` of its sequence."""
+    """The endless windows of a source, beginning at or before the window that contains block `index`."""
     size, first = max(provider.shuffle_window, 1), 0
     pass_counts = cache(lambda version: _pass_counts(provider, source, "train", version))
     for epoch in itertools.count():
@@ -84,8 +84,8 @@ def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
 
 
 def _chunks(provider: Provider, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
-    """The chunks of a pass over training text; those within the first `skip` blocks may come without blocks. Raises
-    `InputError` for an empty source, of which passes would be endless."""
+    """The chunks of a training pass; those within the first `skip` blocks may come without their blocks. Raises
+    `InputError` for an empty source."""
     read = 0
     for file in _files(provider, source, "train", epoch):
         for chunk, blocks in provider.chunks(file, skip - read):
@@ -105,7 +105,7 @@ def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File
 
 
 def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
-    """The blocks at the positions of `batches`, which ascend."""
+    """The blocks at the ascending positions of `batches`."""
     windows: dict[int, Iterator[_Window]] = {}
     current: dict[int, _Window] = {}
     for positions in itertools.chain.from_iterable(batches):
@@ -120,8 +120,8 @@ def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Itera
 
 
 def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
-    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, drawn
-    evenly from all validation files of a source; where these are its training files, from as many as hold `limit`."""
+    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, sampled
+    evenly from a source's validation files, or from as many of its training files as hold out `limit` blocks."""
     windows, shares = [], provider.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
         for number, source in enumerate(provider.corpus.sources):
@@ -134,41 +134,41 @@ def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
                 if limit is not None and count >= limit and not source.validation_files:
                     break
             windows.append(_Window(number, 0, 0, chunks))
-    drawn = drawn_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
-    return interleave([map(window.block, of) for window, of in zip(windows, drawn, strict=True)], shares)
+    samples = sample_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
+    return interleave([map(window.block, sample) for window, sample in zip(windows, samples, strict=True)], shares)
 
 
 def _pass_counts(provider: Provider, source: int, split: str, epoch: int = 0) -> tuple[dict[str, int], bool]:
-    """The counts of a pass as far as its files have been read, and whether all have been read to the end."""
-    files = [provider.known(file) for file in _files(provider, source, split, epoch)]
-    return total(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
+    """The counts of the indexed chunks of a pass, and whether all its files are indexed to the end."""
+    files = [provider.indexed_chunks(file) for file in _files(provider, source, split, epoch)]
+    return sum_counts(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
 
 
 def count_table(provider: Provider, split: str) -> dict[str, dict[str, int]]:
-    """The counts of one pass over a split, by source, as far as its files have been read."""
+    """The counts of one pass over a split by source, as far as its files are indexed."""
     sources = enumerate(provider.corpus.sources)
     return {source.name: _pass_counts(provider, number, split)[0] for number, source in sources}
 
 
 def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
-    """(counts, passes) by source, of the chunks that hold the first `positions` blocks. Passes are whole numbers as
-    long as the length of a pass is not known."""
+    """(counts, passes) by source, of the chunks with the first `positions` blocks. A partial pass counts 0 while the
+    length of a pass is unknown."""
     counts, passes = {}, {}
-    for number, left in enumerate(taken_of_source(provider.corpus.shares, positions)):
+    for number, left in enumerate(blocks_by_source(provider.corpus.shares, positions)):
         chunks, read, epoch = [], 0.0, 0
         while left > 0:
             before = left
-            # known chunks come without their blocks; those that a damaged index has lost are packed again
+            # indexed chunks come without their blocks; chunks lost with a damaged index are packed again
             for _, chunk, _ in _chunks(provider, number, epoch, sys.maxsize):
                 chunks.append(chunk)
                 left -= chunk.blocks
                 if left <= 0:
                     break
-            of_pass, complete = _pass_counts(provider, number, "train", epoch)
-            read += min(before / of_pass["blocks"], 1) if complete else 0
+            pass_counts, complete = _pass_counts(provider, number, "train", epoch)
+            read += min(before / pass_counts["blocks"], 1) if complete else 0
             epoch += 1
         name = provider.corpus.sources[number].name
-        counts[name], passes[name] = total(chunks), round(read, 4)
+        counts[name], passes[name] = sum_counts(chunks), round(read, 4)
     return counts, passes
 
 
@@ -176,9 +176,9 @@ def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, in
 class TrainBlocks(torch.utils.data.IterableDataset):
     """One process's share of the endless sequence of training blocks, from position `start` on, without `skipped`.
 
-    `batch_size`: the process's blocks of an optimizer step. With `limit`, only the first `limit` blocks, repeated in a
-    new order each time. `threads_in_worker` lets a data worker tokenize on all cores; a forked worker hangs if its
-    parent has done so before (TOKENIZERS_PARALLELISM=false prevents that in the parent).
+    `batch_size`: blocks per process and optimizer step. With `limit`, the first `limit` blocks repeat, each time in a
+    new order. `threads_in_worker`: data workers tokenize with threads; a forked worker would hang if its parent has
+    done so before, which TOKENIZERS_PARALLELISM=false prevents.
     """
 
     reader: Provider
@@ -199,11 +199,11 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         return self.blocks(batches_of(self.start, self.batch_size, self.processes, self.process, *shard, self.skipped))
 
     def blocks(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
-        """The blocks at the positions of `batches`, which ascend."""
+        """The blocks at the ascending positions of `batches`."""
         return self._repeated(batches) if self.limit else blocks_at(self.reader, batches)
 
     def _repeated(self, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
-        """The first `limit` blocks (at most one pass), again and again."""
+        """The first `limit` blocks (at most one pass), repeated."""
         blocks, finished = {}, set()
         for block in blocks_at(self.reader, [(range(self.limit),)]):
             if block.epoch:

@@ -1,13 +1,13 @@
 """Token cache: a corpus tokenized and packed once, memory-mapped, for runs of many passes (paper, Table 9: some 60).
 
-    <folder>/fingerprint.json                      settings of the cache; one of another corpus, tokenizer, format or
-                                                   length is refused
-    <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token; of
-                                                   pairs also train-<n>-1 to -9, the versions of later passes
-    <folder>/<source>/{train,validation}-<n>.json  written after it: columns, and offset and hash of each chunk
+    <folder>/fingerprint.json                      settings; a cache of another corpus, tokenizer, format or length is
+                                                   refused
+    <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token;
+                                                   for pairs also train-<n>-1 to -9, the versions of later passes
+    <folder>/<source>/{train,validation}-<n>.json  written last: columns, and offset and hash of each chunk
 
-A shard is a function of its file, so that any processes and machines make the same bytes, and an interrupted build
-continues. JSON files carry a checksum; a chunk is compared with its hash when it is opened.
+A shard is a function of its file: any process or machine writes the same bytes, and an interrupted build continues.
+JSON files have a checksum; a chunk's hash is verified when it is opened.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ import numpy as np
 import xxhash
 
 from roberta_recipe import durable
-from roberta_recipe.data.chunks import Chunk, File, TextReader, total, versions
+from roberta_recipe.data.chunks import Chunk, File, TextReader, pair_versions, sum_counts
 from roberta_recipe.data.corpus import Corpus
-from roberta_recipe.data.documents import Row, file_rows, text_digest
+from roberta_recipe.data.documents import Row, file_rows, text_hash
 from roberta_recipe.data.packing import Columns
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
@@ -37,35 +37,37 @@ from roberta_recipe.log import Bar, counted, logger
 
 FINGERPRINT = "fingerprint.json"
 _FORMAT = {"cache_format": "chunks with a hash each"}  # for the fingerprint of a cache
-_LENGTHS = "lengths"  # the column of each block's tokens
+_LENGTHS = "lengths"  # column: tokens of each block
 _REPACK = "start the same command again, which packs it again"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _pack_in_worker: Callable[[list[File]], int]  # set in a packing process
 
 
 class TokenCache:
-    """Chunks of a complete cache; nothing is read to start at any position. Raises `InputError` for a damaged shard:
-    names and sizes are checked at once, the hash of a chunk when it is opened."""
+    """Provider of chunks from a complete cache; starting at any position reads nothing. Raises `InputError` for a
+    damaged shard: names and sizes are checked here, the hash of a chunk when it is opened."""
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
         self.folder, self.corpus, self.seed, self.shuffle_window = Path(folder), corpus, seed, shuffle_window
         self._fingerprint = _read_fingerprint(self.folder)
-        self.versions = versions(self._fingerprint["input_format"])
-        read = functools.partial(_read_facts, self.folder, corpus, durable.fingerprint(self._fingerprint))
-        self._facts = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
-        if missing := [shard_path(corpus, file) for file, facts in self._facts.items() if facts is None]:
+        self.versions = pair_versions(self._fingerprint["input_format"])
+        read = functools.partial(_read_metadata, self.folder, corpus, durable.fingerprint(self._fingerprint))
+        self._metadata = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
+        if missing := [shard_path(corpus, file) for file, metadata in self._metadata.items() if metadata is None]:
             raise InputError(f"token_cache={folder}: {missing[0]} is missing or damaged; {_REPACK}")
-        self._chunks = {file: [Chunk(*chunk) for chunk, *_ in facts["chunks"]] for file, facts in self._facts.items()}
+        self._chunks = {
+            file: [Chunk(*chunk) for chunk, *_ in metadata["chunks"]] for file, metadata in self._metadata.items()
+        }
 
-    def known(self, file: File) -> list[Chunk]:
+    def indexed_chunks(self, file: File) -> list[Chunk]:
         """All chunks of a file."""
         return self._chunks[file]
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
-        """The chunks of a file; each is opened when one of its blocks is read."""
-        facts, path = self._facts[file], self.folder / shard_path(self.corpus, file)
-        for chunk, (_, *place) in zip(self._chunks[file], facts["chunks"], strict=True):
-            yield chunk, CachedBlocks(path, facts, chunk.blocks, *place)
+        """The chunks of a file, each opened lazily."""
+        metadata, path = self._metadata[file], self.folder / shard_path(self.corpus, file)
+        for chunk, (_, *place) in zip(self._chunks[file], metadata["chunks"], strict=True):
+            yield chunk, CachedBlocks(path, metadata, chunk.blocks, *place)
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that the blocks depend on, except for their order."""
@@ -73,11 +75,11 @@ class TokenCache:
 
 
 class CachedBlocks(Sequence):
-    """The `count` blocks of a chunk: `size` bytes of a shard at `offset`. Raises `InputError` for a damaged shard, and
+    """The `count` blocks of a chunk, `size` bytes of a shard at `offset`. For a damaged shard, raises `InputError` and
     removes its JSON file, so that the next start packs it again."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], count: int, offset: int, size: int, hash: str):
-        self._path, self._facts, self._count = path, facts, count
+    def __init__(self, path: Path, metadata: dict[str, Any], count: int, offset: int, size: int, hash: str):
+        self._path, self._metadata, self._count = path, metadata, count
         self._offset, self._size, self._hash = offset, size, hash
 
     def __len__(self) -> int:
@@ -85,25 +87,25 @@ class CachedBlocks(Sequence):
 
     def __getitem__(self, index: int) -> Columns:
         try:
-            if os.stat(self._path).st_size != self._facts["bytes"]:  # reading a truncated map would be a SIGBUS
+            if os.stat(self._path).st_size != self._metadata["bytes"]:  # reading a truncated map would be a SIGBUS
                 raise ValueError("its size has changed")
-            ends, of_blocks, of_tokens = self.opened
+            ends, block_columns, token_columns = self.opened
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):  # a read-only folder
                 self._path.with_suffix(".json").unlink(missing_ok=True)
             raise InputError(f"{self._path} is damaged ({first_line(error)}); {_REPACK}") from None
         start, end = ends[index - 1] if index else 0, ends[index]
-        block = {name: values[start:end].copy() for name, values in of_tokens.items()}
-        return block | {name: int(values[index]) for name, values in of_blocks.items()}
+        block = {name: values[start:end].copy() for name, values in token_columns.items()}
+        return block | {name: int(values[index]) for name, values in block_columns.items()}
 
     @functools.cached_property
     def opened(self) -> tuple[np.ndarray, Columns, Columns]:
-        """(ends of the blocks in tokens, columns with a number a block, columns with a number a token)."""
+        """(ends of the blocks in tokens, columns with one number per block, columns with one number per token)."""
         content = np.memmap(self._path, np.uint8, "r", self._offset, self._size)
         if xxhash.xxh3_128_hexdigest(content) != self._hash:
             raise ValueError(f"hash of bytes {self._offset} to {self._offset + self._size}")
         begin, ends, columns = 0, np.zeros(1, dtype=np.int64), {"block": {}, "token": {}}
-        for name, (kind, each) in self._facts["columns"].items():
+        for name, (kind, each) in self._metadata["columns"].items():
             end = begin + int(self._count if each == "block" else ends[-1]) * np.dtype(kind).itemsize
             columns[each][name], begin = content[begin:end].view(kind), end
             if name == _LENGTHS:
@@ -112,12 +114,12 @@ class CachedBlocks(Sequence):
 
 
 def tokens_per_pass(folder: str | Path) -> int | None:
-    """Tokens of the training blocks of a cache's first pass; None where it holds none."""
+    """Training tokens of one pass over a cache; None for an empty one."""
     try:
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
-    except (OSError, ValueError, KeyError):  # KeyError: of a former version, which is refused later
+    except (OSError, ValueError, KeyError):  # KeyError: of an earlier version, which is refused later
         return None
-    return total(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
+    return sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
 
 
 def shard_path(corpus: Corpus, file: File) -> str:
@@ -126,8 +128,8 @@ def shard_path(corpus: Corpus, file: File) -> str:
 
 
 def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
-    """All shards of a cache. Those of one list are packed in one reading of a file: its training shard, and the shard
-    of the documents held out of it. Of pairs, each training file has a shard for each version."""
+    """All shards of a cache, grouped by what one reading of a file packs: its training shard, and the shard of its
+    held-out documents. For pairs, each training file has a shard per version."""
     shards: list[list[File]] = []
     for number, source in enumerate(corpus.sources):
         train, held_out = (
@@ -140,17 +142,15 @@ def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
 
 
 def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
-    """Begin a cache with this fingerprint in `folder` where there is none; returns the hash that its shards carry.
-    Raises `InputError` for a cache with another fingerprint."""
+    """Create a cache in `folder`, or check that the existing one has this fingerprint; returns the hash that its shards
+    carry. Raises `InputError` for another fingerprint."""
     folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
     durable.make_folder(folder, "token_cache")
     if not (folder / FINGERPRINT).exists():
         durable.create_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
     if changed := durable.differences(before, wanted):
-        raise InputError(
-            f"token_cache={folder} was made from something else: {'; '.join(changed.values())}. Name another folder"
-        )
+        raise InputError(f"token_cache={folder} has other settings: {'; '.join(changed.values())}. Name another folder")
     return durable.fingerprint(before)
 
 
@@ -163,20 +163,20 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
-    """Make the cache complete before training, each of `processes` packing its share, and wait until all have."""
+    """Complete the cache before training: each of `processes` packs its share and waits for the others."""
     while not build(folder, reader, num_proc=num_proc, machine=process, machines=processes):
-        time.sleep(5)  # no collective operation: packing may outlast its timeout
+        time.sleep(5)  # a collective operation could time out
 
 
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
-    """Pack the files of one of `machines` (every `machines`-th, from `machine` on) whose shards are missing or have
-    another size; returns whether the cache is complete."""
+    """Pack one machine's share of the files (every `machines`-th, from `machine` on), as far as their shards are
+    missing or have another size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
-    read = functools.partial(_read_facts, folder, reader.corpus, made_from)
+    read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
     if to_pack := [files for files in shards[machine::machines] if not all(map(read, files))]:
         for path in filter(Path.is_dir, (folder, *folder.iterdir())):
-            durable.remove_left(path)
+            durable.remove_stale(path)
         started_s, tokens = time.monotonic(), 0
         packed = _pack(functools.partial(pack_file, folder, reader, made_from), to_pack, num_proc)
         for count in Bar(packed, total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1):
@@ -186,13 +186,13 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
     return all(map(read, itertools.chain(*shards)))
 
 
-def _read_facts(folder: Path, corpus: Corpus, made_from: str, file: File) -> dict[str, Any] | None:
+def _read_metadata(folder: Path, corpus: Corpus, made_from: str, file: File) -> dict[str, Any] | None:
     """The JSON file of a shard; None where the shard is missing, has another size, or belongs to another cache."""
     path = folder / shard_path(corpus, file)
     try:
-        facts = durable.read_sealed(path.with_suffix(".json"))
-        belongs = _origin(corpus, file, made_from).items() <= facts.items()
-        return facts if belongs and path.stat().st_size == facts["bytes"] else None
+        metadata = durable.read_sealed(path.with_suffix(".json"))
+        belongs = _origin(corpus, file, made_from).items() <= metadata.items()
+        return metadata if belongs and path.stat().st_size == metadata["bytes"] else None
     except (OSError, ValueError):
         return None
 
@@ -202,7 +202,7 @@ def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
 
 
 def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
-    """Tokens of each file as it is packed; by threads of the tokenizer, or by processes with one thread each."""
+    """Pack files with the tokenizer's threads or, from two files on, with processes; yields the tokens of each."""
     workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")
     if workers <= 1:
         yield from map(pack, to_pack)
@@ -226,7 +226,7 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
 
 
 def _begin_worker(parent: int, pack: Callable[[list[File]], int]) -> None:
-    """Start of a packing process, which ends with its parent and leaves Ctrl-C to it."""
+    """Set up a packing process: it ends with its parent, which handles Ctrl-C."""
     global _pack_in_worker
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -239,50 +239,50 @@ def _pack_here(files: list[File]) -> int:
 
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File]) -> int:
-    """Write the shards of one file, its own and that of the documents held out of it; returns their tokens."""
+    """Write the shards of one file, of training and of held-out documents; returns their tokens."""
     file, corpus, held_out = files[0], reader.corpus, []
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.number]
-    rows = file_rows(corpus, source, file.split, path, others=held_out), _held_out_rows(held_out, corpus.left_out)
+    rows = file_rows(corpus, source, file.split, path, others=held_out), _held_out_rows(held_out, corpus.excluded)
     return sum(_write_shard(folder, made_from, *shard, reader) for shard in zip(files, rows, strict=False))
 
 
-def _held_out_rows(rows: list[Row], left_out: frozenset[str]) -> Iterator[Row]:
-    """The held-out `rows` of a file, filled as its training split is read, without those `left_out`."""
-    passed_over = 0
+def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
+    """The held-out `rows` of a file, a list that reading its training split fills, without those `excluded`."""
+    skipped = 0
     for row in rows:
-        if text_digest(row.text) in left_out:
-            passed_over += 1
+        if text_hash(row.text) in excluded:
+            skipped += 1
         else:
-            yield row._replace(held_out=passed_over)
-            passed_over = 0
-    yield Row(-1, None, held_out=passed_over)
+            yield row._replace(held_out=skipped)
+            skipped = 0
+    yield Row(-1, None, held_out=skipped)
 
 
 def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], reader: TextReader) -> int:
     """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns their tokens."""
     path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
-    aside = durable.aside_of(path)
-    facts: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
+    temporary = durable.temporary_path(path)
+    metadata: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
     try:
-        with open(aside, "wb") as stream:
+        with open(temporary, "wb") as stream:
             for chunk, blocks in reader.pack_rows(rows, file):
-                facts["columns"] = facts["columns"] or (_columns(blocks[0]) if blocks else {})
-                content = _content(blocks, facts["columns"])
-                facts["chunks"].append([chunk, facts["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
-                facts["bytes"] += stream.write(content)
-        durable.sync(aside)
-        aside.replace(path)
+                metadata["columns"] = metadata["columns"] or (_columns(blocks[0]) if blocks else {})
+                content = _content(blocks, metadata["columns"])
+                metadata["chunks"].append([chunk, metadata["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
+                metadata["bytes"] += stream.write(content)
+        durable.sync(temporary)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
-    durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **facts})
-    return total(chunk for chunk, *_ in facts["chunks"])["tokens"]
+        temporary.unlink(missing_ok=True)
+    durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **metadata})
+    return sum_counts(chunk for chunk, *_ in metadata["chunks"])["tokens"]
 
 
 def _columns(block: Columns) -> dict[str, list[str]]:
-    """name -> [type, "block" or "token"] of the columns of blocks like `block`, in their order on disk: first those of
-    a number a block, then the widest types, so that each is aligned."""
+    """name -> [type, "block" or "token"] of a block's columns, in their order on disk: columns with one number per
+    block first, wide types first, so that each is aligned."""
     kinds = {
         name: [value.dtype.name, "token"] if isinstance(value, np.ndarray) else ["int64", "block"]
         for name, value in block.items()

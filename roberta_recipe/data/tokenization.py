@@ -1,4 +1,4 @@
-"""Text encoding: the byte-level BPE vocabulary of RoBERTa (paper, section 4.4; Radford et al. 2019).
+"""Tokenizer loading, tokenization of training text, sentence splitting (paper, section 4.4; Radford et al. 2019).
 
 Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
 """
@@ -33,69 +33,68 @@ def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] |
     return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=MASK_TOKEN, model_max_length=512)
 
 
-FILES = {  # of a tokenizer, in a checkpoint's folder
+FILES = {  # tokenizer files of a checkpoint
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
 }
 MLM_TOKENS = ("bos_token", "eos_token", "pad_token", "mask_token")
-_ALSO = {"bos_token": "cls_token", "eos_token": "sep_token"}  # BERT's names of them
+_BERT_NAMES = {"bos_token": "cls_token", "eos_token": "sep_token"}
 _ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
 def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer`, or the tokenizer of a folder with vocab.json and merges.txt alone; it pads on the right.
+    """`AutoTokenizer.from_pretrained` with padding on the right; also for a folder with vocab.json and merges.txt only.
 
-    Raises `InputError` where there is none, where its files differ from the folder's manifest, and where it lacks a
-    `needed` token.
+    Raises `InputError` for a missing tokenizer, for files that differ from the folder's manifest, and where a `needed`
+    token is missing.
     """
     folder, name = resolve_path(name_or_path), repr(str(name_or_path))
-    if (folder / durable.MANIFEST).exists() and (fault := durable.fault(folder, only=FILES.__contains__)):
+    if (folder / durable.MANIFEST).exists() and (damage := durable.damage(folder, only=FILES.__contains__)):
         fix = f"make it again, or remove {durable.MANIFEST} if you changed it yourself"
-        raise InputError(f"the tokenizer {name} is damaged: {fault}; {fix}")
+        raise InputError(f"the tokenizer {name} is damaged: {damage}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
     try:
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
-    except Exception as error:  # of damaged files: json's, transformers' and the plain Exception of tokenizers (Rust)
+    except Exception as error:  # json and transformers raise many types for damaged files, tokenizers plain Exceptions
         raise InputError(
             f"no tokenizer at tokenizer_name={name} ({type(error).__name__}: {first_line(error)}): name a folder or a "
             "Hub id, or train one with tokenizer/train_tokenizer.py"
         ) from None
-    # transformers 5 makes an empty tokenizer of a model's config alone
+    # for a folder with a config alone, transformers 5 returns an empty tokenizer
     if len(tokenizer) <= len(tokenizer.all_special_ids) or not tokenizer.is_fast:
         raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")
     if missing := [token for token in needed if _special(tokenizer, token) is None]:
         raise InputError(f"the tokenizer {name} has no {', '.join(missing)}, and needs {', '.join(needed)}")
     if needed == MLM_TOKENS and not _template_ids(tokenizer):
         logger.warning(
-            f"Template    {name} does not put two special tokens around a text, as training does: `pipeline` shows the "
-            "model text without them, unless the tokenizer gets such a post-processor"
+            f"Template    {name} does not add two special tokens around a text, as training does: `pipeline` will pass "
+            "text without them, unless the tokenizer gets such a post-processor"
         )
-    # positions are counted from the left, and heads read the first token; init_kwargs are saved
+    # positions count from the left, and heads read the first token; init_kwargs are saved
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     return tokenizer
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
     token = getattr(tokenizer, name)
-    return getattr(tokenizer, _ALSO[name]) if token is None and name in _ALSO else token
+    return getattr(tokenizer, _BERT_NAMES[name]) if token is None and name in _BERT_NAMES else token
 
 
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """`bos_id` and `eos_id`, which begin a block and end a sentence: the tokens that the template puts around a text;
-    without such a pair, `<s>` and `</s>`, or BERT's [CLS] and [SEP]."""
+    """`bos_id` (begins a block) and `eos_id` (ends a sentence): the two tokens that the template adds around
+    a text; without such a template, `<s>` and `</s>`, or BERT's [CLS] and [SEP]."""
     first, last = _template_ids(tokenizer) or _role_ids(tokenizer)
     return {"bos_id": first, "eos_id": last}
 
 
 def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The two special tokens that the template puts around a text; none where it puts others than two."""
-    # not `tokenizer("")`, which starts threads, and a process that is forked then waits for them
-    encoding = tokenizer.backend_tokenizer.encode("")
-    around = [token for token, shown in zip(encoding.ids, encoding.attention_mask, strict=True) if shown]
-    return around if len(around) == 2 else []
+    """The two special tokens that the template adds around a text; empty for another number of them."""
+    encoding = tokenizer.backend_tokenizer.encode("")  # `tokenizer("")` starts threads, on which a forked process hangs
+    ids = [token for token, attended in zip(encoding.ids, encoding.attention_mask, strict=True) if attended]
+    return ids if len(ids) == 2 else []
 
 
 def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -103,24 +102,24 @@ def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of vocabulary, merges, pre-tokenization and special tokens: of all that a block's ids depend on."""
+    """A hash of vocabulary, merges, pre-tokenization and special tokens: of everything that a block's ids depend on."""
     backend = _text_state(tokenizer)
-    depends = {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    if (around := list(boundary_ids(tokenizer).values())) != _role_ids(tokenizer):
-        depends["boundaries"] = around
-    return durable.fingerprint(depends)
+    state = {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    if (ids := list(boundary_ids(tokenizer).values())) != _role_ids(tokenizer):
+        state["boundaries"] = ids
+    return durable.fingerprint(state)
 
 
 def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that is saved of a tokenizer beside a model, also of what no block's ids depend on."""
+    """A hash of all files of a saved tokenizer, including those that no block's ids depend on."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return durable.fingerprint({path.name: durable.sha256(path) for path in Path(folder).iterdir()})
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, with only the tokens of the standard roles marked special: `split_special_tokens`, which
-    keeps `</s>` in a text plain text, would split the user's special tokens (`[E1]`) too."""
+    """The backend's JSON, with only the tokens of standard roles marked special: `split_special_tokens`, by which
+    `</s>` in a text stays plain text, would also split the user's special tokens (`[E1]`)."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -129,10 +128,10 @@ def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the tokenizer's backend for the text of training: text that reads `</s>` or `<mask>` is text, and does
-    not become the special token, as in `tokenizer(...)`. Added tokens, also special ones, are one token each."""
+    """A copy of the tokenizer's backend for training text: `</s>` or `<mask>` in a text is plain text, not the special
+    token as in `tokenizer(...)`. Other added tokens stay one token each."""
     state = _text_state(tokenizer)
-    if state["model"]["type"] == "Unigram":  # its pieces match text themselves, those of special tokens too
+    if state["model"]["type"] == "Unigram":  # its pieces match in text, also those of special tokens
         roles = {getattr(tokenizer, role) for role in _ROLES} - {tokenizer.unk_token}
         pieces = {piece for piece, _ in state["model"]["vocab"]} & roles
         vocab = [[piece + _NO_TEXT * (piece in pieces), score] for piece, score in state["model"]["vocab"]]
@@ -146,15 +145,15 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a fast tokenizer with `corpus_backend`, for the features of fine-tuning. Read other attributes, as
-    `mask_token_id`, from the original."""
+    """A copy of a fast tokenizer with `corpus_backend`, for fine-tuning features. Read attributes such as
+    `mask_token_id` from the original."""
     copied = copy.copy(tokenizer)
     copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
     return copied
 
 
 def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to their ids, without special tokens, over all cores."""
+    """A function from texts to ids without special tokens, on all cores."""
     backend = corpus_backend(tokenizer)
     return lambda texts: [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -166,11 +165,11 @@ def split_sentences(text: str, language: str = "en") -> list[str]:
 
 
 def _split_line(line: str, language: str) -> Iterator[str]:
-    """sentencex over a window of the line at a time: its time grows with the square of a line's length."""
+    """sentencex on windows of a line, as its time grows with the square of the length."""
     start, end = 0, _LINE_WINDOW
     while end < len(line):
         *whole, rest = _segment(line[start:end], language)
-        if not whole:  # no end of sentence in the window: far longer than a block, so it is split there anyway
+        if not whole:  # a sentence longer than the window, and far longer than a block, is split here
             whole, rest = [rest], ""
         yield from whole
         start = end - len(rest)
@@ -179,8 +178,8 @@ def _split_line(line: str, language: str) -> Iterator[str]:
 
 
 def _segment(text: str, language: str) -> list[str]:
-    """The sentences of `text` by sentencex 1.0.32, which panics where white space of several bytes follows a letter
-    and precedes a full stop; so it gets blanks, and the sentences are cut from the text itself."""
+    """sentencex 1.0.32, which panics if multi-byte white space follows a letter and precedes a full stop: it gets
+    blanks instead, and the sentences are cut from the original text."""
     try:
         lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
     except BaseException as error:  # a panic is no Exception

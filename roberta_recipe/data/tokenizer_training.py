@@ -21,8 +21,8 @@ _RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of G
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> RobertaTokenizer:
-    """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once). Memory grows with the distinct words;
-    words of thousands of characters are cut. Raises `InputError` where the texts hold too few words for it."""
+    """Train a byte-level BPE of `vocab_size` entries on `texts`, read once. Memory grows with the number of distinct
+    words; words of thousands of characters are cut. Raises `InputError` for too little text."""
     smallest = len(LEADING_TOKENS) + 256 + 1
     if vocab_size < smallest:
         raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
@@ -59,14 +59,14 @@ def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write a tokenizer's folder, whole or not at all, with a manifest that `load_tokenizer` checks. Raises
-    `InputError` for a folder that is not empty."""
+    """Save a tokenizer atomically, with a manifest that `load_tokenizer` checks. Raises `InputError` for a folder that
+    is not empty."""
     folder = Path(folder).resolve()  # a rename would replace a link to an empty folder
     durable.check_new_folder(folder, "tokenizer")
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
-    durable.remove_left(folder.parent, glob.escape(hidden.name))
-    temporary = durable.aside_of(hidden)
+    durable.remove_stale(folder.parent, glob.escape(hidden.name))
+    temporary = durable.temporary_path(hidden)
     try:
         tokenizer.save_pretrained(temporary)
         durable.move_into_place(temporary, folder, replace=False)

@@ -1,8 +1,8 @@
-"""Word boundaries among the tokens of a block, for masks of whole words, spans and n-grams.
+"""Word boundaries in tokenized blocks, for masks of whole words, spans and n-grams.
 
 A word is a piece of the tokenizer's pre-tokenizer: with RoBERTa's, "can't." is three words, can, 't and the full stop.
-With byte-level BPE, a word begins at a blank, or where letters, digits and other characters meet: a table of token ids
-has these. Elsewhere, as in a character of several tokens, the pre-tokenizer splits the text around it.
+With byte-level BPE, a word begins at a blank, or between letters, digits and other characters, which is looked up in a
+table of token kinds. In unclear cases, such as a character of several tokens, the pre-tokenizer splits the text.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from roberta_recipe.errors import InputError
 
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")  # words by GPT-2's rule
-_SPECIAL, _LETTERS, _DIGITS, _OTHERS, _CONTRACTION, _BLANK, _CUT = range(7)  # kinds of tokens, behind a leading blank
+_SPECIAL, _LETTERS, _DIGITS, _OTHERS, _CONTRACTION, _BLANK, _CUT = range(7)  # kind of a token, without a leading blank
 _KIND, _BLANK_FIRST, _LONE_BLANK, _UNCLEAR = 7, 8, 16, 32  # bits of a token's code
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -27,8 +27,8 @@ WordStarts = Callable[[np.ndarray], np.ndarray]
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
-    """A function from a block's ids (length,) to the tokens that begin a word: (length,) bool. Special tokens do not; a
-    token behind one of them does. Raises `InputError` for a tokenizer of another kind."""
+    """A function from a block's ids (length,) to word starts (length,) bool. Special tokens are none; a token after a
+    special token is one. Raises `InputError` for an unsupported tokenizer."""
     backend = tokenizer.backend_tokenizer
     rule = json.loads(backend.to_str())["pre_tokenizer"] or {"type": "none"}
     types = {part["type"] for part in rule.get("pretokenizers", [rule])}
@@ -40,8 +40,8 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
         return lambda ids: begins[ids]
     if "ByteLevel" in types:
         is_gpt2 = rule["type"] == "ByteLevel" and rule["use_regex"]
-        of_tokens = [bytes(_BYTE_OF.get(character, 0) for character in token) for token in tokens]
-        return ByteLevelWords(backend.pre_tokenizer, of_tokens, special, is_gpt2)
+        token_bytes = [bytes(_BYTE_OF.get(character, 0) for character in token) for token in tokens]
+        return ByteLevelWords(backend.pre_tokenizer, token_bytes, special, is_gpt2)
     if "Metaspace" in types:
         codes = _codes([token.replace("▁", " ") for token in tokens], special)
         return lambda ids: _starts_by_code(codes[ids])
@@ -52,13 +52,13 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
 
 
 class ByteLevelWords:
-    """`word_starts` of byte-level BPE. `is_gpt2`: the pre-tokenizer has GPT-2's rule, which the codes follow."""
+    """`word_starts` of byte-level BPE. `is_gpt2`: the pre-tokenizer has GPT-2's rule, as the codes assume."""
 
     def __init__(self, pre_tokenizer: Any, tokens: list[bytes], special: np.ndarray, is_gpt2: bool):
         texts = [token.decode("utf-8", "replace") for token in tokens]
         self._pre_tokenizer, self._tokens, self._special = pre_tokenizer, tokens, special
         self._codes = _codes(texts, special)
-        self._split = lru_cache(10_000)(self._split_text)  # the same few, like "n’t", are frequent
+        self._split = lru_cache(10_000)(self._split_text)  # a few texts, such as "n’t", are frequent
         kind, lone_blank = self._codes & _KIND, self._codes & _LONE_BLANK > 0
         unclear = (kind == _CUT) | ((kind == _BLANK) & ~lone_blank)
         whole = set(_CONTRACTIONS) <= set(texts)  # so a contraction is never made of several tokens
@@ -70,7 +70,7 @@ class ByteLevelWords:
         starts = _starts_by_code(codes)
         unclear = codes & _UNCLEAR
         unclear[1:] |= codes[:-1] & codes[1:] << 1 & _LONE_BLANK  # a blank, and a token that begins with another
-        if unclear.any():  # split the text around it, from a token that surely begins a word to the next one
+        if unclear.any():  # split the text between two certain word starts
             sure = (codes & _KIND == _SPECIAL) | ((codes & _BLANK_FIRST > 0) & ~unclear.astype(bool))
             borders = np.concatenate(([0], np.flatnonzero(sure), [len(ids)]))
             ends = np.unique(np.searchsorted(borders, np.flatnonzero(unclear), "right"))
@@ -81,9 +81,9 @@ class ByteLevelWords:
         return starts
 
     def _split_text(self, ids: tuple[int, ...]) -> list[bool]:
-        """`word_starts` by the pre-tokenizer, of tokens none of which is special."""
+        """Word starts of tokens without special tokens, by the pre-tokenizer."""
         tokens = [self._tokens[token] for token in ids]
-        # bytes that are no text, as at the end of a block that ends within a character, count as one each
+        # invalid bytes, as in a block that ends within a character, count as one character each
         text = b"".join(tokens).decode("utf-8", "surrogateescape")
         byte_at = [0, *itertools.accumulate(len(c.encode("utf-8", "surrogateescape")) for c in text)]
         shown = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
@@ -92,7 +92,7 @@ class ByteLevelWords:
 
 
 def _starts_by_code(codes: np.ndarray) -> np.ndarray:
-    """A blank begins a word, and belongs to it where it is a token by itself; and two kinds meet between words."""
+    """Word starts by token kind: a blank begins a word, also as a token of its own, and so does a change of kind."""
     kind = codes & _KIND
     starts = kind != _SPECIAL
     meet = (kind[1:] != kind[:-1]) | (kind[1:] == _CONTRACTION)

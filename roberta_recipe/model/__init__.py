@@ -1,6 +1,6 @@
-"""Models, objectives and their losses.
+"""Models, objectives and losses.
 
-masked_lm (the masked LM of any architecture, FLOPs), objectives (a declaration each), architectures (where each head
-is), albert (shared layers), heads (a checkpoint to fine-tune), weights (checkpoints), initialization, attention (which
-one), varlen and cpu_kernels (ours), cross_entropy.
+masked_lm (masked LM of any architecture, FLOPs), objectives, architectures (head of each), albert (parameter sharing),
+heads (fine-tuning), weights (loading of checkpoints), initialization, attention (choice of the implementation), varlen
+and cpu_kernels (our implementations), cross_entropy, log_probabilities (scoring).
 """

@@ -1,9 +1,9 @@
-"""Parameter sharing between the layers of an ALBERT (arXiv 1909.11942, section 3.1 and Table 4): all, the attention
-alone, the feed-forward network alone, or none.
+"""Parameter sharing between ALBERT's layers (arXiv 1909.11942, section 3.1 and Table 4): everything, attention only,
+feed-forward network only, or nothing.
 
-transformers' ALBERT shares whole layers (`num_hidden_groups`). Here, a model that shares a part of them has one group a
-layer, and the shared modules of the first group in all. Its checkpoints repeat the shared weights in each group, so the
-stock class computes the same; trained in the stock class, the groups would diverge.
+transformers' ALBERT can share whole layers only (`num_hidden_groups`). Here, to share a part, a model has one group per
+layer, and all groups use the first group's modules. Checkpoints repeat the shared weights in each group, so that the
+stock class computes the same; training in the stock class would let the groups diverge.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from transformers import AlbertConfig, PreTrainedConfig, PreTrainedModel
 
 from roberta_recipe.errors import InputError
 
-SHARED = "shared_parameters"  # the key of a config
-# modules of an `AlbertLayer`, each part with its LayerNorm
+SHARED = "shared_parameters"  # config key
+# modules of an `AlbertLayer`, including LayerNorms
 _PARTS = {
     "attention": ("attention",),
     "feed_forward": ("ffn", "ffn_output", "full_layer_layer_norm"),
@@ -25,7 +25,7 @@ _KINDS = ("all", *_PARTS, "none")
 
 
 def resolve(config: PreTrainedConfig, name: str) -> None:
-    """Set `num_hidden_groups` by the `shared_parameters` of the config of `name`, if any. Raises `InputError`."""
+    """Set `num_hidden_groups` according to `shared_parameters` of the config `name`, if any. Raises `InputError`."""
     shared = getattr(config, SHARED, None)
     if shared is None:
         return
@@ -45,7 +45,7 @@ def shares_parts(config: PreTrainedConfig) -> bool:
 
 
 def _shared_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """(layer, first layer, attribute) for each module that a layer shares with the first."""
+    """(layer, first layer, attribute) for each module that a layer shares with the first layer."""
     first, *others = (group.albert_layers[0] for group in model.base_model.encoder.albert_layer_groups)
     for layer in others:
         for part in _PARTS[getattr(model.config, SHARED)]:
@@ -53,7 +53,7 @@ def _shared_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, nn.Modu
 
 
 class SharedParts:
-    """A mixin before a stock ALBERT whose layers share attention or feed-forward networks."""
+    """Mixin for a stock ALBERT with shared attention or shared feed-forward networks."""
 
     def __init__(self, config: AlbertConfig):
         super().__init__(config)
@@ -72,7 +72,7 @@ class SharedParts:
 
 
 def check_copies(stock: PreTrainedModel, where: str) -> None:
-    """Raise `InputError` where shared weights differ between the groups of a checkpoint in the stock class."""
+    """Raise `InputError` if shared weights differ between the groups of a checkpoint, loaded as the stock class."""
     for layer, first, part in _shared_modules(stock):
         pairs = zip(getattr(layer, part).parameters(), getattr(first, part).parameters(), strict=True)
         if not all(torch.equal(*pair) for pair in pairs):

@@ -1,8 +1,8 @@
-"""Architectures of masked LMs beside RoBERTa (BERT, arXiv 1810.04805; ALBERT, 1909.11942; ModernBERT, 2412.13663;
-DeBERTa-v3, 2111.09543), and where the head of each is.
+"""Masked-LM architectures and their heads: RoBERTa, BERT (arXiv 1810.04805), ALBERT (1909.11942), ModernBERT
+(2412.13663), DeBERTa-v3 (2111.09543).
 
-Any architecture of `AutoModelForMaskedLM` trains with the exact loss; those in the table run their head on the
-predicted positions alone.
+Any architecture of `AutoModelForMaskedLM` trains with the exact loss; those of the table run their head on predicted
+positions only.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from roberta_recipe.errors import InputError
 
 
 class Architecture(NamedTuple):
-    """`head(model, hidden)`: logits (positions, vocab_size) of the body's last states (positions, hidden_size).
-    `first_position(config)`: the position id of a sequence's first token; None where position ids and a mask cannot
-    separate sequences that share a row."""
+    """`head(model, hidden)`: logits (positions, vocab_size) from the encoder's output (positions, hidden_size).
+    `first_position(config)`: position id of a sequence's first token; None if position ids and a mask cannot separate
+    several sequences in a row."""
 
     head: Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
     first_position: Callable[[PreTrainedConfig], int] | None = None
@@ -39,14 +39,14 @@ TABLE = {
     "modernbert": Architecture(lambda model, hidden: model.decoder(model.head(hidden))),
     "deberta-v2": Architecture(_deberta_head),
 }
-SHARE_ROWS = tuple(name for name, architecture in TABLE.items() if architecture.first_position)
+MULTI_SEQUENCE_MODELS = tuple(name for name, architecture in TABLE.items() if architecture.first_position)
 
 
 def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
-    """The class that `AutoModelForMaskedLM` makes of the config of `name`. Raises `InputError` where there is none."""
+    """The `AutoModelForMaskedLM` class of the config of `name`. Raises `InputError` if there is none."""
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise InputError(
-            f"{name!r} is a {config.model_type!r} model, which transformers has no masked LM of; name one of "
+            f"{name!r} is a {config.model_type!r} model, for which transformers has no masked LM; name one of "
             f"{', '.join(TABLE)} or another architecture of AutoModelForMaskedLM"
         )
     return MODEL_FOR_MASKED_LM_MAPPING[type(config)]

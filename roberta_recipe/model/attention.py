@@ -1,4 +1,4 @@
-"""The attention implementation of a run: chosen once, so that all processes and restarts use the same."""
+"""Choice and set-up of the attention implementation: resolved once, the same for all processes and restarts."""
 
 import torch
 from transformers import (
@@ -14,23 +14,23 @@ from transformers.masking_utils import sdpa_mask
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 from roberta_recipe.model import cpu_kernels
-from roberta_recipe.model.architectures import SHARE_ROWS
+from roberta_recipe.model.architectures import MULTI_SEQUENCE_MODELS
 from roberta_recipe.model.cpu_kernels import BLOCKWISE, blockwise_attention
 from roberta_recipe.model.varlen import VARLEN, varlen_attention
 
 CUDNN_DISABLED = "cuDNN attention disabled (NaN gradients on Hopper, pytorch #196678)"
-MASKED_BY_PAIRS = ("sdpa", "eager", BLOCKWISE)  # these take a mask (seq_len, seq_len)
+TAKES_4D_MASK = ("sdpa", "eager", BLOCKWISE)  # these take a mask (seq_len, seq_len)
 
 
-def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = False) -> str:
-    """`args.attn_implementation`, or the fastest for device, precision and dropout. Raises `InputError` for one that
-    the device or the model does not support. `unpads`: the model class has unpadded batches."""
-    # other architectures have their own attention
-    takes_any = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
+def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = False) -> str:
+    """`args.attn_implementation`, by default the fastest for device, precision and dropout. Raises `InputError` if
+    device or model do not support it. `can_unpad`: the model class supports unpadded batches."""
+    # else the architecture has its own attention
+    is_pluggable = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
     named, half = args.attn_implementation, args.bf16 or args.fp16
     dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
     if not named:
-        if not takes_any:
+        if not is_pluggable:
             return "eager"
         # the fastest of `benchmarks/attention.py` at 64 to 512 tokens; PyTorch's own where they are within a seventh
         if args.device.type != "cpu" or args.torch_compile:
@@ -39,13 +39,13 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = Fal
             return BLOCKWISE
         return "eager" if half else "sdpa"
     reason = ""
-    if named == BLOCKWISE and not takes_any:
+    if named == BLOCKWISE and not is_pluggable:
         reason = f"{config.model_type!r} models have their own attention"
-    elif named == VARLEN and not unpads:
+    elif named == VARLEN and not can_unpad:
         reason = "it is for pretraining only"
     elif named == VARLEN and (args.device.type != "cuda" or not half):
         reason = f"it needs CUDA and bf16 or fp16; this run is {precision(args)} on {args.device.type}"
-    elif named == VARLEN and config.model_type not in SHARE_ROWS:
+    elif named == VARLEN and config.model_type not in MULTI_SEQUENCE_MODELS:
         reason = f"a {config.model_type!r} model has no position ids for several sequences in one row"
     elif named in ("flex_attention", VARLEN) and dropout:
         reason = f"it has no dropout, and the model has attention_probs_dropout_prob={dropout} (0 in the config)"
@@ -55,19 +55,13 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, unpads: bool = Fal
 
 
 def check_shared_rows(config: PreTrainedConfig, attn_implementation: str, input_format: str) -> None:
-    """Raise `InputError` where a model or its attention cannot separate sequences that share a row."""
-    if config.model_type not in SHARE_ROWS or attn_implementation not in (*MASKED_BY_PAIRS, VARLEN):
+    """Raise `InputError` if a model or its attention cannot separate several sequences in a row."""
+    if config.model_type not in MULTI_SEQUENCE_MODELS or attn_implementation not in (*TAKES_4D_MASK, VARLEN):
         raise InputError(
             f"input_format={input_format} has several sequences in a row, which a {config.model_type!r} model with "
             f"attn_implementation={attn_implementation} cannot separate; use full_sentences, segment_pair or "
-            f"contiguous, or sdpa or eager and one of {', '.join(SHARE_ROWS)}"
+            f"contiguous, or sdpa or eager and one of {', '.join(MULTI_SEQUENCE_MODELS)}"
         )
-
-
-def leaves_cudnn_out(device: torch.device) -> bool:
-    """Whether SDPA on this device must not use cuDNN's kernel: with a mask, a length of 64 modulo 128 and a low
-    logsumexp, its backward pass gives NaN on Hopper cards (pytorch #196678, torch 2.11 to 2.13)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def register() -> None:
@@ -78,20 +72,22 @@ def register() -> None:
 
 
 def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
-    """Set `args.attn_implementation` and, on a CPU, the fast dropout. Raises `InputError` for an attention that the
-    model does not have."""
+    """Set `args.attn_implementation` and, on a CPU, fast dropout. Raises `InputError` if the model does not support
+    it."""
     register()
     name, reason = args.attn_implementation, f"{type(model).__name__} does not have it"
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
         reason = first_line(error)
-    if model.config._attn_implementation != name:  # some models fall back silently
+    if model.config._attn_implementation != name:  # a silent fallback
         raise InputError(f"attn_implementation={name}: {reason}; use sdpa or eager, or leave it out")
     if args.device.type == "cpu" and not args.torch_compile:
         cpu_kernels.use_fast_dropout(model)
     disabled = ""
-    if leaves_cudnn_out(args.device):
+    # cuDNN's backward pass gives NaN on Hopper GPUs with a mask, a length of 64 modulo 128 and a low logsumexp (pytorch
+    # #196678, torch 2.11 to 2.13)
+    if args.device.type == "cuda" and torch.cuda.get_device_capability(args.device)[0] == 9:
         torch.backends.cuda.enable_cudnn_sdp(False)
         disabled = f"; {CUDNN_DISABLED}"
     logger.info(f"Attention   {name}, in {precision(args)}{disabled}")

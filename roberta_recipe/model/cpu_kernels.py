@@ -1,8 +1,8 @@
-"""Dropout and attention for training on a CPU, where PyTorch's own are slow.
+"""Fast dropout and blockwise attention for training on a CPU.
 
-PyTorch draws a dropout mask number by number, at the cost of some hundred multiply-adds each, and its attention with
-dropout writes every weight matrix to memory. Here a mask takes 16 random bits an element, and attention processes a few
-heads at a time, so that their weights stay in the cache; the backward pass recomputes them (Dao et al. 2022, section
+PyTorch generates a dropout mask element by element, each at the cost of some hundred multiply-adds, and its attention
+with dropout writes every weight matrix to memory. Here a mask takes 16 random bits per element, and attention processes
+a few heads at a time, whose weights stay in the cache and are recomputed in the backward pass (Dao et al. 2022, section
 3.1, without the tiling). benchmarks/README.md has the speed.
 """
 
@@ -23,8 +23,8 @@ def keep_probability(p: float) -> float:
 
 
 def keep_mask(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
-    """A bool mask of `shape`, each element independently True with `keep_probability(p)`. It depends on the state of
-    torch's CPU generator alone, and advances it once."""
+    """A bool mask of `shape`, each element independently True with `keep_probability(p)`; seeded by one draw from
+    torch's CPU generator."""
     count = math.prod(shape)
     seed = int(torch.empty((), dtype=torch.int64).random_())
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
@@ -37,7 +37,7 @@ class Dropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p in (0.0, 1.0):
             return super().forward(x)
-        # as bytes: PyTorch's cast of bools is not vectorized
+        # uint8, as PyTorch's cast of bools is not vectorized
         keep = keep_mask(x.shape, self.p).view(torch.uint8)
         return x * keep.to(x.dtype).div_(keep_probability(self.p))
 
@@ -77,28 +77,28 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, bias, *packed = ctx.saved_tensors
         grad = grad.contiguous()
         grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
-        # the mean gradient of a row's weights, which the softmax subtracts from each (Dao et al., equation 4)
+        # subtracted from each weight's gradient in the backward pass of the softmax (Dao et al., equation 4)
         mean = (grad.float() * out.float()).sum(-1, keepdim=True)
         if ctx.p:
             grad = grad / keep_probability(ctx.p)
         for number, chunk in enumerate(_chunks(q)):
             weights = _softmax(q, k, bias, chunk)
-            of_weights = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
+            weight_grads = torch.bmm(grad[chunk], v[chunk].transpose(1, 2)).float()
             dropped = weights
             if ctx.p:
                 bits = np.unpackbits(packed[number].numpy(), count=weights.numel()).reshape(weights.shape)
                 keep = torch.from_numpy(bits).to(weights.dtype)
-                of_weights.mul_(keep)
+                weight_grads.mul_(keep)
                 dropped = keep.mul_(weights)
             torch.bmm(dropped.to(v.dtype).transpose(1, 2), grad[chunk], out=grads[2][chunk])
-            of_scores = of_weights.sub_(mean[chunk]).mul_(weights).to(q.dtype)
-            torch.bmm(of_scores, k[chunk], out=grads[0][chunk])
-            torch.bmm(of_scores.transpose(1, 2), q[chunk], out=grads[1][chunk])
+            score_grads = weight_grads.sub_(mean[chunk]).mul_(weights).to(q.dtype)
+            torch.bmm(score_grads, k[chunk], out=grads[0][chunk])
+            torch.bmm(score_grads.transpose(1, 2), q[chunk], out=grads[1][chunk])
         return grads[0].mul_(ctx.scaling), grads[1], grads[2], None, None, None
 
 
 def _chunks(q: torch.Tensor) -> list[slice]:
-    """Groups of heads with attention weights that fit into the cache."""
+    """Slices of heads with attention weights that fit into the cache."""
     heads, length = q.shape[0], q.shape[1]
     size = max(1, _WEIGHTS_AT_ONCE // length**2)
     return [slice(start, start + size) for start in range(0, heads, size)]

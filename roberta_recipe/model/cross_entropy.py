@@ -1,8 +1,7 @@
-"""Memory-saving cross-entropy over a large vocabulary: a few rows in fp32 at a time, the softmax recomputed in the
-backward pass.
+"""Memory-efficient cross-entropy over a large vocabulary: chunked in fp32, with recomputation in the backward pass.
 
-`functional.cross_entropy(logits.float(), ...)` keeps logits, log-probabilities and both gradients in fp32: 12 bytes a
-logit, 6 GB for 9,800 positions of 50,304. This keeps the logits and their gradient, in the precision of the logits.
+`functional.cross_entropy(logits.float(), ...)` keeps logits, log-probabilities and both gradients in fp32: 12 bytes per
+logit, 6 GB for 9,800 positions of 50,304. Here, only the logits and their gradient are kept, in their own precision.
 """
 
 import torch
@@ -27,15 +26,15 @@ class _CrossEntropy(torch.autograd.Function):
         out, grad = torch.empty_like(logits), torch.where(counts, grad, 0.0)[:, None]
         rows = rows_at_once(logits.shape[1])
         parts = (tensor.split(rows) for tensor in (logits, out, index, grad, torch.full_like(grad, -1.0)))
-        for part, of_part, at, upstream, minus_one in zip(*parts, strict=True):
+        for part, out_part, at, upstream, minus_one in zip(*parts, strict=True):
             # softmax - one-hot, in fp32, cast after the product with the upstream gradient (and its loss scale)
             probs = torch.softmax(part, dim=-1, dtype=torch.float32).scatter_add_(1, at, minus_one)
-            of_part.copy_(probs.mul_(upstream))
+            out_part.copy_(probs.mul_(upstream))
         return out, None
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """The number of positions with logits in fp32 at a time."""
+    """Positions per chunk."""
     return max(1, LOGITS_AT_ONCE // vocab_size)
 
 

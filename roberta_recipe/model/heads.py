@@ -1,4 +1,4 @@
-"""A checkpoint with a task head to fine-tune (paper, section 5), and layer-wise learning rates."""
+"""Fine-tuning models: a checkpoint with a task head (paper, section 5), and layer-wise learning rates."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 
-# the config keys for the dropout of a head in Hugging Face's models; some (MPNet) have none
+# config keys of a head's dropout in Hugging Face's models; some (MPNet) have none
 _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "cls_dropout")
 
 
 def load_with_head(
     cls: Any, name: str, head_dropout: float | None, random_weights: bool = False, **settings: Any
 ) -> torch.nn.Module:
-    """A checkpoint as a model of the Auto class `cls`, `settings` in its config. The head is the checkpoint's where
-    size and labels agree, else fresh; the log says which. With `random_weights`, the whole model is fresh. Raises
+    """A checkpoint as a model of the Auto class `cls`, with `settings` in its config. The head is the checkpoint's if
+    size and labels match, else fresh, which is logged. With `random_weights`, the whole model is fresh. Raises
     `InputError` for a missing or damaged checkpoint, and for a head that reads the last token."""
     config = weights.read_config(name, **settings)
     if getattr(config, "summary_type", None) == "last" and cls is not AutoModelForQuestionAnswering:
@@ -43,8 +43,8 @@ def load_with_head(
 
 
 def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int, str]) -> str:
-    """Initialize a head of another size, or with the same `labels` in another order, as a whole (as in fairseq);
-    returns how the head was made."""
+    """Reinitialize the whole head if its size differs, or its `labels` have another order (as in fairseq); returns a
+    description for the log."""
     replaced, reason = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
     before, now = ([str(of[number]).lower() for number in sorted(of)] for of in (labels, model.config.id2label))
     if not replaced and not info["missing_keys"] and before != now and sorted(before) == sorted(now):
@@ -61,11 +61,11 @@ def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
-    """The learning rate of each parameter: `learning_rate` for the head, times `layer_decay` for each layer further
-    down, the embeddings last (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises
+    """The learning rate of each parameter: `learning_rate` for the head, multiplied by `layer_decay` per layer from the
+    top down to the embeddings (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises
     `InputError` for a model without a single stack of layers (ALBERT)."""
     count, modules = getattr(model.config, "num_hidden_layers", None), dict(model.named_modules())
-    stacks = [name for name, of in modules.items() if isinstance(of, torch.nn.ModuleList) and len(of) == count]
+    stacks = [name for name, each in modules.items() if isinstance(each, torch.nn.ModuleList) and len(each) == count]
     if len(stacks) != 1:
         raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no single stack of layers; leave it 1")
     rates, layers = {}, f"{stacks[0]}."

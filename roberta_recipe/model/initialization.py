@@ -1,9 +1,9 @@
-"""Mimetic initialization of fresh weights (Trockman and Kolter 2023, arXiv 2305.09828), on top of the normal draw.
+"""Mimetic initialization (Trockman and Kolter 2023, arXiv 2305.09828), in addition to the normal initialization.
 
 Trained attention weights have a simple structure: neighbouring positions have similar embeddings, queries resemble
 keys, and value times output is close to a multiple of the identity (negative for the paper's vision models, positive
-here). A model with this structure attends to neighbours from the first step; from the normal draw alone, learning this
-takes most of the unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
+here). A model with this structure attends to neighbours from the first step; otherwise, learning it takes most of the
+unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
 """
 
 import math
@@ -17,7 +17,7 @@ from roberta_recipe.model import architectures
 
 _DEFAULTS = {"positions": 2.0, "query_key": 0.7, "value_output": 0.5}
 MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert")  # modules as BERT's, under the same names
-_STD = 0.02  # of the normal draw: `initializer_range` of BERT and RoBERTa
+_STD = 0.02  # `initializer_range` of BERT and RoBERTa
 
 
 def factors(text: str | None) -> dict[str, float] | None:
@@ -40,8 +40,8 @@ def factors(text: str | None) -> dict[str, float] | None:
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, text: str | None) -> None:
-    """Add the structure that `text` names to the fresh weights of a model, with torch's generator. Raises `InputError`
-    for other architectures than `MODEL_TYPES`."""
+    """Add the structure of `text` (as in `factors`) to a model's fresh weights, with torch's generator. Raises
+    `InputError` for architectures other than `MODEL_TYPES`."""
     if (factor := factors(text)) is None:
         return
     config = model.config
@@ -56,7 +56,7 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
     table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
     for layer in model.base_model.encoder.layer:
         own, output = layer.attention.self, layer.attention.output.dense
-        # orthonormal rows, by QR of a normal draw
+        # orthonormal rows, by QR decomposition of a normal matrix
         by_head = [nn.init.orthogonal_(torch.empty(size // heads, size)) for _ in range(heads)]
         shared = torch.cat(by_head)  # (size, size)
         own.query.weight += factor["query_key"] * shared

@@ -1,4 +1,4 @@
-"""The masked-LM head and its loss over the whole effective batch (paper, section 2.3), and the model from a config."""
+"""Masked LM: head on predicted positions, sums of losses per objective (paper, section 2.3), construction, FLOPs."""
 
 import math
 from collections.abc import Callable
@@ -11,21 +11,20 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MaskedLMOutput
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import albert, architectures, weights
-from roberta_recipe.model.attention import MASKED_BY_PAIRS
+from roberta_recipe.model.attention import TAKES_4D_MASK
 from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.varlen import VARLEN, positions_within, unpad
 
-UNSEEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
+HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 
 
 @dataclass
 class ObjectivesOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with a sum of losses for each objective, which trainer and evaluation divide by the number of
-    targets in the whole effective batch or validation set."""
+    """`MaskedLMOutput` with a sum of losses per objective, to be divided by the number of targets in the effective
+    batch or validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)
@@ -33,20 +32,20 @@ class ObjectivesOutput(MaskedLMOutput):
 
 @dataclass(frozen=True)
 class Objective:
-    """`head(model)` becomes the attribute `head_name` of a masked LM. `loss(model, hidden, labels)` is a sum in nats,
-    from the last layer's output (batch, seq_len, hidden_size) and the objective's label column."""
+    """Declaration of an objective. `head(model)` becomes the attribute `head_name` of the masked LM. `loss(model,
+    hidden, labels)`: sum in nats, from the encoder's output (batch, seq_len, hidden_size) and the label column."""
 
-    column: str  # of a batch; -100 is no target
+    column: str  # label column of a batch; -100: no target
     help: str = ""
     head_name: str = ""
     head: Callable[[PreTrainedModel], torch.nn.Module] | None = None  # None: the masked LM's own, and its loss
     loss: Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # the column of a block from its masked-LM labels; None: packers write it
+    # a block's label column, computed from its masked-LM labels; None: packers write it
     labels_of_mask: Callable[[np.ndarray], np.ndarray] | None = None
     masking_units: tuple[str, ...] = ()  # supported ones; empty: all
-    needs: str = "other text"  # where the validation blocks have no label
-    # (hidden_size, width of the token embedding) -> (inputs, outputs) of the layers before the output layer over the
-    # vocabulary, which every predicted position passes; none for one prediction a block, which is not counted
+    needs: str = "other text"  # for the error message if the validation blocks have no label
+    # for FLOPs: (hidden_size, width of the token embedding) -> (inputs, outputs) of the head's layers before the output
+    # layer over the vocabulary; empty for one prediction per block, which is not counted
     layers: Callable[[int, int], list[tuple[int, int]]] = lambda hidden, width: []
 
 
@@ -54,11 +53,8 @@ MLM = Objective("labels", layers=lambda hidden, width: [(hidden, width)])
 
 
 class PredictedPositions:
-    """A mixin before a stock masked LM: runs the head on predicted positions only (`architectures.TABLE`), and returns
-    a sum of losses for each of `objectives`.
-
-    Class name, parameters and config stay those of the stock class (`masked_lm_class`), and so do its checkpoints.
-    """
+    """Mixin for a stock masked LM: runs the head on predicted positions only (`architectures.TABLE`), and returns a sum
+    of losses for each of `objectives`. Class name, parameters, config and checkpoints are those of the stock class."""
 
     objectives: ClassVar[dict[str, Objective]] = {"mlm": MLM}
 
@@ -71,12 +67,12 @@ class PredictedPositions:
 
     @property
     def other_objectives(self) -> dict[str, Objective]:
-        """Those beside the masked LM."""
+        """The objectives except the masked LM."""
         return {name: objective for name, objective in self.objectives.items() if objective.head}
 
     @property
     def heads_of_objectives(self) -> tuple[str, ...]:
-        """The prefixes of the parameters that the stock class does not have."""
+        """Name prefixes of the parameters that the stock class does not have."""
         return tuple(f"{objective.head_name}." for objective in self.other_objectives.values())
 
     def forward(
@@ -89,15 +85,15 @@ class PredictedPositions:
         **kwargs,
     ) -> MaskedLMOutput:
         """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted, the output
-        has losses and no logits, which accelerate would copy to fp32:
+        has losses and no logits (accelerate would copy them to fp32):
 
-        `losses` are the cross-entropies in nats (predicted positions,) in the order of `labels != -100`,
-        `loss_sums["mlm"]` is their sum, and `loss` their mean over this batch (0 where nothing is predicted). The stock
-        class has only the mean, from which micro-batches of unequal counts cannot be accumulated.
+        `losses`: cross-entropies in nats (predicted positions,) in the order of `labels != -100`. `loss_sums["mlm"]`:
+        their sum. `loss`: their mean over this batch, 0 if nothing is predicted. (From the stock class's mean alone,
+        micro-batches with different counts cannot be accumulated.)
 
-        `predicted` (positions,) has the flat positions of the labels, padded with -1, for which a loss is 0; without
-        it, `nonzero` synchronizes with the device. With `sequence` (batch, seq_len), the number of each token's
-        sequence in its row, the result is that of a batch with every sequence in its own row.
+        `predicted` (positions,): flat positions of the labels, padded with -1, for which the loss is 0; without it,
+        `nonzero` synchronizes with the device. `sequence` (batch, seq_len): number of each token's sequence in its row;
+        the result is the same as with one sequence per row.
         """
         if getattr(self.config, "type_vocab_size", 0) < 2:  # RoBERTa separates segments by </s> alone
             kwargs.pop("token_type_ids", None)
@@ -105,7 +101,7 @@ class PredictedPositions:
         other_targets = {name: kwargs.pop(objective.column, None) for name, objective in others.items()}
         architecture = architectures.TABLE.get(self.config.model_type)
         attention, first_position = self.config._attn_implementation, None
-        if self.config.model_type in architectures.SHARE_ROWS:
+        if self.config.model_type in architectures.MULTI_SEQUENCE_MODELS:
             first_position = architecture.first_position(self.config)
         added = self.dtype if attention == "eager" else None  # eager attention adds the mask to the scores
         if attention == VARLEN and labels is not None:
@@ -117,10 +113,10 @@ class PredictedPositions:
             kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
             kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
         elif sequence is not None:
-            attention_mask, kwargs["position_ids"] = apart(sequence, attention_mask, first_position, added)
-        elif attention_mask is not None and attention in MASKED_BY_PAIRS and first_position is not None:
-            # transformers passes on a 4-D mask; for a 2-D mask it calls `.all()`, which synchronizes
-            attention_mask = _as_added(attention_mask[:, None, None, :].bool(), added)
+            attention_mask, kwargs["position_ids"] = separate_sequences(sequence, attention_mask, first_position, added)
+        elif attention_mask is not None and attention in TAKES_4D_MASK and first_position is not None:
+            # for a 2-D mask, transformers calls `.all()`, which synchronizes; a 4-D mask is passed on
+            attention_mask = _additive(attention_mask[:, None, None, :].bool(), added)
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
         if predicted is None:
@@ -143,35 +139,35 @@ class PredictedPositions:
 
 
 class RobertaForMaskedLM(PredictedPositions, transformers.RobertaForMaskedLM):
-    """RoBERTa with the masked-LM objective alone."""
+    """RoBERTa with the masked-LM objective only."""
 
 
 def masked_lm_class(
     config: PreTrainedConfig, source: str = "config", objectives: dict[str, Objective] | None = None
 ) -> type[PredictedPositions]:
-    """The stock class for a config (read from `source`, for an `InputError`) behind `PredictedPositions` with
-    `objectives` (None: the masked LM), and behind `albert.SharedParts` where the config asks for it."""
+    """The stock class for a config (of `source`, for error messages) with the mixins `PredictedPositions`, with
+    `objectives` (None: the masked LM), and `albert.SharedParts` if the config needs it."""
     stock = architectures.stock_class(config, source)
     shared = (albert.SharedParts,) if albert.shares_parts(config) else ()
     attributes = {"objectives": objectives or PredictedPositions.objectives}
     return type(stock.__name__, (PredictedPositions, *shared, stock), attributes)
 
 
-def apart(
+def separate_sequences(
     sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, added: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For sequences that share a row: the attention mask (batch, 1, seq_len, seq_len), True within a sequence (or 0,
-    with `added`, as `_as_added`), and position ids (batch, seq_len) that start at `first_position` in each."""
+    """For rows of several sequences: (attention mask (batch, 1, seq_len, seq_len), True within a sequence, or additive
+    with the dtype `added`; position ids (batch, seq_len) that restart at `first_position` in each sequence)."""
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    return _as_added(same, added), positions_within(begins, first_position)
+    return _additive(same, added), positions_within(begins, first_position)
 
 
-def _as_added(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A bool mask, or with `dtype` 0 where it is True and that type's lowest number elsewhere."""
+def _additive(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """An additive mask of `dtype`: 0 where `mask` is True, the lowest number elsewhere; None: `mask` unchanged."""
     return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if dtype else mask
 
 
@@ -190,11 +186,10 @@ def build_model(
     pad_vocab_to_multiple_of: int | None = None,
     objectives: dict[str, Objective] | None = None,
 ) -> PredictedPositions:
-    """A masked LM with the heads of `objectives` (None: the masked LM), with fresh weights from a config or with those
-    of a checkpoint.
+    """A masked LM with the heads of `objectives` (None: the masked LM), with fresh weights or those of a checkpoint.
 
-    `pad_vocab_to_multiple_of` adds rows to the embedding; their bias hides them from the softmax, so losses are those
-    of the unpadded model. Raises `InputError` where the vocabulary or the length of tokenizer and model disagree.
+    `pad_vocab_to_multiple_of` adds rows to the embedding; a bias hides them from the softmax, so that losses do not
+    change. Raises `InputError` if tokenizer and model differ in vocabulary, or the model has too few positions.
     """
     source = model_name_or_path or config_name
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
@@ -203,7 +198,8 @@ def build_model(
         albert.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
     cls = masked_lm_class(config, source, objectives)
     entries = len(tokenizer)
-    padded = round_up(entries, pad_vocab_to_multiple_of or 1)
+    multiple = pad_vocab_to_multiple_of or 1
+    padded = math.ceil(entries / multiple) * multiple
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
@@ -228,7 +224,7 @@ def build_model(
                 f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head that could hide rows "
                 f"of padding; leave it out, with vocab_size={entries}"
             )
-        bias.data[entries:] = UNSEEN_LOGIT
+        bias.data[entries:] = HIDDEN_LOGIT
     return model
 
 
@@ -238,7 +234,7 @@ def embedding_width(config: PreTrainedConfig) -> int:
 
 
 def layer_weights(config: PreTrainedConfig) -> int:
-    """Weights of the matrices of one layer; ModernBERT has three in a feed-forward layer."""
+    """Number of matrix weights of one layer; ModernBERT's feed-forward network has three matrices."""
     matrices = 3 if config.model_type == "modernbert" else 2
     return config.hidden_size * (4 * config.hidden_size + matrices * config.intermediate_size)
 
@@ -246,12 +242,12 @@ def layer_weights(config: PreTrainedConfig) -> int:
 def flops_per_token(
     config: PreTrainedConfig, seq_len: int, mlm_probability: float, objectives: dict[str, Objective] | None = None
 ) -> float:
-    """FLOPs of forward and backward for one token of a `seq_len` block, the heads on predicted positions only.
+    """Forward and backward FLOPs per token of a block of `seq_len` tokens, with heads on predicted positions only.
 
-    Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p;
-    2 a multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B). ALBERT adds the embedding's
-    projection, and its head is as narrow as the embedding. Heads follow `Objective.layers`. Attention is counted as if
-    every token saw all others, and without DeBERTa's relative positions.
+    Body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h, head 6 x (h^2 + h x V) x p: 2 per
+    multiply-add, the backward pass twice the forward (Kaplan et al. 2020, appendix B). ALBERT adds the projection of
+    the embedding, and its head has the embedding's width. Heads are counted by `Objective.layers`, attention as if
+    every token attended to all others, without DeBERTa's relative positions.
     """
     hidden, layers, width = config.hidden_size, config.num_hidden_layers, embedding_width(config)
     body = 6 * layers * layer_weights(config)

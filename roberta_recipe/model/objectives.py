@@ -1,9 +1,10 @@
-"""The objectives, a declaration each in `TABLE`: the masked LM, SpanBERT's span-boundary objective (arXiv 1907.10529,
-section 3.2), BERT's next sentence (arXiv 1810.04805, section 3.1), ALBERT's sentence order (arXiv 1909.11942, 3.1).
+"""Pretraining objectives, declared in `TABLE`: masked LM, SpanBERT's span-boundary objective (arXiv 1907.10529, section
+3.2), BERT's next-sentence prediction (arXiv 1810.04805, 3.1), ALBERT's sentence-order prediction (arXiv 1909.11942,
+3.1).
 
-A new objective is an entry of `TABLE`; flag, checks, model, logged losses, checkpoints and estimates follow from it.
-Its labels come from the mask, or from packers: entries "format objective" of `chunks.PACKERS`. Heads are trained and
-saved in checkpoints; the stock class has none of them, so the finished model is saved without.
+A new objective is an entry of `TABLE`, from which flag, checks, model, logged losses, checkpoints and estimates are
+derived. Its labels come from the mask, or from packers: entries "format objective" of `chunks.PACKERS`. Checkpoints of
+a run include the heads; the finished model is saved without them, as the stock class.
 """
 
 from collections import OrderedDict
@@ -21,13 +22,13 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.masked_lm import MLM, Objective
 
-_MAX_SPAN = 64  # embedded positions in a span; those behind share the last one
-_POSITION_SIZE = 200  # of the embedding of a position in a span (SpanBERT, section 4.2)
+_MAX_SPAN = 64  # position embeddings in a span; later positions share the last one
+_POSITION_SIZE = 200  # of a position embedding in a span (SpanBERT, section 4.2)
 
 
 class SpanBoundaryHead(nn.Module):
-    """Two layers with GELU and LayerNorm over the two tokens beside a span and the position in it; the masked LM's
-    output layer follows. `width`: that of the token embedding, narrower than the hidden states in ALBERT."""
+    """Two layers with GELU and LayerNorm over the two boundary tokens of a span and the position in it, before the
+    masked LM's output layer. `width`: of the token embedding, in ALBERT narrower than the hidden states."""
 
     def __init__(self, config: PreTrainedConfig, width: int):
         super().__init__()
@@ -37,10 +38,10 @@ class SpanBoundaryHead(nn.Module):
         self.second, self.second_norm = nn.Linear(size, width), nn.LayerNorm(width, eps)
 
     def forward(self, hidden: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """(predicted positions, width) of `hidden` (batch, seq_len, hidden_size); `predicted` (batch, seq_len) is
-        True in spans, none of which touches the end of its row."""
+        """(predicted positions, width) from `hidden` (batch, seq_len, hidden_size); `predicted` (batch, seq_len): True
+        in spans, none of which touches an end of its row."""
         at = torch.arange(predicted.shape[1], device=predicted.device).expand_as(predicted)
-        left = torch.where(predicted, -1, at).cummax(dim=1).values  # the last position before that is in no span
+        left = torch.where(predicted, -1, at).cummax(dim=1).values  # last position before the span
         right = torch.where(predicted, predicted.shape[1], at).flip(1).cummin(dim=1).values.flip(1)
         rows, positions = predicted.nonzero(as_tuple=True)
         left, right = left[predicted], right[predicted]
@@ -64,14 +65,14 @@ def _span_boundary_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: to
 
 
 def _without_outer_spans(labels: np.ndarray) -> np.ndarray:
-    """A block's `labels` without those of a span that touches its first or last position."""
+    """A block's `labels` without spans that touch its first or last position."""
     shown = labels == IGNORED
     inside = np.logical_or.accumulate(shown) & np.logical_or.accumulate(shown[::-1])[::-1]
     return np.where(inside, labels, IGNORED)
 
 
 def _pair_head(model: PreTrainedModel) -> nn.Module:
-    """BERT's pooler and a layer: the class of a pair of segments, (pairs, 2), from its `<s>` (pairs, hidden_size)."""
+    """BERT's pooler and classifier of a pair: logits (pairs, 2) from the states of its `<s>` (pairs, hidden_size)."""
     size = model.config.hidden_size
     return nn.Sequential(OrderedDict(pooler=nn.Linear(size, size), tanh=nn.Tanh(), output=nn.Linear(size, 2)))
 
@@ -97,10 +98,10 @@ TABLE = {
 
 
 def named(names: Collection[str]) -> dict[str, Objective]:
-    """The objectives of these names, in the order of the table."""
+    """The objectives with these names, in the order of the table."""
     return {name: objective for name, objective in TABLE.items() if name in names}
 
 
 def labels_of_mask(names: Collection[str]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The label columns of objectives that come from masks (`MlmCollator.labels_of_mask`)."""
-    return {of.column: of.labels_of_mask for of in named(names).values() if of.labels_of_mask}
+    """The functions for label columns that are computed from masks (`MlmCollator.labels_of_mask`)."""
+    return {each.column: each.labels_of_mask for each in named(names).values() if each.labels_of_mask}

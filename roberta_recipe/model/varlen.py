@@ -1,4 +1,4 @@
-"""Unpadded batches: all sequences concatenated in one row, with FlashAttention within each of them (cu_seqlens).
+"""Unpadded batches: all sequences concatenated in one row, with variable-length FlashAttention (cu_seqlens).
 
 `attn_implementation="varlen"` (`torch.nn.attention.varlen`, CUDA, bf16 or fp16, no dropout of attention weights):
 no padding is computed, and sequences that share a block need no mask (seq_len, seq_len).
@@ -14,11 +14,11 @@ VARLEN = "varlen"  # as `attn_implementation`
 
 
 class Unpadded(NamedTuple):
-    """The tokens of a padded batch (batch, seq_len) that are no padding, in order."""
+    """The tokens of a batch (batch, seq_len) without padding, in order."""
 
     flat: torch.Tensor  # (tokens,): indices into the flattened batch
     position_ids: torch.Tensor  # (1, tokens)
-    arguments: dict[str, torch.Tensor | int]  # of the attention, by transformers' names
+    arguments: dict[str, torch.Tensor | int]  # of the attention function, with transformers' names
 
     def row(self, column: torch.Tensor) -> torch.Tensor:
         """(1, tokens) of a column (batch, seq_len)."""
@@ -28,8 +28,8 @@ class Unpadded(NamedTuple):
 def unpad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, sequence: torch.Tensor | None, first_position: int
 ) -> Unpadded:
-    """Unpad a batch by `attention_mask` (batch, seq_len); a sequence is a row, or with `sequence` (batch, seq_len) the
-    tokens of a row with the same number. Two synchronizations: the numbers of tokens and of sequences."""
+    """Unpad a batch with `attention_mask` (batch, seq_len). A sequence is a row or, with `sequence` (batch, seq_len),
+    the tokens of a row with the same number. Synchronizes twice: for the numbers of tokens and of sequences."""
     begins = torch.zeros_like(input_ids, dtype=torch.bool)
     begins[:, 0] = True
     if sequence is not None:
@@ -61,8 +61,8 @@ def varlen_attention(
     max_length_q: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: (1, heads, tokens, head_size) to (1, tokens, heads, head_size). Without
-    sequence lengths, as for a forward pass without labels: SDPA over padded rows."""
+    """An attention function for transformers: (1, heads, tokens, head_size) to (1, tokens, heads, head_size). Without
+    sequence lengths, as in a forward pass without labels: SDPA over padded rows."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     from torch.nn.attention.varlen import varlen_attn  # the import takes a third of a second

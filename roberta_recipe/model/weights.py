@@ -1,7 +1,5 @@
-"""Config and weights of a checkpoint, complete or refused (paper, section 5: every fine-tuning starts from one).
-
-`from_pretrained` initializes missing weights at random and warns; here, missing weights are an error.
-"""
+"""Loading of configs and weights, with checks: missing weights, which `from_pretrained` would initialize at random with
+a warning, are an error."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,18 +21,20 @@ MODEL_ARGUMENT = "model_name_or_path"
 
 
 def check(name: str) -> None:
-    """Raise `InputError` where a checkpoint's files differ from its manifest; those of its tokenizer, which need not
-    be used, are checked when they are loaded."""
+    """Raise `InputError` if a checkpoint's files differ from its manifest. Tokenizer files are checked by
+    `load_tokenizer`, as another tokenizer may be used."""
     folder = resolve_path(name)
-    if (folder / durable.MANIFEST).is_file() and (fault := durable.fault(folder, only=lambda file: file not in FILES)):
+    if (folder / durable.MANIFEST).is_file() and (
+        damage := durable.damage(folder, only=lambda file: file not in FILES)
+    ):
         raise InputError(
-            f"{MODEL_ARGUMENT}={name!r} is damaged: {fault}. Copy or train it again; if you changed it on purpose, "
+            f"{MODEL_ARGUMENT}={name!r} is damaged: {damage}. Copy or train it again; if you changed it on purpose, "
             f"delete {folder / durable.MANIFEST}"
         )
 
 
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
-    """A checkpoint's config, updated with `settings`. Raises `InputError` where it cannot be read."""
+    """A checkpoint's config, updated with `settings`. Raises `InputError`."""
     try:
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
     except Exception as error:  # a malformed file raises anything
@@ -42,7 +42,7 @@ def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> P
 
 
 def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
-    """The config `name` of a model with fresh weights, with `overrides` (key=value,key=value). Raises `InputError`."""
+    """The config for fresh weights, with `overrides` (key=value,key=value). Raises `InputError`."""
     config = read_config(name, "config_name")
     if overrides:
         derived = {"model_type", "num_hidden_groups"} if hasattr(config, albert.SHARED) else {"model_type"}
@@ -61,7 +61,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
 
 
 def config_of(config_name: str | None, overrides: str | None, model_name_or_path: str | None) -> PreTrainedConfig:
-    """The config of a checkpoint, or of fresh weights where none is named. Raises `InputError`."""
+    """The config of a checkpoint or, if none is named, for fresh weights. Raises `InputError`."""
     if not model_name_or_path:
         return fresh_config(config_name, overrides)
     config = read_config(model_name_or_path)
@@ -69,9 +69,9 @@ def config_of(config_name: str | None, overrides: str | None, model_name_or_path
     return config
 
 
-def positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model in tokens, None without a table of positions; RoBERTa counts positions from its
-    padding id + 1, and never uses the rows of the table before that."""
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest sequence of a model in tokens; None without position embeddings. RoBERTa's positions begin at the
+    padding id + 1, and the rows before are unused."""
     rows = getattr(config, "max_position_embeddings", None)
     if rows is None or rows < 1:  # XLNet's is -1
         return None
@@ -81,8 +81,8 @@ def positions(config: PreTrainedConfig) -> int | None:
 
 
 def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
-    """Raise `InputError` where the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
-    longest = positions(config or read_config(name))
+    """Raise `InputError` if the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
+    longest = max_positions(config or read_config(name))
     if longest and max_seq_length > longest:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
@@ -91,13 +91,13 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
 
 
 @contextlib.contextmanager
-def fitted(
+def model_max_length_for(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """Set `model_max_length` while a tokenizer is saved beside a model, so that `pipeline` truncates to `max_length`,
-    by default the model's positions. Restored afterwards, as fingerprints have the loaded value."""
+    """Context in which a tokenizer is saved beside a model: sets `model_max_length` to `max_length` (default: the
+    model's maximum), so that `pipeline` truncates. Restored afterwards, as fingerprints include the loaded value."""
     before = tokenizer.model_max_length
-    tokenizer.model_max_length = max_length or positions(config) or before
+    tokenizer.model_max_length = max_length or max_positions(config) or before
     try:
         yield
     finally:
@@ -107,11 +107,12 @@ def fitted(
 def load(
     cls: Any, name: str, *, config: PreTrainedConfig, fresh_head: bool = False, advice: str = ""
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A checkpoint as `cls` (an Auto class too), float32, and transformers' `output_loading_info`.
+    """(model of the class or Auto class `cls` in float32, transformers' `output_loading_info`).
 
-    Raises `InputError` where a weight is missing (tied weights aside), unexpected, not finite, or of another size than
-    in the config, and where a file differs from the manifest. With `fresh_head`, whole modules outside of the body may
-    be missing or of other sizes, and are initialized at random. `advice` ends the message on missing weights.
+    Raises `InputError` for weights that are missing (tied weights aside), unexpected, not finite, or of another size
+    than in the config, and for files that differ from the manifest. With `fresh_head`, whole modules outside of the
+    encoder may be missing or of other sizes, and are initialized at random. `advice` is appended to the message about
+    missing weights.
     """
     check(name)
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
@@ -138,12 +139,12 @@ def load(
 
 
 def fresh(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 model of a class, or of an Auto class, with fresh weights."""
+    """A float32 model of the class or Auto class `cls` with fresh weights."""
     return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
 
 
 def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh_head: bool, advice: str) -> None:
-    """Raise `InputError` for weights that are missing, of other sizes, or unexpected; as `load`."""
+    """Raise `InputError` for weights that are missing, of other sizes, or unexpected, as in `load`."""
     body, missing = f"{model.base_model_prefix}.", set(info["missing_keys"])
     resized = {key for key, *_ in info["mismatched_keys"]}
     if fresh_head:  # poolers belong to the heads that use them
@@ -165,7 +166,7 @@ def _is_pooler(key: str, body: str) -> bool:
 
 
 def _listed(keys: Any) -> str:
-    """The first name and the number of the others."""
+    """The first name and the number of others."""
     first, *others = sorted(keys)
     return f"{first} and {counted(len(others), 'other')}" if others else first
 
@@ -174,8 +175,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def identity(name: str) -> str:
-    """A hash of a checkpoint's content: config and weight files of a folder, the commit of a Hub id."""
+def content_hash(name: str) -> str:
+    """Hash of a checkpoint: of its config and weight files or, for a Hub id, the commit."""
     folder = Path(resolve_path(name))
     if not folder.is_dir():
         return str(getattr(read_config(name), "_commit_hash", None))

@@ -258,8 +258,8 @@ def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
     model = run_folder / records.BEST_NAME if (run_folder / records.BEST_NAME).is_dir() else run_folder
     if not (run_folder / records.RECORD_NAME).is_file() or not (model / "model.safetensors").is_file():
         raise InputError(f"{folder} holds no finished run with weights: name a run's output_dir")
-    if (model != run_folder or (model / durable.MANIFEST).is_file()) and (fault := durable.fault(model)):
-        raise InputError(f"{model} is damaged, and is not pushed: {fault}. Copy it again, or run it again")
+    if (model != run_folder or (model / durable.MANIFEST).is_file()) and (damage := durable.damage(model)):
+        raise InputError(f"{model} is damaged, and is not pushed: {damage}. Copy it again, or run it again")
     return model, run_folder, summary
 
 

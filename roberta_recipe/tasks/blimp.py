@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import load_from_hub, parse_json, read_text, resolve_path, taken_apart
+from roberta_recipe.input_files import load_from_hub, parse_json, parsing, read_text, resolve_path
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import BlimpScores
@@ -102,7 +102,7 @@ def read(data_dir: str | None, limit: int | None = None) -> Pairs:
         raise InputError(f"pairs={limit} must be at least 1; leave it out for all {PAIRS:,} of each paradigm")
     pairs: dict[str, list[tuple[str, str]]] = {}
     for where, row in _rows_of_folder(resolve_path(data_dir)) if data_dir else _rows_of_hub():
-        with taken_apart(where, "a row of BLiMP (UID, sentence_good, sentence_bad)"):
+        with parsing(where, "a row of BLiMP (UID, sentence_good, sentence_bad)"):
             uid, good, bad = (row[name].strip() for name in ("UID", "sentence_good", "sentence_bad"))
         if uid not in PHENOMENON or not (good and bad):
             raise InputError(f"{where}: {row} has an empty sentence, or is in none of BLiMP's paradigms; fix the row")
@@ -181,7 +181,7 @@ def while_training(
     """A metric of a trainer's model at each evaluation, on the first 100 pairs of each paradigm. Raises `InputError`
     for sentences that cannot be scored."""
     pairs = read(data_dir, PAIRS_WHILE_TRAINING)
-    pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.positions(model.config))
+    pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.max_positions(model.config))
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}, {pairs.paradigms}, at each evaluation")
     return functools.partial(measure, pairs=pairs, tokenizer=tokenizer)
 

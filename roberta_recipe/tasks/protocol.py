@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
@@ -43,7 +43,7 @@ from roberta_recipe.training import (
     batch,
     checkpoint,
     finetune_trainer,
-    launching,
+    launch_checks,
     optimizers,
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
@@ -108,7 +108,7 @@ def check_arguments(
     if training_args.seed != TrainingArguments.seed and args.seeds != [training_args.seed]:
         raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
     decay = args.layer_decay
-    if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.own()):
+    if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.custom_names()):
         raise InputError(
             f"layer_decay={decay} must be above 0 and at most 1; below 1, with adamw_torch and its like, not "
             f"{training_args.optim}"
@@ -134,7 +134,7 @@ def check_arguments(
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
     weights.check_length(args.model_name_or_path, args.max_seq_length)
-    launching.check(training_args)
+    launch_checks.check(training_args)
     optimizers.check(training_args)
 
 
@@ -187,9 +187,9 @@ def run_all(
         raise InputError(f"{job.name}: no training example is left: {job.found['features']}")
     if is_first_process():
         durable.make_folder(folder := runs[0].output_dir.parent)
-        lock.take(folder)
+        durable.lock(folder)
         for path in (folder, *(run.output_dir for run in runs)):
-            durable.remove_left(path)
+            durable.remove_stale(path)
     records: list[FinetuneRecord] = []
     reading: futures.Future | None = None
     for number, run in enumerate(runs, 1):
@@ -322,7 +322,7 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
     ids_and_sides = [tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.truncation_side]
     return {
         "tokenizer": durable.fingerprint([*of_tokenizer, *ids_and_sides]),
-        "weights": weights.identity(args.model_name_or_path),
+        "weights": weights.content_hash(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }
 
@@ -343,7 +343,7 @@ def finish(
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
-        if durable.fault(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
+        if durable.damage(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
             rows = job.answers(finetune_trainer.validation_scores(best))
             summaries.write_answers(best / summaries.ANSWERS_NAME, rows)
         write_summary(summary, runs[0].output_dir.parent)

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar
-from roberta_recipe.model import weights
-from roberta_recipe.training import predictions
+from roberta_recipe.model import log_probabilities, weights
 
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
@@ -56,7 +55,7 @@ def encode(
     A word is a piece of the tokenizer's own pre-tokenizer, as in Kauf and Ivanova's code, and never spans whitespace:
     "can't." is can, 't and . for RoBERTa, can, ', t and . for BERT.
     """
-    predictions.check_tokenizer(tokenizer)
+    log_probabilities.check_tokenizer(tokenizer)
     encoded = tokenizer(list(sentences), return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
     by_length: dict[int, list[tuple[int, list[int], list[int]]]] = {}
     for number, (sentence, ids) in enumerate(zip(sentences, encoded["input_ids"], strict=True)):
@@ -169,7 +168,7 @@ def score(
     batches, and the result is their sum; with `in_step` all make equally many forwards, which ZeRO 3 needs. Raises
     `InputError`.
     """
-    groups = encode(tokenizer, sentences, weights.positions(model.config))
+    groups = encode(tokenizer, sentences, weights.max_positions(model.config))
     call = call or (lambda input_ids: model(input_ids=input_ids).logits)
     few = Sentences(*(column[:2] for column in groups[-1]))
     decoder = decoder_of(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))

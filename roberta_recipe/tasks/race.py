@@ -4,6 +4,7 @@ The official layout: train|dev|test / middle|high / *.txt, a JSON object in each
 1704.04683).
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, load_from_hub, read_input_json, taken_apart
+from roberta_recipe.input_files import is_text, load_from_hub, parsing, read_input_json
 from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.training.finetune_trainer import padded_to
@@ -79,7 +79,7 @@ def read_folder(
 def _questions_of(path: Path, level: str) -> list[Question]:
     """The questions of a passage; none where its lists are empty. Raises `InputError`."""
     row = read_input_json(path)
-    with taken_apart(path, "a passage of RACE (article, questions, options, answers)"):
+    with parsing(path, "a passage of RACE (article, questions, options, answers)"):
         article = fold(row["article"])  # here, so that all its questions share one string
         columns = zip(row["questions"], row["options"], row["answers"], strict=True)
         return [
@@ -186,7 +186,8 @@ class RaceCollator:
         self.around, self.types = special_tokens(tokenizer)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        width = round_up(max(row["length"] for row in rows), padded_to(self.max_seq_length) or 1)
+        multiple = padded_to(self.max_seq_length) or 1
+        width = math.ceil(max(row["length"] for row in rows) / multiple) * multiple
         shape = len(rows), len(LETTERS), width
         ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)

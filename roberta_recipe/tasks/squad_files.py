@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, parse_json, read_input_json, read_text, taken_apart
+from roberta_recipe.input_files import is_text, parse_json, parsing, read_input_json, read_text
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def read_file(path: Path, version_2: bool | None) -> list[Question]:
     """The questions of a file, of either version where `version_2` is None: SQuAD's JSON, or one row a question (`id`,
     `context`, `question`, `answers`, as in the tables of the Hub), as a list, below `data`, or one a line. Raises
     `InputError` that names file and question."""
-    with taken_apart(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
+    with parsing(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
         rows = list(_rows(_content(path)))
     questions = []
     for number, (context, entry) in enumerate(rows, 1):
@@ -68,7 +68,7 @@ def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 def question_of(where: str, context: Any, entry: dict[str, Any]) -> Question:
     """The question of an entry of `qas`. Raises `InputError` that names it."""
     where = f"{where}: question {entry['id']}"
-    with taken_apart(where, "as in SQuAD: question, answers (a list, each with text and answer_start)"):
+    with parsing(where, "as in SQuAD: question, answers (a list, each with text and answer_start)"):
         question, answers = entry["question"], entry["answers"]
         if isinstance(answers, dict):  # a row of a table: a list of texts, a list of positions
             pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))

@@ -19,10 +19,10 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 
 from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import parse_json, read_text, resolve_path, taken_apart
+from roberta_recipe.input_files import parse_json, parsing, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import UNSEEN_LOGIT, RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, RobertaForMaskedLM
 
 # Words without a space before them, and brackets without a space behind them.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
@@ -62,7 +62,7 @@ def read_wsc(path: str | Path) -> list[Schema]:
 
 def _schema(line: str, where: str) -> Schema:
     row = parse_json(line, where)
-    with taken_apart(where, "a row of SuperGLUE's WSC"):
+    with parsing(where, "a row of SuperGLUE's WSC"):
         target, label, index = row["target"], row.get("label"), row["target"]["span2_index"]
         text, starts = join(row["text"].split())
         query = re.sub("[.,]$", "", join(target["span1_text"].split())[0])  # some of the test set end like a sentence
@@ -260,4 +260,4 @@ def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: An
         if label == 1:
             total = total + wsc_loss(group[0], group[1:], **loss)
     margins = torch.stack([margin(group[0], group[1:]) for group in groups])
-    return total, margins.clamp(max=-UNSEEN_LOGIT)  # finite, so that a score that is not is a broken model's
+    return total, margins.clamp(max=-HIDDEN_LOGIT)  # finite, so that a score that is not is a broken model's

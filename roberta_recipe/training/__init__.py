@@ -1,7 +1,6 @@
-"""The two trainers, their arguments, optimizers and checkpoints.
+"""Trainers, their arguments, optimizers and checkpoints.
 
-arguments (TrainingArguments), pretraining (flags of train_mlm.py and what is built from them), optimizers (a
-declaration each) and schedules, batch (accumulation), environment (launcher, output folder), checkpoint
-(which checkpoint to resume from), durable_trainer (what both trainers share), mlm_trainer, finetune_trainer, stopping
-(endings), data_workers and data_loading.
+arguments (all flags), batch (gradient accumulation), launch_checks, output_folder, processes, pretraining (the steps of
+train_mlm.py), optimizers (and schedules), durable_trainer (base class of both trainers), mlm_trainer, finetune_trainer,
+checkpoint (resuming), stopping (signals, time limit, loss spikes), data_loading, data_workers, progress, throughput.
 """

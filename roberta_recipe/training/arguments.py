@@ -1,5 +1,5 @@
-"""The flags of the scripts: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10), each flag's resume
-scope, and the flags of pretraining and fine-tuning beside them."""
+"""Command-line arguments: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10) and resume scopes, and the
+further flags of pretraining and fine-tuning."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -50,13 +50,13 @@ _START = (
     *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
     *("hub_strategy", "hub_always_push", "hub_revision"),
 )
-# "locked": Trainer would silently repeat what is done here, or leave a checkpoint that cannot be resumed
+# "locked": other values would repeat work of this recipe, or write checkpoints that cannot be resumed
 _LOCKED = {
     "the loss is normalised over all processes": ("average_tokens_across_devices",),
     "lower per_device_train_batch_size, and the global batch stays; Trainer shrinks it": ("auto_find_batch_size",),
     "evaluation has the precision of training": ("bf16_full_eval", "fp16_full_eval"),
     "Liger has kernels for decoders, and silently none for an encoder": ("use_liger_kernel", "liger_kernel_config"),
-    "a loss that is not finite ends the run anyway, and Trainer's search for it fails on masks": ("debug",),
+    "a loss that is not finite ends the run anyway, and Trainer's detection of it fails on masks": ("debug",),
     "an encoder has no cache, and config.json would publish the value": ("use_cache",),
     "a loss that is not finite must not be logged as 0": ("logging_nan_inf_filter",),
     "a checkpoint without optimizer, schedule and random state would resume as another run; the output folder has the "
@@ -80,8 +80,8 @@ TRAINER_FLAGS: dict[str, Flag] = {
     **{name: Flag("start") for name in _START},
     **{name: Flag("locked", because=reason) for reason, names in _LOCKED.items() for name in names},
 }
-# Trainer would do these a second time: SIGTERM saves the step, tokens_seen excludes padding, a training batch is always
-# whole (and dropping the last one would cut evaluation too)
+# this recipe does these itself: SIGTERM saves the step, tokens_seen excludes padding, training batches are always full
+# (dataloader_drop_last would shorten evaluation)
 _DONE_HERE = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
 
 
@@ -101,7 +101,7 @@ class RecipeTrainingArguments(TrainingArguments):
     )
     bf16: bool | None = setting(None, "Train in bf16; default: where the device has it and fp16 is not set.")
     optim: Literal[tuple(optimizers.TABLE)] = setting(
-        "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.own())
+        "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.custom_names())
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
     lr_scheduler_type: SchedulerType | str = setting(
@@ -122,10 +122,10 @@ class RecipeTrainingArguments(TrainingArguments):
         if self.bf16 and not torch.cuda.is_available():
             self.use_cpu = True  # TrainingArguments refuses bf16 on a CPU without it
         optim = self.optim
-        if optim in optimizers.own():  # Trainer does not know them
+        if optim in optimizers.custom_names():  # Trainer does not know them
             self.optim = "adamw_torch"
         super().__post_init__()
-        self.optim = optim if optim in optimizers.own() else self.optim
+        self.optim = optim if optim in optimizers.custom_names() else self.optim
         # Trainer would push before the checkpoint is complete, with a pickle of the arguments, token and all
         self.publishes, self.push_to_hub = self.push_to_hub, False
         vars(self).update(_DONE_HERE)
@@ -148,16 +148,16 @@ def resolve(
     training_args: RecipeTrainingArguments,
     config: PreTrainedConfig,
     micro_batch: int | None = None,
-    unpads: bool = False,
+    can_unpad: bool = False,
 ) -> None:
-    """Set what the flags leave open: global batch, its micro-batches (of `micro_batch`, or as the flag says), attention
-    of a model of `config` (`unpads`: its class can). Called right after parsing; nothing else assigns to argument
-    objects. Raises `InputError`."""
+    """Set the derived arguments: global batch, micro-batch (`micro_batch`, default: the flag), accumulation, attention
+    of a model of `config` (`can_unpad`: its class supports unpadded batches). Called right after parsing; nothing else
+    assigns to argument objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
     architectures.check_checkpointing(config, training_args)
-    training_args.attn_implementation = attention.choose(config, training_args, unpads)
+    training_args.attn_implementation = attention.choose(config, training_args, can_unpad)
 
 
 @dataclass
@@ -198,7 +198,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
 
 @dataclass
 class TextArguments:
-    """The text, and how it is read."""
+    """Training and validation text."""
 
     _argument_group_name = "text"
 
@@ -229,8 +229,8 @@ class TextArguments:
         "inclusive). A resumed run keeps leaving them out.",
         "free",
     )
-    max_train_samples: int | None = setting(None, "Train on the first so many blocks only, repeatedly.", "data")
-    max_eval_samples: int | None = setting(None, "Validate on so many held-out blocks, evenly spaced.", "free")
+    max_train_samples: int | None = setting(None, "Train on this many blocks only, repeatedly.", "data")
+    max_eval_samples: int | None = setting(None, "Validate on at most this many blocks, evenly spaced.", "free")
 
 
 @dataclass
@@ -251,7 +251,7 @@ class BlockArguments:
     )
     objective: list[str] = setting(
         ["mlm"],
-        "mlm, and beside it: "
+        "mlm, and optionally: "
         + ", ".join(f"{name} ({objectives.TABLE[name].help})" for name in objectives.TABLE if name != "mlm"),
         "fixed",
         shown=True,
@@ -266,8 +266,8 @@ class BlockArguments:
     )
     masking_unit: mask_units.Unit = setting(
         "token",
-        "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or spaCy's named entities or noun "
-        "phrases, and as many words.",
+        "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or half spaCy's named entities or "
+        "noun phrases, half words.",
         "fixed",
         shown=True,
     )
@@ -311,7 +311,7 @@ class ModelArguments:
 
 @dataclass
 class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclass has the fields of its last base first
-    """The flags of pretraining beside `TrainingArguments`."""
+    """The flags of pretraining in addition to `TrainingArguments`."""
 
     _argument_group_name = "run"
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -324,7 +324,7 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True
     )
     max_train_minutes: float | None = setting(
-        None, "Save, evaluate and end after so many minutes; the same command trains as long again.", "free"
+        None, "Time limit: save, evaluate and end; the same command continues for as long again.", "free"
     )
     # "fixed", unlike the time limit: it changes the learning rate
     cooldown_share: float | None = setting(
@@ -336,8 +336,8 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     )
     rewind_on_spike: float | None = setting(
         None,
-        "End with exit code 65 where a step's loss is not finite, or more than so many standard deviations above the "
-        "mean of the 128 steps before (OLMo-core: 6). The next start, by hand or by --max_restarts, leaves out the "
+        "End with exit code 65 if a step's loss is not finite, or more than this many standard deviations above the "
+        "mean of the last 128 steps (OLMo-core: 6). The next start, by hand or by --max_restarts, leaves out the "
         "blocks of the last two steps.",
         "free",
     )
@@ -381,7 +381,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
 
 @dataclass
 class FinetuneArguments:
-    """The flags of all three fine-tuning scripts beside `TrainingArguments`."""
+    """The common flags of the fine-tuning scripts in addition to `TrainingArguments`."""
 
     _argument_group_name = "recipe"
 

@@ -1,21 +1,22 @@
-"""Gradient accumulation, derived from the recipe's global batch (paper, section 4.3 and Table 9: 8K sequences)."""
+"""Gradient accumulation steps, derived from the global batch size (paper, section 4.3 and Table 9: 8K sequences)."""
+
+import math
 
 from transformers import TrainingArguments
 
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted
 
 
 def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
-    """Micro-batches of each process in one optimizer step of `global_batch_size` sequences. Raises `InputError`."""
+    """Micro-batches per process and optimizer step of `global_batch_size` sequences. Raises `InputError`."""
     if global_batch_size < 1 or per_device < 1:
         raise InputError(
             f"global_batch_size={global_batch_size} and per_device_train_batch_size={per_device} must be at least 1"
         )
     at_once = per_device * processes
     if global_batch_size % at_once:
-        above = round_up(global_batch_size, at_once)
+        above = math.ceil(global_batch_size / at_once) * at_once
         nearest = " or ".join(str(size) for size in (above - at_once, above) if size)
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {counted(processes, 'process')} x {per_device} "
@@ -25,7 +26,7 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
 
 
 def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tuple[int, int]:
-    """The global batch size and its accumulation steps. Raises `InputError` where both are given and contradict."""
+    """(global batch size, gradient accumulation steps). Raises `InputError` where both are given and contradict."""
     at_once = args.per_device_train_batch_size * args.world_size
     if global_batch_size is None:
         return at_once * args.gradient_accumulation_steps, args.gradient_accumulation_steps

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: rotation, the choice of the one to resume from, its state, and hashes of weights and optimizer.
+"""Checkpoints of a run: rotation, selection for resuming, recipe state, hashes of weights and optimizer.
 
-A checkpoint is sealed (`durable.seal`): its manifest is written last, and a folder without one does not count.
+A complete checkpoint is sealed (`durable.seal`): its manifest is written last, and a folder without one is ignored.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 STATE_NAME = "recipe_state.json"  # written by `DurableTrainer.recipe_state`
 STATE_VERSION = 4  # of its content
-OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")  # its stored state depends on them
+OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")  # the optimizer's state depends on them
 # keys of a parameter group that are not hyperparameters
 _NOT_HYPERPARAMETERS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
-    """Delete the checkpoints before the newest `limit` (0, None: none), and unsealed folders of killed starts."""
+    """Delete all but the newest `limit` checkpoints (0, None: no limit), and unsealed folders of killed starts."""
     newest = newest_first(output_dir)[: limit or None]
     for path in all_folders(output_dir):
         if path not in newest:
@@ -42,13 +42,13 @@ def rotate(output_dir: str | Path, limit: int | None) -> None:
 
 
 def all_folders(output_dir: str | Path) -> list[Path]:
-    """The checkpoint folders of a run, newest first, unsealed ones too."""
+    """The checkpoint folders of a run, newest first, including unsealed ones."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
     return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
 
 def newest_first(output_dir: str | Path) -> list[Path]:
-    """The sealed checkpoints of a run, newest first, damaged ones too."""
+    """The sealed checkpoints of a run, newest first, including damaged ones."""
     return [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
 
 
@@ -62,15 +62,15 @@ def resume(
     args: TrainingArguments,
     fingerprint: dict[str, Any],
     despite_changes: bool | None = None,
-    data: Container[str] = (),
+    data_keys: Container[str] = (),
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """The checkpoint to resume from, the same on all ranks, and its state (`load_state`); None and None for a new run.
+    """(checkpoint to resume from, its state as by `load_state`), the same on all ranks; (None, None) for a new run.
 
-    It is the newest whole checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` where all
+    The newest intact checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` if all
     checkpoints are damaged.
     """
     path = from_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
-    return path, path and load_state(path, fingerprint, layout(args), despite_changes, data)
+    return path, path and load_state(path, fingerprint, layout(args), despite_changes, data_keys)
 
 
 def _find(output_dir: str, explicit: str | None) -> str | None:
@@ -83,22 +83,22 @@ def _find(output_dir: str, explicit: str | None) -> str | None:
     if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in checkpoints[1:]]:
         raise InputError(f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints; move them away first")
     for path in folders:
-        if (fault := durable.fault(path)) is None:
+        if (damage := durable.damage(path)) is None:
             return str(path)
-        logger.warning(f"Passed over {path}: {fault}")
+        logger.warning(f"Passed over {path}: {damage}")
     if checkpoints:
         raise InputError(
             f"no checkpoint in output_dir={output_dir} is whole (passed over: "
             f"{', '.join(path.name for path in checkpoints)}); move them away to start from the beginning"
         )
-    if explicit is not None and (fault := durable.fault(explicit)):
-        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {fault}")
+    if explicit is not None and (damage := durable.damage(explicit)):
+        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {damage}")
     return explicit
 
 
 def layout(args: TrainingArguments) -> dict[str, Any]:
-    """Processes, device, kernels and versions: they may change between two starts of a run, and with them the rounding
-    and the draws of dropout. Processes and ZeRO stage may not change under DeepSpeed."""
+    """Processes, device, kernels and versions: they may change between two starts of a run, which changes rounding and
+    dropout draws. Under DeepSpeed, processes and ZeRO stage must not change."""
     plugin = args.deepspeed_plugin
     on_gpu, threads = args.device.type == "cuda", counted(torch.get_num_threads(), "thread")
     return {
@@ -112,7 +112,7 @@ def layout(args: TrainingArguments) -> dict[str, Any]:
 
 
 def read_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The `recipe_state.json` of a sealed checkpoint. Raises `InputError` for another version's."""
+    """The `recipe_state.json` of a sealed checkpoint. Raises `InputError` for another version of the recipe."""
     state = read_input_json(Path(checkpoint, STATE_NAME))
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise InputError(
@@ -127,48 +127,47 @@ def load_state(
     fingerprint: dict[str, Any],
     layout_now: dict[str, Any],
     despite_changes: bool | None = None,
-    data: Container[str] = (),
+    data_keys: Container[str] = (),
 ) -> dict[str, Any]:
-    """The `recipe_state.json` of a checkpoint, with the names of the changed settings under "changed".
+    """The `recipe_state.json` of a checkpoint, with the names of the changed settings as "changed".
 
-    Raises `InputError` where the fingerprint has changed, unless `despite_changes` (None: the script has no such flag).
-    Then, where a name of it in `data` (settings of the order of blocks) has changed, the data start over.
+    Raises `InputError` if the fingerprint has changed, unless `despite_changes` (None: the script has no such flag).
+    With `despite_changes`, a change of one of `data_keys` (settings of the order of blocks) restarts the data.
     """
     state, fix = read_state(checkpoint), "start as before, or a new run from its weights with --model_name_or_path"
     moved = durable.differences(state["layout"], layout_now)
     with_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
-    if with_zero and (lost := [moved[name] for name in ("processes", "zero_stage") if name in moved]):
+    if with_zero and (fixed := [moved[name] for name in ("processes", "zero_stage") if name in moved]):
         raise InputError(
-            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(lost)}): {fix}"
+            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(fixed)}): {fix}"
         )
     changed = durable.differences(state["fingerprint"], fingerprint)
     listed = "; ".join(changed.values())
     if changed and not despite_changes:
         override = "" if despite_changes is None else ", or resume all the same with --resume_despite_changes true"
         raise InputError(
-            f"this is not the run that {checkpoint} belongs to: {listed}. Start it as before, or name another "
-            f"output_dir{override}"
+            f"{checkpoint} belongs to another run: {listed}. Start it as before, or name another output_dir{override}"
         )
-    # the arguments of our optimizers are hyperparameters of their groups, which `optimizers.put_back` sets
-    of_groups = {"optim_args"} if fingerprint.get("optim") in optimizers.own() else set()
-    if changed.keys() & (set(OPTIMIZER_FLAGS) - of_groups):
+    # arguments of our own optimizers are hyperparameters, which `optimizers.restore_hyperparameters` sets after loading
+    restorable = {"optim_args"} if fingerprint.get("optim") in optimizers.custom_names() else set()
+    if changed.keys() & (set(OPTIMIZER_FLAGS) - restorable):
         raise InputError(f"{checkpoint} has the state of another optimizer ({listed}): {fix}")
     if changed:
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
     if moved:
         logger.info(
-            f"Resuming in another layout ({'; '.join(moved.values())}): the examples and the mathematics stay, the "
-            "rounding and the draws of dropout do not"
+            f"Resuming in another layout ({'; '.join(moved.values())}): examples and mathematics are the same, "
+            "rounding and dropout draws are not"
         )
-    data_changed = any(name in data for name in changed)
+    data_changed = any(name in data_keys for name in changed)
     if data_changed:
         state |= {"position": 0, "skipped_blocks": []}
     return {**state, "changed": list(changed), "data_changed": data_changed}
 
 
 def state_hashes(trainer: "DurableTrainer", folder: Path) -> dict[str, str]:
-    """Hashes of the weights saved in `folder`, of the optimizer's state (under DeepSpeed, of all ranks) and of the
-    scheduler with the hyperparameters; complete on the first rank, every rank must call."""
+    """Hashes of the weights in `folder`, the optimizer's state (under DeepSpeed, of all ranks), and the scheduler with
+    hyperparameters; complete on rank 0. Call it on all ranks."""
     first = trainer.args.should_save
     if trainer.is_deepspeed_enabled:
         state = gather_object([hash_of(trainer.optimizer.state_dict())])
@@ -184,27 +183,26 @@ def state_hashes(trainer: "DurableTrainer", folder: Path) -> dict[str, str]:
 
 
 def hash_of_weights(folder: str | Path) -> str:
-    """The hash of all weights in the safetensors files of `folder`, however they are spread over files."""
-    hasher, file_of = hashlib.sha256(), {}
+    """The hash of all weights in the safetensors files of `folder`, independent of the shards."""
+    hasher, files = hashlib.sha256(), {}
     for path in Path(folder).glob("*.safetensors"):
-        weights = safe_open(path, "pt")
-        file_of |= dict.fromkeys(weights.keys(), weights)
-    for name in sorted(file_of):
+        file = safe_open(path, "pt")
+        files |= dict.fromkeys(file.keys(), file)
+    for name in sorted(files):
         _feed(hasher, name)
-        _feed(hasher, file_of[name].get_tensor(name))
+        _feed(hasher, files[name].get_tensor(name))
     return hasher.hexdigest()[:16]
 
 
 def hash_of(state: Any) -> str:
-    """The hash of nested dicts and lists of tensors (dtype, shape, bytes) and JSON values; other objects are left
-    out."""
+    """The hash of nested dicts and lists of tensors (dtype, shape, bytes) and JSON values, without other objects."""
     hasher = hashlib.sha256()
     _feed(hasher, state)
     return hasher.hexdigest()[:16]
 
 
 def _feed(hasher: Any, value: Any) -> None:
-    """Kind and size come before each value, so that no two states give the same bytes."""
+    """Update `hasher` with kind, size and content of a value, so that different states give different bytes."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         hasher.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())

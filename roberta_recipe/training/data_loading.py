@@ -1,5 +1,5 @@
-"""Data loading of pretraining: the micro-batches of an optimizer step, sent by data workers as one tensor a column.
-With a tensor for each micro-batch, they would run out of file descriptors (one each, in /dev/shm)."""
+"""Data loading of pretraining: data workers send the micro-batches of an optimizer step as one tensor per column, as
+each tensor takes a file descriptor (in /dev/shm), and one per micro-batch would exhaust them."""
 
 import math
 import zlib
@@ -12,28 +12,25 @@ import torch
 
 from roberta_recipe.data.packing import Block
 
-RECORD = ("tokens", "blocks_digest", "digest")  # of an optimizer step, see `record_of`
-_OF_BATCH = ("predicted", "attention_mask")  # columns that depend on the other blocks of a batch
+RECORD = ("tokens", "blocks_digest", "digest")  # fields of `step_record`
+_BATCH_COLUMNS = ("predicted", "attention_mask")  # these depend on the other blocks of a batch
 Collator = Callable[[list[Block]], dict[str, torch.Tensor]]  # `masking.MlmCollator`, or transformers' own
-Step = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `packed` micro-batches, and their record
+Step = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `flatten_batches`, `step_record`
 
 
 def micro_batches(collate: Collator, size: int, blocks: list[Block]) -> Step:
-    """A process's blocks of an optimizer step as micro-batches of `size` blocks.
-
-    Blocks of similar length come together, the longest first, so that fewer positions are padding: a step's gradient
-    does not depend on how its blocks are divided.
-    """
+    """A process's blocks of an optimizer step as micro-batches of `size` blocks, sorted by length for less padding. The
+    gradient of the step does not depend on this order."""
     blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
     parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     batches = [collate(part) for part in parts]
-    return *packed(batches), sum(map(record_of, parts, batches))
+    return *flatten_batches(batches), sum(map(step_record, parts, batches))
 
 
-def record_of(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
-    """(3,) int64, as in `RECORD`: tokens without padding, and the sums over blocks of a checksum of each, as it was
-    read and as the model sees it in the collator's `batch`."""
-    columns = {name: value.numpy() for name, value in batch.items() if name not in _OF_BATCH}
+def step_record(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
+    """(3,) int64, as in `RECORD`: tokens without padding, and two sums of checksums over the blocks, as read and as the
+    model sees them in `batch`."""
+    columns = {name: value.numpy() for name, value in batch.items() if name not in _BATCH_COLUMNS}
     record = np.zeros(3, dtype=np.int64)
     for row, block in enumerate(blocks):
         size = len(block["input_ids"])
@@ -49,8 +46,8 @@ def _checksum(number: int, columns: dict[str, Any]) -> int:
     return checksum
 
 
-def packed(batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """(columns, shapes): one 1-D tensor per column, in the narrowest integer type, and the shapes in each batch."""
+def flatten_batches(batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """(columns, shapes): a 1-D tensor per column in the narrowest integer type, and its shape in each batch."""
     columns: dict[str, list[np.ndarray]] = {}
     for batch in batches:
         for name, value in batch.items():
@@ -65,10 +62,10 @@ def _narrowed(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.min_scalar_type(high if unsigned else min(low, -high - 1))))
 
 
-def unpacked(
+def unflatten_batches(
     columns: dict[str, torch.Tensor], shapes: list[dict[str, Any]], device: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """The batches that were `packed`: int64 tensors on `device`, views of one tensor per column."""
+    """The inverse of `flatten_batches`: int64 tensors on `device`, views of one tensor per column."""
     parts = {}
     for name, column in columns.items():
         sizes = [math.prod(batch[name]) for batch in shapes if name in batch]
@@ -77,8 +74,8 @@ def unpacked(
 
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
-    """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`: one micro-batch after another, on
-    `device`, the first of a step with its "record". `waiting()` is entered while it waits for a step."""
+    """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`. Yields micro-batches on `device`, the
+    first of each step with the step's "record". Waits for data within the context `waiting()`."""
 
     def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
         super().__init__(*args, **kwargs)
@@ -89,6 +86,6 @@ class MicroBatchLoader(torch.utils.data.DataLoader):
         while True:
             with self.waiting():
                 columns, shapes, record = next(steps)
-            first, *others = unpacked(columns, shapes, self.device)
+            first, *others = unflatten_batches(columns, shapes, self.device)
             yield {**first, "record": record}
             yield from others

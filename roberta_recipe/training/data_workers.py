@@ -1,4 +1,4 @@
-"""Data workers of a `DataLoader`: signal handling, end with their trainer, and timeout."""
+"""Data workers of a `DataLoader`: signal handling, end with the trainer, timeout."""
 
 import atexit
 import functools
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import duration
-from roberta_recipe.started import continue_with
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -26,10 +26,10 @@ STUCK_S = 600.0  # timeout
 
 
 class DataTimeout:
-    """Context of a step's wait for data. Raises `RunError` after `STUCK_S` in which `progress` (the number of texts
-    that workers have tokenized; None: a token cache) has not grown, and `Stopped` after `GRACE_S` where a signal came.
+    """Timeout of a step's wait for data, a context manager. Raises `RunError` after `STUCK_S` without `progress` (the
+    number of texts tokenized by workers; None: a token cache), and `Stopped` after `GRACE_S` if a signal came.
 
-    `DataLoader`'s own timeout does not cover the wait for a file descriptor, which a frozen worker never sends.
+    `DataLoader`'s own timeout does not cover the wait for a file descriptor from a frozen worker.
     """
 
     def __init__(self, trainer: "DurableTrainer", progress: torch.Tensor | None):
@@ -49,7 +49,7 @@ class DataTimeout:
             kill_workers()
 
     def check(self, *_) -> None:
-        """The handler of the timer."""
+        """Signal handler of the timer."""
         now_s, read = time.monotonic(), None if self.progress is None else self.progress.item()
         if read != self._read:
             self._read, self._grown_s = read, now_s
@@ -57,7 +57,7 @@ class DataTimeout:
         if idle_s < (GRACE_S if by else STUCK_S):
             return
         step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(idle_s)}"
-        end = f"{self.trainer.last_good} {continue_with()}"
+        end = f"{self.trainer.last_good} {resume_hint()}"
         if by:
             raise Stopped(f"stopped by {by}: {step}. {end}", by)
         raise RunError(
@@ -66,13 +66,13 @@ class DataTimeout:
         )
 
 
-def leave_signals_to_trainer(loader: DataLoader) -> DataLoader:
-    """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes: the
-    trainer finishes and saves its step first. They end with the trainer, however it ends."""
-    own = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper starts no workers itself
-    own.worker_init_fn = functools.partial(_set_up_worker, os.getpid(), own.worker_init_fn)
-    atexit.unregister(kill_workers)  # of an earlier loader: each evaluation has one
-    atexit.register(kill_workers)  # before multiprocessing's own handler, which sends SIGTERM and waits
+def ignore_signals_in_workers(loader: DataLoader) -> DataLoader:
+    """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes, so
+    that the trainer can finish and save its step. They end when the trainer ends."""
+    base = getattr(loader, "base_dataloader", loader)  # inside accelerate's wrapper
+    base.worker_init_fn = functools.partial(_set_up_worker, os.getpid(), base.worker_init_fn)
+    atexit.unregister(kill_workers)  # registered for an earlier loader
+    atexit.register(kill_workers)  # runs before multiprocessing's handler, which sends SIGTERM and waits
     return loader
 
 
@@ -85,10 +85,10 @@ def _set_up_worker(trainer: int, before: Callable[[int], None] | None, worker: i
 
 
 def kill_workers() -> None:
-    """Kill the data workers of a run that ends; a stuck worker ignores SIGTERM."""
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each killed worker
+    """Kill the data workers of this process, which ignore SIGTERM."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for each killed worker
     for worker in multiprocessing.active_children():
-        if worker.daemon:  # data workers are, and no other processes here
+        if worker.daemon:  # only data workers are daemons
             worker.kill()
             worker.join()
     signal.signal(signal.SIGCHLD, handler)

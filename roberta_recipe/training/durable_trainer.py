@@ -1,5 +1,5 @@
-"""`Trainer` for runs that are killed: sealed checkpoints, the gradient of the whole effective batch, and errors that
-name the last checkpoint. `tests/test_trainer_internals.py` lists the parts of `Trainer` that it depends on."""
+"""Fault-tolerant `Trainer`: sealed checkpoints, exact resuming, a loss that is normalized over the whole effective
+batch. `tests/test_trainer_internals.py` lists the private parts of `Trainer` that it depends on."""
 
 import contextlib
 import copy
@@ -20,32 +20,32 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.data import IGNORED
-from roberta_recipe.errors import RunError, first_line, says_no_room
+from roberta_recipe.errors import RunError, first_line, is_disk_full
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
-from roberta_recipe.started import continue_with
 from roberta_recipe.training import checkpoint, optimizers
-from roberta_recipe.training.data_workers import leave_signals_to_trainer
+from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.progress import Progress
 from roberta_recipe.training.stopping import Stopping
 from roberta_recipe.training.throughput import Throughput
 
-MAX_SKIPPED_STEPS = 32  # in a row: from 2^16 the loss scale is at 1 after 16
+MAX_SKIPPED_STEPS = 32  # in a row: 16 halvings take the loss scale from 2^16 to 1
 
 
 class LogFile(TrainerCallback):
-    """`log.jsonl`: a line for each log entry, a step's with the values of `beside()`, which trackers do not draw. On
-    resuming, the entries of the checkpoint replace the lines: later steps are logged again.
+    """`log.jsonl`: one line per log entry, with the values of `extras()` for a step, which trackers do not get. On
+    resuming, the file is rewritten from the checkpoint's entries.
 
-    A step that is saved is logged first, so that no running mean is part of a checkpoint; so is the last step.
+    Each saved step, and the last step, is logged first, so that a checkpoint holds no running mean.
     """
 
-    def __init__(self, beside: Callable[[], dict[str, Any]]):
-        self.beside = beside
+    def __init__(self, extras: Callable[[], dict[str, Any]]):
+        self.extras = extras
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.compute_steps(args, state.max_steps)  # of this start's flags, not the checkpoint's
+        state.compute_steps(args, state.max_steps)  # intervals of this start's flags, not the checkpoint's
         if args.should_save:
             durable.write_text(Path(args.output_dir, LOG_NAME), "".join(map(_log_line, state.log_history)))
 
@@ -56,28 +56,28 @@ class LogFile(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        state.log_history[-1] |= self.beside() if "loss" in logs else {}
+        state.log_history[-1] |= self.extras() if "loss" in logs else {}
         if args.should_save:
             with open(Path(args.output_dir, LOG_NAME), "a", encoding="utf-8") as file:
                 file.write(_log_line(state.log_history[-1]))
 
 
 class DurableTrainer(Trainer):
-    """`Trainer` with sealed checkpoints, resumed from the newest of them as if it had not been interrupted: `resumed`
-    is the content of its `recipe_state.json`.
+    """`Trainer` with sealed checkpoints and bit-identical resuming; `resumed` is the `recipe_state.json` of the
+    checkpoint, None for a new run.
 
-    `fingerprint` has the settings that must not change between two starts of a run. `objectives` maps each objective
-    to the batch column of its targets (-100: no target). A step's loss is the sum, over objectives, of the losses of
-    all targets of the effective batch / their number (`num_items_in_batch`: one denominator an objective, over all
-    micro-batches and processes). `stopping` ends training early. `on_save` of `callbacks` is called when a checkpoint
-    is sealed and the older ones are rotated; `Trainer` itself neither pushes nor rotates.
+    `fingerprint`: the settings that must not change between two starts. `objectives`: objective -> batch column of its
+    targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets) in the
+    effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
+    `stopping` ends training early. `on_save` of `callbacks` is called after a checkpoint is sealed and older ones are
+    rotated; `Trainer` itself neither pushes nor rotates.
 
-    A step whose gradients overflow in fp16 is skipped: weights and learning rate stay, the loss scale is lowered, and
-    the step is counted in `skipped_steps`. It is a step of `max_steps` like any other, and its batch is consumed.
+    If fp16 gradients overflow, the step is skipped: weights and learning rate stay, the loss scale is lowered. The step
+    counts toward `max_steps` and in `skipped_steps`, and its batch is consumed.
     """
 
-    saved_max_length: int | None = None  # `model_max_length` of the saved tokenizer; None: the model's positions
-    loss_is_scaled_for_ga = True  # the loss here is that of the whole effective batch already
+    saved_max_length: int | None = None  # `model_max_length` of the saved tokenizer; None: the model's maximum
+    loss_is_scaled_for_ga = True  # `compute_loss` normalizes over accumulation steps itself
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class DurableTrainer(Trainer):
     ):
         self._layout = checkpoint.layout(args)  # before Trainer fills in a DeepSpeed configuration
         self.stopping, self.throughput = stopping or Stopping(), Throughput(args)
-        own = [self.stopping, self.throughput, LogFile(self.logged_beside), *callbacks, Progress()]
-        of_trainer = copy.copy(args)
-        vars(of_trainer).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
-        super().__init__(args=of_trainer, callbacks=own, **kwargs)
+        own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
+        trainer_args = copy.copy(args)
+        vars(trainer_args).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
+        super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.objectives, self.save_total_limit = fingerprint, objectives, args.save_total_limit
-        self.left_out: tuple[str, ...] = ()  # name prefixes of weights that are not saved
-        # (objectives,): this process's losses of the step, and of the `_steps` since the last log line
+        self.unsaved_prefixes: tuple[str, ...] = ()  # name prefixes of weights that are not saved
+        # (objectives,): this process's losses of the current step, and of the `_steps` since the last log line
         self._step_losses, self._losses = torch.zeros(2, len(objectives), device=self.args.device)
         self._steps = 0
         self._start_s, self._end_s = time.monotonic(), None  # of training
@@ -114,10 +114,10 @@ class DurableTrainer(Trainer):
     # For subclasses to extend
 
     def count_consumed(self) -> None:
-        """Add up the tokens of all processes since the last call; called on all ranks."""
+        """Add the tokens of all processes since the last call; called on all ranks."""
 
     def recipe_state(self) -> dict[str, Any]:
-        """`recipe_state.json` of a checkpoint, and so `resumed`."""
+        """Content of a checkpoint's `recipe_state.json`."""
         return {
             "version": checkpoint.STATE_VERSION,
             "step": self.state.global_step,
@@ -140,12 +140,12 @@ class DurableTrainer(Trainer):
         """The folder of the finished run's weights."""
         return Path(self.args.output_dir)
 
-    def logged_beside(self) -> dict[str, Any]:
-        """Values of a step's log entry that are no metrics."""
+    def log_extras(self) -> dict[str, Any]:
+        """Values for `log.jsonl` that are no metrics."""
         return {}
 
     def diverged(self, what: str) -> RunError:
-        """The error of a run that is lost to numbers that are not finite; subclasses name the data."""
+        """The error for a loss, gradient or weight that is not finite; subclasses name the data."""
         return RunError(
             f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate} or warm up longer "
             f"(warmup_steps={self.args.warmup_steps:g}). {self.last_good}"
@@ -154,27 +154,27 @@ class DurableTrainer(Trainer):
     # Loss
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """(the micro-batches of a step, (objectives,): the number of targets of each objective over all processes)."""
+        """(micro-batches of a step, (objectives,): number of targets of each objective over all processes)."""
         with self.throughput.waiting():
             batches = list(itertools.islice(epoch_iterator, num_batches))
-        if not batches:  # the data have ended, which Trainer warns of
+        if not batches:  # end of the data; Trainer warns
             return batches, None
         counts = [sum((batch[column] != IGNORED).sum() for batch in batches) for column in self.objectives.values()]
         return batches, self.sum_over_processes(torch.stack(counts).to(device))
 
     def loss_of_batch(self, losses: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
-        """(): a micro-batch's share of the loss of the step, from its sums of losses (objectives,).
+        """(): a micro-batch's part of the step's loss, from its sums of losses (objectives,).
 
-        An objective without a target in the whole batch has a sum of 0, divided by 1. Gradients of processes are
-        averaged and the denominators are of all processes, so the sum is multiplied by their number.
+        The factor `num_processes` compensates for the averaging of gradients over processes. An objective without
+        targets in the effective batch has the loss 0.
         """
         losses = losses * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
         self._step_losses += losses.detach()
         return losses.sum()
 
     def log(self, logs, start_time=None):
-        """As `Trainer`, with the mean losses of the steps since the last line, without those that fp16 skipped with a
-        loss that is not finite; no line where all were skipped."""
+        """As `Trainer`, with the mean losses since the last line, without the steps that fp16 skipped with a loss that
+        is not finite; no line if all steps were skipped."""
         if "loss" in logs:
             if not self._steps:
                 return
@@ -188,7 +188,7 @@ class DurableTrainer(Trainer):
                 logs |= {f"{name}_loss": mean for name, mean in zip(self.objectives, means, strict=True)}
             if self.args.fp16:
                 logs |= {"skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
-            if self.step_was_skipped:  # infinite, or the norm of another step
+            if self.step_was_skipped:  # the norm is infinite, or of an earlier step
                 logs.pop("grad_norm", None)
         super().log(logs, start_time)
 
@@ -198,12 +198,12 @@ class DurableTrainer(Trainer):
     # Optimizer, and overflow in fp16
 
     def create_optimizer(self, model=None):
-        if self.args.optim in optimizers.own():
+        if self.args.optim in optimizers.custom_names():
             model = self.model if model is None else model
             self.optimizer = optimizers.build(self.args, model, self.get_decay_parameter_names(model))
         optimizer = super().create_optimizer(model)
-        # GradScaler calls a fused optimizer at an overflow too, as its kernel skips the step, and accelerate takes that
-        # for a step of the schedule (accelerate #4242); without this attribute GradScaler does not call it
+        # with this attribute GradScaler calls a fused optimizer on overflow too, whose kernel skips the step, and
+        # accelerate advances the schedule (accelerate #4242)
         if self.accelerator.scaler is not None:
             optimizer._step_supports_amp_scaling = False
         return optimizer
@@ -217,22 +217,22 @@ class DurableTrainer(Trainer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped for its gradients; the same on all ranks."""
+        """Whether the last optimizer step was skipped because of its gradients; the same on all ranks."""
         return bool(self.accelerator.optimizer_step_was_skipped)
 
     @property
     def overflowed(self) -> bool:
-        """Whether fp16 skipped the last step, which has a loss scale to lower."""
+        """Whether the last step was skipped for an fp16 overflow."""
         return self.args.fp16 and self.step_was_skipped
 
     def step_losses(self) -> torch.Tensor:
-        """(objectives,): this process's share of the loss of the last step x number of processes; sets it to 0."""
+        """(objectives,): this process's part of the last step's loss x number of processes; resets it to 0."""
         losses, self._step_losses = self._step_losses, torch.zeros_like(self._step_losses)
         return losses
 
     def count_step(self, losses: torch.Tensor, is_finite: bool) -> None:
-        """Count the last step in the logged mean and, where its fp16 gradients overflowed, in `skipped_steps`; on all
-        ranks. Raises `RunError` for overflow without end."""
+        """Add the last step to the logged mean and, on fp16 overflow, to `skipped_steps`; called on all ranks. Raises
+        `RunError` after `MAX_SKIPPED_STEPS` overflows in a row."""
         if is_finite or not self.overflowed:
             self._losses += losses
             self._steps += 1
@@ -252,13 +252,13 @@ class DurableTrainer(Trainer):
             )
 
     def _load_scaler(self, checkpoint):
-        if self.accelerator.scaler is not None:  # None for a run that began in fp16 and is resumed in bf16 or fp32
+        if self.accelerator.scaler is not None:  # None if an fp16 run resumes in bf16 or fp32
             super()._load_scaler(checkpoint)
 
     # Training
 
     def get_eval_dataloader(self, eval_dataset=None):
-        return leave_signals_to_trainer(super().get_eval_dataloader(eval_dataset))
+        return ignore_signals_in_workers(super().get_eval_dataloader(eval_dataset))
 
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
@@ -275,7 +275,7 @@ class DurableTrainer(Trainer):
 
     @property
     def train_seconds(self) -> float:
-        """Of this start and of all starts before it."""
+        """Training time of this start and all earlier starts."""
         return self._earlier_s + (self._end_s or time.monotonic()) - self._start_s
 
     # Checkpoints
@@ -292,7 +292,7 @@ class DurableTrainer(Trainer):
             raise self.diverged(f"the weights after step {self.state.global_step} are not finite")
         folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed as it wrote it
+            shutil.rmtree(folder, ignore_errors=True)  # unfinished, of a killed start
         self.accelerator.wait_for_everyone()
         with self.writing(folder, folder.name):
             super()._save_checkpoint(model, trial)
@@ -305,38 +305,38 @@ class DurableTrainer(Trainer):
             checkpoint.rotate(self.args.output_dir, self.save_total_limit)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Write the finished model atomically; as an internal call, the model of a checkpoint."""
+        """Write the finished model atomically; `_internal_call`: the model of a checkpoint."""
         folder = Path(output_dir or self.args.output_dir)
         if _internal_call:
             self.write_model(folder)
             return
-        aside = durable.aside_of(folder / "model")
-        with self.writing(aside, "the model"):
-            self.write_model(aside)
+        temporary = durable.temporary_path(folder / "model")
+        with self.writing(temporary, "the model"):
+            self.write_model(temporary)
             if self.args.should_save:
-                durable.move_files_into_place(aside, folder)
+                durable.move_files_into_place(temporary, folder)
 
     def write_model(self, folder: Path) -> None:
-        """Write weights (fp32), config and tokenizer into a new folder; every rank must call."""
+        """Write weights (fp32), config and tokenizer into a new folder. Call it on all ranks."""
         state = self._master_weights() if self.is_deepspeed_enabled else self.model.state_dict()
         if not self.args.should_save:
             return
-        state = {name: weight for name, weight in state.items() if not name.startswith(self.left_out)}
+        state = {name: weight for name, weight in state.items() if not name.startswith(self.unsaved_prefixes)}
         self.model.save_pretrained(folder, state_dict=state)
         if self.is_deepspeed_enabled:
-            self.model.config.dtype = "float32"  # as in the file; `save_pretrained` wrote the type in memory
+            self.model.config.dtype = "float32"  # of the file; `save_pretrained` wrote the dtype in memory
             self.model.config.save_pretrained(folder)
-        with weights.fitted(self.processing_class, self.model.config, self.saved_max_length):
+        with weights.model_max_length_for(self.processing_class, self.model.config, self.saved_max_length):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load with the model's own class, which may have further weight files."""
+        """Load with `from_pretrained`, as the model's class may need more than its weight files."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(stored.state_dict())
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
-        """DeepSpeed's fp32 master weights, whole, on the first rank; every rank must call. The model itself has them in
-        half precision under bf16 and fp16, and in shards under ZeRO 3."""
+        """DeepSpeed's fp32 master weights, gathered on rank 0. Call it on all ranks. The model itself holds half
+        precision under bf16 and fp16, and shards under ZeRO 3."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         master = {}
@@ -348,18 +348,18 @@ class DurableTrainer(Trainer):
 
     @contextlib.contextmanager
     def writing(self, folder: Path, what: str) -> Iterator[None]:
-        """Where a file of `folder` cannot be written, delete the folder and raise `RunError`. The other ranks end as
-        for any rank that fails: by the launcher, or in the next collective."""
+        """On a failed write, delete `folder` and raise `RunError`. The other ranks end as after any failure of a rank:
+        by the launcher, or in the next collective."""
         try:
             yield
         except Exception as error:
             if not is_write_failure(error):
                 raise
-            if self.args.should_save:  # makes room for the user
+            if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise RunError(
                 f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. {self.last_good} Make "
-                f"room. {continue_with()}"
+                f"room. {resume_hint()}"
             ) from error
 
 
@@ -368,4 +368,4 @@ def _log_line(entry: dict[str, Any]) -> str:
 
 
 def is_write_failure(error: Exception) -> bool:
-    return isinstance(error, (OSError, SafetensorError)) or says_no_room(error)
+    return isinstance(error, (OSError, SafetensorError)) or is_disk_full(error)

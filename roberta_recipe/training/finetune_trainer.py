@@ -13,12 +13,11 @@ from transformers import BatchEncoding, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from roberta_recipe import durable
-from roberta_recipe.arithmetic import round_up
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.heads import layer_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
-from roberta_recipe.training.data_workers import leave_signals_to_trainer
+from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
 from roberta_recipe.training.throughput import encoder_flops
 
@@ -69,11 +68,11 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
 def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
     """The indices of all features in batches for a forward pass, the longest first. A batch, padded to a multiple of 8,
     has at most the tokens of `of_longest` features of the longest length, and at most 1/16 of that of padding."""
-    room, padding, batches = of_longest * round_up(max(lengths), 8), 0, []
+    room, padding, batches = of_longest * 8 * math.ceil(max(lengths) / 8), 0, []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         width = lengths[batches[-1][0]] if batches else 0
         padding += width - lengths[number]
-        if not batches or (len(batches[-1]) + 1) * round_up(width, 8) > room or padding > room // _PADDING_SHARE:
+        if not batches or (len(batches[-1]) + 1) * 8 * math.ceil(width / 8) > room or padding > room // _PADDING_SHARE:
             batches.append([])
             padding = 0
         batches[-1].append(number)
@@ -160,7 +159,7 @@ class FinetuneTrainer(DurableTrainer):
             sampler=self.sampler,
             persistent_workers=self.args.dataloader_persistent_workers,
         )
-        return leave_signals_to_trainer(self.accelerator.prepare(loader))
+        return ignore_signals_in_workers(self.accelerator.prepare(loader))
 
     def _loader(self, features: list[dict[str, Any]], **sampling: Any) -> DataLoader:
         workers = self.args.dataloader_num_workers
@@ -243,8 +242,8 @@ class FinetuneTrainer(DurableTrainer):
         where they are not finite."""
         batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
         # a rank with a batch less computes one of the first batches again: all call the model equally often
-        turns = range(self.args.process_index, round_up(len(batches), self.args.world_size), self.args.world_size)
-        own = [batches[turn % len(batches)] for turn in turns]
+        rank, ranks = self.args.process_index, self.args.world_size
+        own = [batches[(turn * ranks + rank) % len(batches)] for turn in range(math.ceil(len(batches) / ranks))]
         computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
         found = gather_object(list(zip(own, computed, strict=True)))
         widths = np.max([array.shape[1:] for _, array in found], axis=0).astype(int)
@@ -262,7 +261,7 @@ class FinetuneTrainer(DurableTrainer):
         loader = self._loader(features, batch_sampler=batches, generator=generator)
         self.callback_handler.eval_dataloader = loader
         self.model.eval()
-        for inputs in leave_signals_to_trainer(loader):
+        for inputs in ignore_signals_in_workers(loader):
             with torch.no_grad(), self.accelerator.autocast():
                 _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
             found.append(scores.float())
@@ -271,7 +270,7 @@ class FinetuneTrainer(DurableTrainer):
         return found
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        with self.throughput.outside():
+        with self.throughput.excluded():
             scores = self.scores(self.eval_dataset)
             metrics = self.measure(scores)
             logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -286,12 +285,12 @@ class FinetuneTrainer(DurableTrainer):
     def _keep_as_best(self, scores: np.ndarray) -> None:
         """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, atomically; then a
         checkpoint, so that a resumed run has the same best epoch."""
-        aside = durable.aside_of(self.model_folder)
-        with self.writing(aside, f"the best epoch (step {self.state.global_step})"):
-            self.write_model(aside)
+        temporary = durable.temporary_path(self.model_folder)
+        with self.writing(temporary, f"the best epoch (step {self.state.global_step})"):
+            self.write_model(temporary)
             if self.args.should_save:
-                np.save(aside / SCORES, scores)
-                durable.move_into_place(aside, self.model_folder)
+                np.save(temporary / SCORES, scores)
+                durable.move_into_place(temporary, self.model_folder)
         self.control.should_save |= self.args.save_strategy != SaveStrategy.NO
 
     def load_best(self) -> np.ndarray:
@@ -307,6 +306,6 @@ def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,
     """The validation scores of a run's best epoch (`FinetuneTrainer.scores`). Raises `InputError` where a file of the
     folder is damaged, or a file `needed` is missing."""
     folder = Path(output_dir, BEST_NAME)
-    if fault := durable.fault(folder, needed):
-        raise InputError(f"{folder} cannot be used: {fault}. Move {output_dir} away to have it run again")
+    if damage := durable.damage(folder, needed):
+        raise InputError(f"{folder} cannot be used: {damage}. Move {output_dir} away to have it run again")
     return np.load(folder / SCORES)

@@ -1,4 +1,4 @@
-"""`Trainer` for pretraining (Table 9: 500K steps of 8K sequences): exact evaluation, hashes of the data consumed."""
+"""`Trainer` for pretraining (Table 9: 500K steps of 8K sequences): data loading, exact evaluation, data hashes."""
 
 import contextlib
 import functools
@@ -24,18 +24,18 @@ from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics, loss_at_steps
 from roberta_recipe.standard_error import error_of_ratio
 from roberta_recipe.training import data_loading, optimizers
-from roberta_recipe.training.data_workers import DataTimeout, leave_signals_to_trainer
+from roberta_recipe.training.data_workers import DataTimeout, ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
-_DATA_DIGESTS = data_loading.RECORD[1:]  # of a step, a log line, a checkpoint and the record
-_TOKENIZED_PER_CORE = 480_000  # tokens/s that a core reads and packs (docs/pretraining.md, "Pack once")
+_DATA_DIGESTS = data_loading.RECORD[1:]  # hashes in log lines, checkpoints and the run record
+_TOKENIZED_PER_CORE = 480_000  # tokens/s, read and packed (docs/pretraining.md, "Pack once")
 _TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
-class Beginning(TrainerCallback):
-    """Once the checkpoint is loaded: the command line's hyperparameters after allowed changes; a warning of slow
-    tokenization."""
+class TrainingStart(TrainerCallback):
+    """After a checkpoint is loaded: restores the command line's hyperparameters, where a change was allowed; warns of
+    slow tokenization."""
 
     def __init__(self, trainer: "MlmTrainer"):
         self.trainer = trainer
@@ -43,12 +43,12 @@ class Beginning(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         if trainer.changed:
-            optimizers.put_back(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
+            optimizers.restore_hyperparameters(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
         if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
             self.warn_of_tokenization(args)
 
     def warn_of_tokenization(self, args: TrainingArguments) -> None:
-        """Warn where tokenization is slower than training: every process and data worker tokenizes the whole text."""
+        """Warn if tokenization is slower than training: every process and data worker tokenizes the whole text."""
         trainer, readers = self.trainer, local_processes() * max(1, args.dataloader_num_workers)
         tokenized = _TOKENIZED_PER_CORE * cpu_cores() / readers
         trained = args.world_size * _TRAINED_SHARE * trainer.throughput.matrix_rate / trainer.flops_per_token
@@ -62,14 +62,14 @@ class Beginning(TrainerCallback):
 
 
 class MlmTrainer(DurableTrainer):
-    """`Trainer` of a masked LM with further objectives.
+    """`Trainer` of a masked LM with optional further objectives.
 
-    The model's `objectives` has the declaration of each objective, and its output's `loss_sums` the sum of losses of
-    each (`masked_lm.ObjectivesOutput`); "mlm" is always among them. In evaluation, the loss of an objective is the sum
-    over all its targets / their number, in nats, so that it does not depend on the batch; eval_loss is the masked LM's,
-    eval_loss_error its standard error over documents, eval_<name>_loss another objective's. The first micro-batch of a
-    step carries its record (`data_loading.RECORD`). `skipped` has the positions that `train_dataset` leaves out.
-    `also_measured(trainer)`, called on all ranks, gives further metrics of each evaluation of `eval_dataset`.
+    The model's `objectives` declare them ("mlm" is always included), and its output has a sum of losses for each
+    (`masked_lm.ObjectivesOutput`). An evaluation loss is the sum over all targets / their number, in nats, so that it
+    does not depend on the batch: eval_loss is the masked LM's, eval_loss_error its standard error over documents,
+    eval_<name>_loss that of another objective. The first micro-batch of a step carries the step's record
+    (`data_loading.RECORD`). `skipped`: the positions that `train_dataset` skips. `extra_metrics(trainer)`, called on
+    all ranks, returns further metrics for each evaluation of `eval_dataset`.
     """
 
     def __init__(
@@ -79,28 +79,28 @@ class MlmTrainer(DurableTrainer):
         flops_per_token: float,
         resumed: dict[str, Any] | None,
         skipped: order.Skipped = (),
-        also_measured: Callable[["MlmTrainer"], dict[str, float]] | None = None,
+        extra_metrics: Callable[["MlmTrainer"], dict[str, float]] | None = None,
         callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks = [Beginning(self), *callbacks]
+        callbacks = [TrainingStart(self), *callbacks]
         columns = {name: objective.column for name, objective in model.objectives.items()}
         super().__init__(model=model, objectives=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
-        self.changed: list[str] = resumed.get("changed", [])  # settings since the checkpoint
-        # of all blocks consumed, in any order: as read, and as the model saw them
+        self.changed: list[str] = resumed.get("changed", [])  # settings that differ from the checkpoint's
+        # order-independent hashes of all consumed blocks: as read, and as the model saw them
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
-        self.skipped, self.also_measured = skipped, also_measured
+        self.skipped, self.extra_metrics = skipped, extra_metrics
         self._first_position = resumed.get("position", 0)
-        self._consumed = np.zeros(3, dtype=np.int64)  # records of this process's steps, since last counted
-        if self.args.torch_compile:  # the encoder only: accelerate compiles the whole model, with head and losses
+        self._consumed = np.zeros(3, dtype=np.int64)  # sum of this process's step records since `count_consumed`
+        if self.args.torch_compile:  # the encoder only; accelerate would compile head and losses too
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
             masked_lm.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
 
     # Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Micro-batches of this process's blocks: `TrainBlocks` has divided them over processes already."""
+        """Micro-batches of this process's blocks, which `TrainBlocks` shards over processes."""
         workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         progress = self.text_reader.progress if self.text_reader else None
         loader = data_loading.MicroBatchLoader(
@@ -112,42 +112,42 @@ class MlmTrainer(DurableTrainer):
             device=self.args.device,
             waiting=functools.partial(DataTimeout, self, progress) if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator(),  # or it would draw from the generator that dropout draws from
+            generator=torch.Generator(),  # not the global one, which dropout uses
         )
-        return leave_signals_to_trainer(loader)
+        return ignore_signals_in_workers(loader)
 
     @property
     def text_reader(self) -> TextReader | None:
-        """The reader of training text; None where blocks come from a token cache."""
+        """The reader of training text; None with a token cache."""
         reader = getattr(self.train_dataset, "reader", None)
         return reader if isinstance(reader, TextReader) else None
 
     @property
     def position(self) -> int:
-        """The position from which the next step takes its blocks."""
-        return self._position_of(self.state.global_step + 1)
+        """The position of the next step's first block."""
+        return self._step_position(self.state.global_step + 1)
 
-    def blocks_of_steps(self, count: int) -> tuple[range, ...]:
-        """The positions of the blocks of the last `count` steps, at most of this start's."""
-        count = min(count, self.state.global_step - self._first_step)
-        first = self._position_of(self.state.global_step + 1 - count)
-        return order.kept(first, count * self.fingerprint["global_batch_size"], self.skipped)
+    def last_blocks(self, steps: int) -> tuple[range, ...]:
+        """The positions of the blocks of the last `steps` steps, at most those of this start."""
+        steps = min(steps, self.state.global_step - self._first_step)
+        first = self._step_position(self.state.global_step + 1 - steps)
+        return order.unskipped(first, steps * self.fingerprint["global_batch_size"], self.skipped)
 
-    def _position_of(self, step: int) -> int:
-        """The position of the first block of a step."""
+    def _step_position(self, step: int) -> int:
+        """The position of a step's first block."""
         blocks = (step - 1 - self._first_step) * self.fingerprint["global_batch_size"]
         return order.position_after(self._first_position, blocks, self.skipped)
 
     # Training
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """The finished model is one of the stock class, without the heads of other objectives. Raises `RunError` where
-        a text file has changed since the start."""
-        if self.text_reader:  # each block of a token cache is checked when it is read
+        """The finished model is saved as the stock class, without the heads of other objectives. Raises `RunError` if a
+        text file has changed since the start."""
+        if self.text_reader:  # a token cache checks its chunks when they are read
             check_unchanged(self.text_reader.corpus)
-        self.left_out = () if _internal_call else self.model.heads_of_objectives
+        self.unsaved_prefixes = () if _internal_call else self.model.heads_of_objectives
         super().save_model(output_dir, _internal_call)
-        self.left_out = ()
+        self.unsaved_prefixes = ()
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
@@ -157,7 +157,9 @@ class MlmTrainer(DurableTrainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.stopping.cooldown_share:
-            scheduler.lr_lambdas = [functools.partial(self.stopping.cooled, share) for share in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = [
+                functools.partial(self.stopping.with_cooldown, share) for share in scheduler.lr_lambdas
+            ]
         return scheduler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -169,7 +171,7 @@ class MlmTrainer(DurableTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
-        return super().diverged(f"{what} (blocks {order.in_words(self.blocks_of_steps(1))})")
+        return super().diverged(f"{what} (blocks {order.in_words(self.last_blocks(1))})")
 
     def count_consumed(self) -> None:
         counted = torch.from_numpy(self._consumed % DIGEST_MODULUS).to(self.args.device)
@@ -181,12 +183,12 @@ class MlmTrainer(DurableTrainer):
         self._consumed[:] = 0
 
     def log(self, logs, start_time=None):
-        # Trainer would add its "epoch", which on an endless stream is the share of max_steps
+        # Trainer would add an "epoch", which on an endless stream is the share of max_steps
         epoch, self.state.epoch = self.state.epoch, None
         super().log(logs, start_time)
         self.state.epoch = epoch
 
-    def logged_beside(self):
+    def log_extras(self):
         return {name: f"{digest:012x}" for name, digest in self.data_digests.items()}
 
     def recipe_state(self):
@@ -196,7 +198,7 @@ class MlmTrainer(DurableTrainer):
     def record(self):
         return {
             **super().record(),
-            **self.logged_beside(),
+            **self.log_extras(),
             "global_batch_size": self.fingerprint["global_batch_size"],
             "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.stopping.stopped_by or "max_steps",
@@ -211,32 +213,31 @@ class MlmTrainer(DurableTrainer):
     # Evaluation
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """Held-out examples are masked already: another collator than ours would mask them again."""
+        """Validation examples are already masked: a collator other than `MlmCollator` would mask them again."""
         loader = super().get_eval_dataloader(eval_dataset)
         if not isinstance(self.data_collator, masking.MlmCollator):
-            own = getattr(loader, "base_dataloader", loader)
-            own.collate_fn = masking.validation_collator(self.processing_class)
+            base = getattr(loader, "base_dataloader", loader)
+            base.collate_fn = masking.validation_collator(self.processing_class)
         return loader
 
     def evaluate(self, *args, **kwargs):
         random_state = torch.get_rng_state()
-        # batches of other shapes, and without gradients: each would be compiled by itself
-        with self.throughput.outside(), torch.compiler.set_stance("force_eager"):
+        # eager, as each batch shape would be compiled
+        with self.throughput.excluded(), torch.compiler.set_stance("force_eager"):
             metrics = super().evaluate(*args, **kwargs)
-        torch.set_rng_state(random_state)  # the data loader drew from it; evaluations change nothing
+        torch.set_rng_state(random_state)  # the data loader draws from it
         return metrics
 
-    def measured(self) -> dict[str, float]:
-        """The metrics of the last step: as logged by training, else of `evaluate`."""
+    def last_metrics(self) -> dict[str, float]:
+        """The metrics of the last step, from the log or else from `evaluate`."""
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry and entry["step"] == self.state.global_step:
                 return {name: value for name, value in entry.items() if name != "step"}
         return self.evaluate()
 
     def evaluate_sources(self, corpus: Corpus, validation: list[Block]) -> dict[str, SourceMetrics]:
-        """The metrics of each source's blocks in `validation`, whose masked form is `eval_dataset`; empty for one
-        source."""
-        found: dict[str, SourceMetrics] = {}
+        """Metrics by source; empty for a single source. `validation`: the blocks of `eval_dataset`, unmasked."""
+        by_source: dict[str, SourceMetrics] = {}
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
             indices = [index for index, block in enumerate(validation) if order.place_of(block.id)[0] == number]
             masked = [self.eval_dataset[index] for index in indices]
@@ -244,7 +245,7 @@ class MlmTrainer(DurableTrainer):
                 continue
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)
-            found[source.name] = {
+            by_source[source.name] = {
                 **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits", "documents")},
                 "loss_error": metrics.get(f"{prefix}_loss_error"),
                 "unigram_entropy": masking.unigram_entropy(
@@ -253,20 +254,20 @@ class MlmTrainer(DurableTrainer):
                 "blocks": len(indices),
                 "tokens": sum(len(validation[index]["input_ids"]) for index in indices),
             }
-        return found
+        return by_source
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        # not the DDP wrapper, whose forward waits for processes that may have one batch less
+        # not the DDP wrapper, whose forward would wait for ranks with one batch less
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
-        # (objectives, 2): sum of losses, targets; (documents, 2): of the masked LM; and the number of blocks
+        # (objectives, 2): sum of losses, number of targets; (documents, 2): the same of the masked LM, by document
         sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
         clusters = max((example[masking.CLUSTER] for example in dataloader.dataset), default=-1) + 1
-        of_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
+        by_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
-        for inputs, counts in self._equally_many(dataloader):
+        for inputs, counts in self._equal_batch_counts(dataloader):
             inputs = {name: value for name, value in inputs.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
             documents = inputs.pop(masking.CLUSTER)
@@ -277,35 +278,31 @@ class MlmTrainer(DurableTrainer):
             for row, (name, column) in zip(sums, self.objectives.items(), strict=True):
                 targets = (inputs[column] != masking.IGNORED).sum().double()
                 row += torch.stack([output.loss_sums[name].double(), targets])
-            of_position = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
+            position_documents = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
             losses = output.losses.double()
-            of_document.index_add_(0, of_position, torch.stack([losses, torch.ones_like(losses)], 1))
+            by_document.index_add_(0, position_documents, torch.stack([losses, torch.ones_like(losses)], 1))
             blocks += len(inputs["labels"])
         totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
-        metrics = _evaluation_metrics({name: total / targets for name, (total, targets) in totals if targets})
-        of_document = self.sum_over_processes(of_document).cpu().numpy()
-        if (error := error_of_ratio(*of_document.T)) is not None:  # a log line has numbers only
+        losses = {name: total / targets for name, (total, targets) in totals if targets}
+        mlm = losses.pop("mlm")
+        metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
+        metrics |= {f"{name}_loss": loss for name, loss in losses.items()}
+        by_document = self.sum_over_processes(by_document).cpu().numpy()
+        if (error := error_of_ratio(*by_document.T)) is not None:  # a log line has numbers only
             metrics["loss_error"] = error
-        if self.also_measured and metric_key_prefix == "eval":  # not for each source again
-            metrics |= self.also_measured(self)
+        if self.extra_metrics and metric_key_prefix == "eval":  # not for each source
+            metrics |= self.extra_metrics(self)
         examples = int(self.sum_over_processes(blocks))
-        metrics |= {"documents": int((of_document[:, 1] > 0).sum()), "blocks": examples}
+        metrics |= {"documents": int((by_document[:, 1] > 0).sum()), "blocks": examples}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
-    def _equally_many(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-        """The batches of `dataloader`, each with whether it counts. Under ZeRO 3 a forward gathers weights from all
-        ranks, so a rank with fewer batches adds some that do not count."""
+    def _equal_batch_counts(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+        """(batch, whether it counts): under ZeRO 3 a forward gathers weights from all ranks, so that a rank with fewer
+        batches adds dummy batches that do not count."""
         own = most = len(dataloader)
         if self.is_deepspeed_enabled:
             most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
         yield from ((inputs, True) for inputs in dataloader)
         for _ in range(most - own):
             yield self.data_collator([dataloader.dataset[0]]), False
-
-
-def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
-    """Metrics of the mean loss of each objective in nats; perplexity and bits are the masked LM's."""
-    mlm = losses.pop("mlm")
-    metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}
-    return metrics | {f"{name}_loss": loss for name, loss in losses.items()}

@@ -1,8 +1,8 @@
-"""Optimizers, a declaration each in `TABLE`, and learning-rate schedules (paper, Table 9: Adam, linear decay).
+"""Optimizers and checks of learning-rate schedules (paper, Table 9: Adam, linear decay).
 
-Beside Trainer's own: LAMB (You et al. 2020, arXiv 1904.00962; ALBERT was trained with it) and Muon (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon). A new optimizer is an entry of `TABLE`; flag, checks, ZeRO, resuming and the memory
-estimate follow from it.
+In addition to Trainer's own: LAMB (You et al. 2020, arXiv 1904.00962; used for ALBERT) and Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon). A new optimizer is an entry of `TABLE`, from which flag, checks, ZeRO, resuming and
+the memory estimate are derived.
 """
 
 from collections.abc import Callable, Container
@@ -20,28 +20,28 @@ from roberta_recipe.errors import InputError
 @dataclass(frozen=True)
 class Optimizer:
     """`build(args, groups, matrices, **optim_args)` returns the optimizer over two parameter groups, the first with
-    weight decay; None for Trainer's own. `arguments` are the names and types of its `optim_args`."""
+    weight decay; None for Trainer's own optimizers. `arguments`: names and types of its `optim_args`."""
 
     states: int  # fp32 numbers for each weight
     arguments: dict[str, type] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None
     help: str = ""
     matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where they differ
-    lost_under_zero: str = ""  # why ZeRO, which flattens and splits the weights, would change the updates
+    lost_under_zero: str = ""  # what ZeRO's flat shards destroy, so that the updates would change
 
 
-def own() -> list[str]:
-    """The names that `TrainingArguments` does not know."""
+def custom_names() -> list[str]:
+    """The optimizers that `TrainingArguments` does not support."""
     return [name for name, optimizer in TABLE.items() if optimizer.build]
 
 
 def name_of(args: TrainingArguments) -> str:
-    """The optimizer's name, as it is written on a command line."""
+    """The optimizer's name as a string, also for transformers' enum."""
     return getattr(args.optim, "value", args.optim)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """AdamW and Muon as one optimizer, with the groups of AdamW before those of Muon and one state."""
+    """AdamW and Muon as one optimizer with a common state; AdamW's parameter groups come first."""
 
     def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon):
         self._both, self._first = (adamw, muon), len(adamw.param_groups)
@@ -55,7 +55,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def matrices_of_layers(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of linear modules in the layers of the body: no embedding, no head, no projection of an embedding."""
+    """The weights of linear modules in the encoder layers, without embeddings, their projections, and heads."""
     matrices = {}  # shared ones once, in the order of the model
     for layers in getattr(model, "base_model", model).modules():
         if isinstance(layers, nn.ModuleList):
@@ -64,14 +64,14 @@ def matrices_of_layers(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) -> torch.optim.Optimizer:
-    """The optimizer of `args` over a model's parameters, with weight decay for those named in `decayed`. Raises
-    `TypeError` or `ValueError` for `optim_args` that it does not take, some of which Trainer would ignore."""
+    """The optimizer of `args` over a model's parameters, with weight decay for the names in `decayed`. Raises
+    `TypeError` or `ValueError` for unknown `optim_args`, some of which Trainer would ignore."""
     optim_args = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
     declared = TABLE[name_of(args)]
     if unknown := optim_args.keys() - declared.arguments.keys():
         takes = ", ".join(declared.arguments) or "none"
         raise TypeError(
-            f"it has no {min(unknown)}, it takes {takes}; learning rate, decay, betas and epsilon have their own flags"
+            f"unknown argument {min(unknown)} (valid: {takes}); learning rate, decay, betas and epsilon have own flags"
         )
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
@@ -85,7 +85,7 @@ def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) ->
     return cls(groups, **kwargs)
 
 
-def _of_adam(args: TrainingArguments) -> dict[str, Any]:
+def _adam_options(args: TrainingArguments) -> dict[str, Any]:
     return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
@@ -98,7 +98,7 @@ def _lamb(args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[
     # the decay is part of the update that is normalized (Algorithm 2); `adam_debias`: no bias correction;
     # `adam`: no trust ratio, as in the authors' code for weights without decay (a bias of padding would dominate it)
     groups = [{**group, "adam": number > 0} for number, group in enumerate(groups)]
-    return Unclamped(groups, **_of_adam(args), weight_decouple=False, adam_debias=True)
+    return Unclamped(groups, **_adam_options(args), weight_decouple=False, adam_debias=True)
 
 
 def _muon(
@@ -108,7 +108,7 @@ def _muon(
     rest = [{**group, "params": [weight for weight in group["params"] if id(weight) not in ids]} for group in groups]
     # 0.02 is the author's, for updates scaled by a matrix's shape alone
     muon = {"lr": 0.02, "weight_decay": args.weight_decay, **optim_args}
-    return MuonAndAdamW(torch.optim.AdamW(rest, **_of_adam(args)), torch.optim.Muon(matrices, **muon))
+    return MuonAndAdamW(torch.optim.AdamW(rest, **_adam_options(args)), torch.optim.Muon(matrices, **muon))
 
 
 # runs of each resume bit for bit (tests/test_flags.py)
@@ -132,10 +132,10 @@ TABLE = {
 
 
 def check(args: TrainingArguments) -> None:
-    """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments without an effect."""
+    """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments that have no effect."""
     name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
     if args.deepspeed_plugin and (lost := TABLE[name].lost_under_zero):
-        raise InputError(f"optim={name}: ZeRO flattens {lost}; take adamw_torch, or start without DeepSpeed")
+        raise InputError(f"optim={name}: ZeRO flattens {lost}; use adamw_torch, or start without DeepSpeed")
     try:
         build(args, nn.ModuleList([nn.Linear(2, 2)]), ["0.weight"])
     except (ImportError, TypeError, ValueError) as error:
@@ -160,8 +160,8 @@ def check(args: TrainingArguments) -> None:
 
 
 def check_length(args: TrainingArguments, steps: int) -> None:
-    """Raise `InputError` where a run of so many steps ends within its warm-up, or where the phases of
-    warmup_stable_decay have another length in all: the learning rate would end too early or stay high."""
+    """Raise `InputError` where a run of `steps` steps ends within its warm-up, or where the phases of
+    warmup_stable_decay do not add up to `steps`: the learning rate would end too early or stay high."""
     warmup = args.get_warmup_steps(steps)
     if warmup > steps:
         raise InputError(
@@ -184,11 +184,11 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def put_back(
+def restore_hyperparameters(
     optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, groups: list[dict[str, Any]]
 ) -> None:
-    """Restore the `hyperparameters` from before a checkpoint was loaded; the step of the schedule and the optimizer's
-    moments stay the checkpoint's."""
+    """Restore the `hyperparameters` that loading a checkpoint overwrote; the schedule's step and the optimizer's
+    moments stay those of the checkpoint."""
     scheduler.base_lrs = [group["lr"] for group in groups]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     rates = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]

@@ -1,10 +1,10 @@
-"""The output folder of a run: created, locked, and checked for files of another run."""
+"""Output folder of a run: creation, lock, and a check for files of other runs."""
 
 from pathlib import Path
 
 from transformers import TrainingArguments
 
-from roberta_recipe import durable, lock
+from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import (
     HASHES_NAME,
@@ -20,29 +20,29 @@ from roberta_recipe.record import (
 from roberta_recipe.training.checkpoint import all_folders
 from roberta_recipe.training.processes import from_first_process
 
-# what a run leaves that ended before its first checkpoint; "runs" is TensorBoard's
+# files of a run that ended before its first checkpoint; "runs" is TensorBoard's
 _BEFORE_CHECKPOINT = {
-    *(lock.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
+    *(durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
 }
 
 
 def prepare(args: TrainingArguments, extend: bool) -> None:
-    """Create and lock the output folder, on the first process. Raises `InputError`, on all processes, where another run
-    uses it, and where it holds anything but a run to continue, so that nothing is overwritten. With `extend`, a
-    finished run with fewer than `max_steps` steps is one."""
+    """Create and lock the output folder, on rank 0. Raises `InputError`, on all ranks, if another process uses it, or
+    if it holds anything but a run to resume, so that nothing is overwritten. `extend`: also resume a finished run that
+    has fewer than `max_steps` steps."""
     from_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
 
 
 def _prepare(path: Path, max_steps: int) -> None:
     durable.make_folder(path)
-    lock.take(path)
+    durable.lock(path)
     check_content(path, max_steps)
-    durable.remove_left(path)
+    durable.remove_stale(path)
 
 
 def check_content(path: Path, max_steps: int) -> None:
     """Raise `InputError` for a finished run, unless the time limit ended it or it has fewer than `max_steps` steps, and
-    for files of other origin."""
+    for files without a checkpoint."""
     if (path / RECORD_NAME).exists():
         record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
         if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:
@@ -50,7 +50,7 @@ def check_content(path: Path, max_steps: int) -> None:
                 f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
                 "longer with a higher --max_steps and --resume_despite_changes true (on the longer schedule)"
             )
-    others = {entry.name for entry in path.iterdir() if not durable.is_aside(entry.name)} - _BEFORE_CHECKPOINT
+    others = {entry.name for entry in path.iterdir() if not durable.is_temporary(entry.name)} - _BEFORE_CHECKPOINT
     if others and not all_folders(path):
         raise InputError(
             f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "

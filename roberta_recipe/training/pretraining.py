@@ -1,7 +1,8 @@
-"""The steps of pretraining (paper, section 4) that `train_mlm.py` shares with the tools that read its presets: checks
-of the flags, readers, model, collator, validation set, fingerprint."""
+"""Steps of pretraining (paper, section 4), for `train_mlm.py` and the tools that read its presets: argument checks,
+readers, model, collator, validation set, fingerprint."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
-from roberta_recipe.data.chunks import COUNTS, PACKERS, TextReader
+from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
@@ -22,11 +23,11 @@ from roberta_recipe.model import attention, initialization, masked_lm, objective
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.settings import fixed_values, flags_of, parse
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import arguments, checkpoint, launching, optimizers, stopping
+from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
-SHARED_ROWS = ("doc_sentences", "sentence_pair")  # several sequences in a row
+MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 Reader = TextReader | token_cache.TokenCache
 
@@ -73,25 +74,25 @@ def _check_objectives(args: MlmArguments) -> None:
     names, table = args.objective, objectives.TABLE
     if "mlm" not in names or len(set(names)) < len(names) or not set(names) <= table.keys():
         raise InputError(
-            f"objective={' '.join(names)!r}: name mlm and what is beside it, once each: {', '.join(table)}"
+            f"objective={' '.join(names)!r}: name mlm and any of the others, once each: {', '.join(table)}"
         )
     if len(packed := [name for name in names if packed_formats(name)]) > 1:
         raise InputError(f"objectives {' and '.join(packed)} exclude each other: each needs its own blocks")
     for name in names:
-        for flag, able in {"masking_unit": table[name].masking_units, "input_format": packed_formats(name)}.items():
-            if able and getattr(args, flag) not in able:
-                raise InputError(f"objective {name} goes with {flag}={' or '.join(able)}, not {getattr(args, flag)}")
+        for flag, valid in {"masking_unit": table[name].masking_units, "input_format": packed_formats(name)}.items():
+            if valid and getattr(args, flag) not in valid:
+                raise InputError(f"objective {name} goes with {flag}={' or '.join(valid)}, not {getattr(args, flag)}")
 
 
 def packed_formats(objective: str) -> list[str]:
-    """The input formats that have a packer for this objective."""
+    """The input formats with a packer for this objective."""
     return [packer.split()[0] for packer in PACKERS if packer.split()[1:] == [objective]]
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` where no model is named, and for an `initialization` of weights that are not fresh."""
+    """Raise `InputError` for a missing model, and for an `initialization` of pretrained weights."""
     if not args.config_name and not args.model_name_or_path:
-        raise InputError("no model: set config_name for fresh weights, or model_name_or_path for a checkpoint's")
+        raise InputError("no model: set config_name for fresh weights, or model_name_or_path for a checkpoint")
     initialization.factors(args.initialization)
     if args.initialization and args.model_name_or_path:
         raise InputError(
@@ -101,7 +102,7 @@ def check_model(args: MlmArguments) -> None:
 
 
 def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """Raise `InputError` for a cool-down without a time limit, or after another schedule than a constant one."""
+    """Raise `InputError` for a cool-down without a time limit or without a constant schedule."""
     if (share := args.cooldown_share) is None:
         return
     is_constant = training_args.lr_scheduler_type is SchedulerType.CONSTANT_WITH_WARMUP
@@ -117,19 +118,19 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     schedule that cannot be built."""
     if not training_args.output_dir:
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
-    launching.check(training_args)
+    launch_checks.check(training_args)
     optimizers.check(training_args)
 
 
 def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """`arguments.resolve` for the named model. Raises `InputError` also where its attention or its architecture cannot
-    keep apart the sequences that share a row."""
+    """`arguments.resolve` for the model of `args`. Raises `InputError` also where its attention or its architecture
+    cannot separate the sequences of a block."""
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
-    arguments.resolve(args, training_args, config, unpads=True)
-    if args.input_format in SHARED_ROWS:
+    arguments.resolve(args, training_args, config, can_unpad=True)
+    if args.input_format in MULTI_SEQUENCE_FORMATS:
         attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
     if training_args.dataloader_num_workers and not args.token_cache:
-        # a forked worker that tokenizes would wait for ever for the threads of a tokenizer that was used before
+        # a forked worker would hang if its parent has started the tokenizer's threads
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -139,7 +140,7 @@ def data_seed(training_args: MlmTrainingArguments) -> int:
 
 
 def read_corpus(args: MlmArguments) -> corpora.Corpus:
-    """The corpus as named, not yet resolved: `train_file` where given, else the corpus preset."""
+    """The unresolved corpus: of `train_file` if given, else the corpus preset."""
     if args.train_file:
         return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
@@ -152,8 +153,8 @@ def text_reader(
     seed: int,
     index_folder: str | None = None,
 ) -> TextReader:
-    """The provider of chunks from text. Its packer is the format's for an objective; without such an objective, pairs
-    are consecutive."""
+    """The provider of chunks from text. The packer depends on format and objective; formats of pairs without a pair
+    objective have pairs in text order."""
     packers = [f"{args.input_format} {name}" for name in (*args.objective, "in_order")]
     return TextReader(
         corpus,
@@ -168,16 +169,16 @@ def text_reader(
 
 
 def cache_reader(args: MlmArguments, corpus: corpora.Corpus, seed: int) -> token_cache.TokenCache:
-    """The provider of chunks from the complete token cache."""
+    """The provider of chunks from a complete token cache."""
     return token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
 
 
 def build_readers(
     args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Reader, Reader]:
-    """The providers of training and validation blocks: the token cache, which is completed first, or the text."""
+    """The providers of training and validation blocks: the text, or a token cache, which is built first if needed."""
     seed = data_seed(training_args)
-    # the chunk index is the training reader's: held-out text is read once
+    # only the training reader has a chunk index, as held-out text is read once
     reader = text_reader(args, corpus, tokenizer, seed, None if args.token_cache else training_args.output_dir)
     if not args.token_cache:
         return reader, text_reader(args, corpus, tokenizer, masking.EVAL_SEED)
@@ -190,12 +191,11 @@ def build_readers(
 
 
 def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
-    """Log the size of a new cache, and what packing split or left out."""
-    total = dict.fromkeys(COUNTS, 0)
+    """Log the size of a cache, and what packing split or left out."""
+    total = Counter()
     for split in ("train", "validation"):
-        rows = list(stream.count_table(cache, split).values())
-        sums = {name: sum(row[name] for row in rows) for name in COUNTS}
-        total = {name: total[name] + sums[name] for name in COUNTS}
+        sums = sum(map(Counter, stream.count_table(cache, split).values()), Counter())
+        total += sums
         documents = counted(sums["documents"], "document")
         logger.info(
             f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {documents}"
@@ -212,9 +212,10 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     names: Sequence[str] | None = None,
 ) -> masked_lm.PredictedPositions:
-    """The model of the objectives `names` (default: `objective`), with fresh weights or a checkpoint's; whole on every
-    process, with the attention of `training_args` (`resolve`)."""
-    # ZeRO 3 would have `from_pretrained` build a shard, and a padded vocabulary edit nothing; `Trainer` sets it again
+    """The model with the objectives `names` (default: `args.objective`) and the resolved attention of `training_args`,
+    with fresh weights or a checkpoint's; not sharded."""
+    # with ZeRO 3's config, `from_pretrained` would build a shard, and padding of the vocabulary have no effect;
+    # `Trainer` sets the config again
     unset_hf_deepspeed_config()
     set_seed(training_args.seed)
     model = masked_lm.build_model(
@@ -234,11 +235,11 @@ def build_model(
 def build_collator(
     args: MlmArguments, training_args: MlmTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> masking.MlmCollator:
-    """Dynamic masks: another mask for each block and epoch."""
+    """The training collator: by default dynamic masks, a new one for each block and epoch."""
     return masking.MlmCollator(
         tokenizer,
         mlm_probability=args.mlm_probability,
-        # one shape for a compiled encoder; its head gets a multiple of 512 positions
+        # a fixed shape for a compiled encoder; its head gets a multiple of 512 positions
         pad_to_multiple_of=args.max_seq_length if training_args.torch_compile else 8,
         predicted_multiple=512 if training_args.torch_compile else 1,
         seed=data_seed(training_args),
@@ -252,8 +253,8 @@ def build_collator(
 
 
 def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> list[Block]:
-    """Held-out blocks, evenly spaced and the same for every seed, in the proportions of the mixture as far as each
-    source's text goes. Raises `InputError` where an objective has no label in them."""
+    """Blocks of `stream.validation_blocks`, the same for every seed. Raises `InputError` for too few blocks,
+    and for an objective without a label in them."""
     blocks = list(stream.validation_blocks(reader, args.max_eval_samples))
     more = "hold out more text (validation_file, or validation_share of the corpus) or raise max_eval_samples"
     if len(blocks) < training_args.per_device_eval_batch_size:
@@ -271,7 +272,7 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
 def mask_validation(
     args: MlmArguments, blocks: list[Block], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """`blocks` with masks drawn once. Raises `InputError` where no position is predicted."""
+    """`blocks` with fixed masks. Raises `InputError` if no position is predicted."""
     examples = masking.fixed_masks(blocks, tokenizer, labels_of_mask=objectives.labels_of_mask(args.objective))
     if not masking.predicts(examples):
         raise InputError(f"no position of {len(blocks)} validation blocks is predicted: hold out more text")
@@ -281,8 +282,8 @@ def mask_validation(
 def skipped_blocks(
     args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None
 ) -> order.Skipped:
-    """The positions that this run leaves out: its checkpoint's, those of loss spikes, and `skip_blocks`. Raises
-    `InputError` where the checkpoint was trained on some of the last."""
+    """The positions that this run skips: those of the checkpoint, of loss spikes, and of `skip_blocks`. Raises
+    `InputError` if the checkpoint was trained on some of `skip_blocks`."""
     resumed = resumed or {}
     before = order.union(range(*part) for part in resumed.get("skipped_blocks", []))
     position, named = resumed.get("position", 0), order.read_ranges(args.skip_blocks or [])
@@ -291,14 +292,14 @@ def skipped_blocks(
             f"skip_blocks: the checkpoint, at block {position:,}, was trained on {order.in_words(consumed)}: move the "
             "checkpoints away that were written after them"
         )
-    # after a change of the data, the positions of spikes are other blocks
+    # if the data have changed, the positions of spikes are different blocks
     since_spikes = [] if resumed.get("data_changed") else stopping.read_skipped(training_args.output_dir)
     return order.union([*before, *named, *since_spikes])
 
 
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
-    """Print the loss on the held-out text, with its standard error over documents, against its unigram entropy (nats),
-    and the loss of each source."""
+    """Print the validation loss, with its standard error over documents, beside the unigram entropy (nats), and the
+    loss of each source."""
     loss, error = metrics["eval_loss"], metrics.get("eval_loss_error")
     shown = f"masked perplexity at {masking.EVAL_PROBABILITY:.0%}"
     decimals, side = decimals_of(error), "below" if loss < entropy else "ABOVE"
@@ -321,7 +322,7 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
 
 
 def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dict[str, Any]:
-    """The part of the fingerprint that determines blocks and their order, flags apart."""
+    """The part of the fingerprint that determines blocks and their order, without flags."""
     return {
         **reader.fingerprint(),
         "shares": [round(share, 6) for share in reader.corpus.shares],
@@ -336,10 +337,9 @@ def run_fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     reader: Reader,
 ) -> tuple[dict[str, Any], set[str]]:
-    """The settings that must not change between two starts of a run, and the names of those that the positions of the
-    blocks depend on."""
+    """(settings that must not change between two starts of a run, names of those that determine the order of blocks).
+    Config and weights are compared by content, not by path."""
     data = data_fingerprint(training_args, reader)
-    # the content of config and weights counts, not their path
     config = {**model.config.to_dict(), "transformers_version": None, "_name_or_path": None}
     fixed = {
         **fixed_values(args),
@@ -350,5 +350,5 @@ def run_fingerprint(
         "model": durable.fingerprint(config),
         "start_weights": checkpoint.hash_of(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
-    own = {name for name, flag in flags_of(type(args)).items() if flag.resume == "data"}
-    return {**fixed, **data}, own | set(data)
+    data_flags = {name for name, flag in flags_of(type(args)).items() if flag.resume == "data"}
+    return {**fixed, **data}, data_flags | set(data)

@@ -6,25 +6,25 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
-from roberta_recipe.log import SILENT_S, Bar, duration, logger
+from roberta_recipe.log import LOG_INTERVAL_S, Bar, duration, logger
 
-WAITS = 0.01  # the share of time in waiting for data that a log line shows
-_OF_SPEED = ("runtime", "_per_second")
+MIN_DATA_WAIT = 0.01  # share of the time; log lines omit a smaller one
+_SPEED_SUFFIXES = ("runtime", "_per_second")
 
 
 class Progress(TrainerCallback):
-    """Writes `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on the first rank,
-    above a progress bar on a terminal; elsewhere also a line with the ETA between distant entries. All figures are in
-    `log.jsonl`. `steps_after`: steps of the runs that follow, in the ETA of all."""
+    """Prints `step 50/4,000  loss 7.63  lr 5.0e-04  2,350 tokens/s  ETA 12 min` for each log entry, on rank 0, above a
+    progress bar on a terminal; without a terminal, a line with the ETA every `LOG_INTERVAL_S` too. `log.jsonl` has all
+    figures. `steps_after`: steps of later runs, for the ETA of all runs."""
 
     def __init__(self, steps_after: int = 0):
         self._steps_after = steps_after
         self._training = self._evaluation = None  # bars
-        self._begun_s, self._first_step = 0.0, 0  # the end of this start's first step, which waits for its data
-        self._said_s = 0.0  # the time of the last line
+        self._begun_s, self._first_step = 0.0, 0  # end of this start's first step, which includes the first data wait
+        self._last_line_s = 0.0  # the time of the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._first_step, self._said_s = state.global_step + 1, time.monotonic()
+        self._first_step, self._last_line_s = state.global_step + 1, time.monotonic()
         if state.is_world_process_zero:
             self._training = _bar(tqdm, args, "Training", " steps", state.max_steps)
             self._training.n = state.global_step
@@ -35,7 +35,7 @@ class Progress(TrainerCallback):
         if self._training is None:
             return
         self._training.update()
-        if self._training.disable and time.monotonic() - self._said_s > SILENT_S and not control.should_log:
+        if self._training.disable and time.monotonic() - self._last_line_s > LOG_INTERVAL_S and not control.should_log:
             self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -43,8 +43,8 @@ class Progress(TrainerCallback):
             self._say(line)
 
     def _say(self, line: str) -> None:
-        self._said_s = time.monotonic()
-        with tqdm.external_write_mode():  # the line stands above the bar
+        self._last_line_s = time.monotonic()
+        with tqdm.external_write_mode():  # above the bar
             logger.info(line)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
@@ -66,7 +66,7 @@ class Progress(TrainerCallback):
             self._training = None
 
     def _line(self, state, logs: dict[str, Any]) -> str:
-        """The line of a log entry; empty for the entry at the end of training, which the record has."""
+        """The console line of a log entry; empty for `Trainer`'s entry at the end of training."""
         items = [f"step {state.global_step:,}/{state.max_steps:,}"]
         if "loss" in logs:
             items += [f"loss {logs['loss']:#.3g}"]
@@ -74,14 +74,14 @@ class Progress(TrainerCallback):
             items += [f"lr {logs['learning_rate']:.1e}"]
             items += [f"{logs['tokens_per_second']:,} tokens/s"] if "tokens_per_second" in logs else []
             items += [f"{logs['mfu']:.0%} of the matrix rate"] if "mfu" in logs else []
-            items += [f"data wait {logs['data_wait']:.0%}"] if logs.get("data_wait", 0) >= WAITS else []
+            items += [f"data wait {logs['data_wait']:.0%}"] if logs.get("data_wait", 0) >= MIN_DATA_WAIT else []
             items += [f"{logs['skipped_steps']} skipped"] if logs.get("skipped_steps") else []
             return "  ".join([*items, *self._remaining(state)])
         shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         values = [
             f"{name} {value:{'.1%' if name == 'blimp' else '.4g'}}"
             for name, value in shown.items()
-            if not name.endswith(_OF_SPEED)
+            if not name.endswith(_SPEED_SUFFIXES)
         ]
         return "  ".join([*items, "validation", *values]) if values else ""
 

@@ -1,11 +1,11 @@
-"""Endings of a training run before its last step, with their messages and exit codes: a signal, the time limit, a loss
-that is not finite, a loss spike, memory that runs out, a lost process.
+"""Early stopping of a training run: signals, time limit, NaN losses, loss spikes, out of memory, lost processes; with
+error messages and exit codes.
 
-All processes decide alike, at the end of an optimizer step, by sums over all of them.
+All ranks make the same decision, at the end of an optimizer step, from values that are summed over ranks.
 
-Loss spikes follow PaLM (arXiv 2204.02311, section 5.1): train again from a checkpoint before the spike, without the
-batches that were seen before and during it; "the loss did not spike again at the same point". A spike is that of
-OLMo-core's optimizers that skip a step: so many standard deviations (there 6) above the mean of the last 128 steps.
+Loss spikes are handled as in PaLM (arXiv 2204.02311, section 5.1): resume from a checkpoint before the spike and skip
+the batches around it; "the loss did not spike again at the same point". A spike is defined as in OLMo-core's
+skip-step optimizers: more than 6 (there) standard deviations above the mean loss of the last 128 steps.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from roberta_recipe import durable
 from roberta_recipe.data.order import Skipped, in_words, union
 from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
+from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
-from roberta_recipe.started import continue_with
 from roberta_recipe.training import processes
 from roberta_recipe.training.checkpoint import newest_first
 from roberta_recipe.training.processes import from_first_process
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
 
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-_SAME_INTERRUPT_S = 2.0  # a terminal's Ctrl-C reaches a process, and again through its launcher
-WINDOW = 128  # steps that a loss is compared with
-NEEDED = 32  # steps before the first spike
-STEPS_LEFT_OUT = 2  # the step of the spike, and the step before it, whose update led there
-MOST_RETURNS = 3  # to the same checkpoint
+_SAME_INTERRUPT_S = 2.0  # one Ctrl-C arrives twice, from the terminal and from the launcher
+WINDOW = 128  # steps whose mean a loss is compared with
+MIN_LOSSES = 32  # steps without spike detection
+STEPS_SKIPPED = 2  # the step of the spike, and the step before it, whose update caused it
+MAX_REWINDS = 3  # from the same checkpoint
 
 
 class Stopping(TrainerCallback):
-    """Ends training early, at the same step in all processes: with a checkpoint on SIGTERM, on Ctrl-C and after
-    `minutes`; without one where the loss is not finite, and at a loss spike of so many `deviations` (`is_spike`). A
-    second Ctrl-C ends the process at once. `trainer` is set by the trainer."""
+    """Stops training early, at the same step on all ranks: with a checkpoint on SIGTERM, on Ctrl-C and after `minutes`;
+    without one if the loss is not finite, and at a loss spike (`is_spike` with `deviations`). A second Ctrl-C ends the
+    process at once. `trainer` is set by the trainer."""
 
     trainer: "DurableTrainer"
 
@@ -63,16 +63,16 @@ class Stopping(TrainerCallback):
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Context of `Trainer.train`: signal handlers, and `RunError`s in place of library exceptions (`explain`)."""
+        """Context of `Trainer.train`: signal handlers; library exceptions become `RunError`s (`explain`)."""
         self._begun_s = time.monotonic()
-        # a shell script's background job ignores Ctrl-C
+        # a background job of a shell script ignores SIGINT
         numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self._note) for number in numbers}
+        handlers = {number: signal.signal(number, self._handle_signal) for number in numbers}
         try:
             yield
-        except KeyboardInterrupt:  # the second
+        except KeyboardInterrupt:  # a second Ctrl-C
             step = self.trainer.state.global_step + 1
-            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {continue_with()}") from None
+            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {resume_hint()}") from None
         except Exception as error:
             if (explained := explain(self.trainer, error)) is None:
                 raise
@@ -81,35 +81,31 @@ class Stopping(TrainerCallback):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, _: Any) -> None:
+    def _handle_signal(self, number: int, _: Any) -> None:
         now_s, self.signaled_by = time.monotonic(), SIGNALS[number]
         if number != signal.SIGINT:
             return
         if self._interrupted_s is None:
             self._interrupted_s = now_s
-            if is_first_process():  # a signal handler may not wait for a lock of `logging` or of a stream
+            if is_first_process():  # `logging` takes locks, which a signal handler must not wait for
                 os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
         elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
-    def _elapsed_share(self) -> float:
-        """Of `minutes`, by the clock of the first rank; 0 on the others."""
-        if not self.minutes or self.trainer.args.process_index:
-            return 0.0
-        return (time.monotonic() - self._begun_s) / (60 * self.minutes)
-
-    def cooled(self, schedule: Callable[[int], float], step: int) -> float:
+    def with_cooldown(self, schedule: Callable[[int], float], step: int) -> float:
         """`schedule` at `step`, falling linearly to 0 over the last `cooldown_share` of the time limit."""
         return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
 
     def _signals(self) -> torch.Tensor:
-        """(2,): 1 for each of SIGNALS that this process got."""
+        """(2,): 1 for each of SIGNALS that this process received."""
         flags = [float(self.signaled_by == name) for name in SIGNALS.values()]
         return torch.tensor(flags, device=self.trainer.args.device)
 
     def on_step_end(self, args, state, control, **kwargs):
-        trainer, losses = self.trainer, self.trainer.step_losses()
-        figures = [losses.new_tensor(self._elapsed_share()), (~torch.isfinite(losses)).any().float(), losses.sum()]
+        trainer, losses, share = self.trainer, self.trainer.step_losses(), 0.0
+        if self.minutes and args.process_index == 0:  # by the clock of rank 0
+            share = (time.monotonic() - self._begun_s) / (60 * self.minutes)
+        figures = [losses.new_tensor(share), (~torch.isfinite(losses)).any().float(), losses.sum()]
         summed = trainer.sum_over_processes(torch.cat([self._signals(), torch.stack(figures)]))
         *signaled, self.elapsed_share, not_finite, loss = summed.tolist()
         self.stopped_by = _name(signaled)
@@ -124,32 +120,32 @@ class Stopping(TrainerCallback):
             logger.info(f"{why}: saving step {state.global_step:,} of {state.max_steps:,}, then ending")
 
     def _check_loss(self, loss: float, not_finite: bool) -> None:
-        """Raise `Stopped` at a spike, and `RunError` where a loss of the step is not finite, or in bf16 and fp32 the
-        gradient, as DeepSpeed would skip the step and train on."""
+        """Raise `Stopped` for a spike, and `RunError` for a loss that is not finite or, in bf16 and fp32, a gradient
+        (DeepSpeed would skip the step and continue)."""
         trainer = self.trainer
         if self.deviations and is_spike(loss, self.recent_losses, self.deviations):
-            raise from_first_process(trainer.args, lambda: leave_out(trainer, loss, self.stopped_by or "a loss spike"))
+            raise from_first_process(trainer.args, lambda: skip_spike(trainer, loss, self.stopped_by or "a loss spike"))
         self.recent_losses.append(loss)
         if not_finite or trainer.step_was_skipped:
             kind = "loss" if not_finite else "gradient"
             raise trainer.diverged(f"the {kind} of step {trainer.state.global_step} is not finite")
 
     def end_if_stopped(self, note: str = "") -> None:
-        """After training: raise `Stopped` where a signal ended it; the step is saved."""
+        """After training: raise `Stopped` if a signal stopped it, with its last step saved."""
         if self.stopped_by not in (None, TIME_LIMIT):
             state = self.trainer.state
             step = f"step {state.global_step:,} of {state.max_steps:,}"
             self._end(f"{step} is saved in {self.trainer.args.output_dir}{note}")
 
     def end_if_signaled(self) -> None:
-        """After a run is finished: raise `Stopped` where a signal came after its last step."""
+        """After the end of a run: raise `Stopped` if a signal came after its last step."""
         self.stopped_by = _name(self.trainer.sum_over_processes(self._signals()).tolist())
         if self.stopped_by:
             self._end(f"the run in {self.trainer.args.output_dir} is finished")
 
     def _end(self, what: str) -> None:
         processes.leave_process_group()
-        raise Stopped(f"stopped by {self.stopped_by}: {what}. {continue_with()}", self.stopped_by)
+        raise Stopped(f"stopped by {self.stopped_by}: {what}. {resume_hint()}", self.stopped_by)
 
 
 def _name(signaled: Sequence[float]) -> str | None:
@@ -157,7 +153,7 @@ def _name(signaled: Sequence[float]) -> str | None:
 
 
 def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
-    """A `RunError` that says what to do, for a library exception in training; None for a bug."""
+    """A `RunError` with advice for a library exception in training; None for a bug."""
     step = trainer.state.global_step
     if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
         return trainer.diverged(
@@ -165,7 +161,7 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
             "true --fp16 false)"
         )
     if lost := lost_process(error):
-        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {continue_with()}")
+        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
     if is_out_of_memory(error):
         return RunError(
             f"out of memory at step {step + 1} ({first_line(error)}): lower per_device_train_batch_size="
@@ -175,45 +171,45 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
 
 
 def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
-    """Whether a step's loss is no number, or more than so many standard deviations above the mean of the last `WINDOW`
+    """Whether a loss is not finite, or more than `deviations` standard deviations above the mean of the last `WINDOW`
     losses `before` it."""
     if not math.isfinite(loss):
         return True
     window = list(before)[-WINDOW:]
-    return len(window) >= NEEDED and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
+    return len(window) >= MIN_LOSSES and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
 
 
 def read_skipped(output_dir: str | Path) -> Skipped:
-    """The blocks that a run leaves out since its loss spikes."""
-    return union(range(*part) for entry in _read_returns(output_dir) for part in entry["blocks"])
+    """The blocks that a run skips because of earlier loss spikes."""
+    return union(range(*part) for entry in _read_spikes(output_dir) for part in entry["blocks"])
 
 
-def _read_returns(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Every loss spike of a run, from its folder. Raises `InputError` where the file is damaged."""
+def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
+    """The loss spikes recorded in the run's folder. Raises `InputError` for a damaged file."""
     path = Path(output_dir, SKIPPED_NAME)
     try:
         return durable.read_sealed(path)["returns"] if path.is_file() else []
     except ValueError as error:
         raise InputError(
-            f"{path} cannot be used ({error}): it has the blocks that this run leaves out; move it away, and name them "
+            f"{path} cannot be used ({error}): it lists the blocks that this run skips; move it away, and name them "
             "with --skip_blocks"
         ) from None
 
 
-def leave_out(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
-    """Write the blocks that the next start leaves out, for a spike of the last step, into the run's folder; returns
-    the error that ends this start, with the exit code of `by`."""
+def skip_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
+    """Record a spike in the last step, so that the next start skips its blocks; returns the error that ends this start,
+    with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    returns, saved = _read_returns(output_dir), newest_first(output_dir)
+    spikes, saved = _read_spikes(output_dir), newest_first(output_dir)
     saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
-    if sum(entry["step"] > saved_step for entry in returns) >= MOST_RETURNS:
+    if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
         return RunError(
-            f"{what}, and {MOST_RETURNS} starts from the same checkpoint ended so before: lower learning_rate or warm "
-            f"up longer in another output_dir, or move newer checkpoints away to return further. {trainer.last_good}"
+            f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or warm up "
+            f"longer in another output_dir, or move newer checkpoints away to go back further. {trainer.last_good}"
         )
-    blocks = trainer.blocks_of_steps(STEPS_LEFT_OUT)
+    blocks = trainer.last_blocks(STEPS_SKIPPED)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
-    durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*returns, entry]})
-    left_out = f"the next start leaves out blocks {in_words(blocks)}"
-    return Stopped(f"stopped by {by}: {what}; {left_out}. {trainer.last_good} {continue_with()}", by)
+    durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*spikes, entry]})
+    what += f"; the next start leaves out blocks {in_words(blocks)}"
+    return Stopped(f"stopped by {by}: {what}. {trainer.last_good} {resume_hint()}", by)

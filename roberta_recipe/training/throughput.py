@@ -1,9 +1,9 @@
-"""Throughput: tokens a second, and model-FLOPs utilisation.
+"""Throughput: tokens per second, and model-FLOPs utilisation (MFU).
 
-Utilisation is FLOPs of the model by formula / the matrix rate of this machine in the precision of the run, measured
-when training begins. On a CPU it is measured again at the first log line, and the faster counts: the threads of a new
-process may share a core at first. FLOPs count a multiply-add as 2, the backward pass as twice the forward (Kaplan et
-al. 2020, appendix B; 6N), real tokens only, and no recomputation.
+MFU is the model's FLOPs per second by formula / the machine's matrix rate in the run's precision, measured when
+training begins. On a CPU the rate is measured again at the first log line and the maximum is used, as the threads of a
+new process may share a core at first. FLOPs count a multiply-add as 2, the backward pass as twice the forward (Kaplan
+et al. 2020, appendix B; 6N), real tokens only, and no recomputation.
 """
 
 import contextlib
@@ -15,25 +15,25 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
-from roberta_recipe.hardware import forget_peak_memory, matrix_rate
+from roberta_recipe.hardware import matrix_rate, reset_peak_memory
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention
 
-# families whose layers have the matrix products of BERT's, and whose configs have its names
+# architectures with BERT's matrix products in each layer, and BERT's config keys
 BERT_LIKE = ("albert", "bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@functools.cache  # a process fine-tunes with several seeds
+@functools.cache  # for several fine-tuning runs in one process
 def _probe(device: torch.device, dtype: torch.dtype, again: bool) -> float:
     return matrix_rate(device, dtype)
 
 
 def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float | None:
-    """FLOPs of forward and backward of an encoder's layers, without the head, over sequences of `tokens` in all;
-    `squares` is the sum of their squared lengths. None for a family that is not `BERT_LIKE`.
+    """Forward and backward FLOPs of an encoder's layers, without the head, over sequences with `tokens` in all and the
+    sum `squares` of squared lengths. None for an architecture that is not `BERT_LIKE`.
 
-    Body 6 x 12 x L x h^2 a token (with an intermediate size of 4h), attention 12 x L x S x h a token of S.
+    Per token: body 6 x 12 x L x h^2 (with an intermediate size of 4h), attention 12 x L x S x h at sequence length S.
     """
     if config.model_type not in BERT_LIKE:
         return None
@@ -43,26 +43,26 @@ def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float 
 
 
 class Throughput(TrainerCallback):
-    """Tokens and FLOPs of all processes between two log lines, and their seconds, in each step's log entry."""
+    """Adds tokens per second, data wait and MFU of all processes since the last log entry to each entry."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
         self.matrix_rate: float | None = None  # FLOP/s of this process's device
         self._since_s: float | None = None
-        self._outside_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
+        self._excluded_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Measure `matrix_rate`."""
         precision, device = attention.precision(args), args.device
         self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
-        forget_peak_memory()  # of its matrices, and of micro-batches that did not fit (`batch.lower_to_memory`)
+        reset_peak_memory()  # which the probe has raised
         on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
         where = torch.cuda.get_device_name() if on_gpu else threads
         if args.process_index == 0:
             logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self._since_s is None:  # the time before the first batch, which fills a stream, is no training
+        if self._since_s is None:  # excludes the wait for the first batch
             self._restart()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -72,34 +72,34 @@ class Throughput(TrainerCallback):
             state.log_history[-1] |= figures
 
     @contextlib.contextmanager
-    def outside(self) -> Iterator[None]:
-        """Time within is no training."""
+    def excluded(self) -> Iterator[None]:
+        """Context for work that is not training; its time is not counted."""
         start_s = time.monotonic()
         yield
-        self._outside_s += time.monotonic() - start_s
+        self._excluded_s += time.monotonic() - start_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time within is a wait for data."""
+        """Context of a wait for data, for `data_wait`."""
         start_s = time.monotonic()
         yield
         self._waited_s += time.monotonic() - start_s
 
     def count(self, tokens: int, flops: float | None) -> None:
-        """Add the work of all processes; `flops` is None for a family without a formula."""
+        """Add the work of all processes; `flops` is None for an architecture without a formula."""
         self._tokens += tokens
         self._flops += math.nan if flops is None else flops
 
     def figures(self) -> dict[str, float]:
-        """`tokens_per_second`, `data_wait` (share of this process's time) and, where the FLOPs are known, `mfu`, since
-        the last call."""
-        elapsed_s = time.monotonic() - self._since_s - self._outside_s
+        """`tokens_per_second`, `data_wait` (share of this process's time) and, if the FLOPs are known, `mfu` since the
+        last call."""
+        elapsed_s = time.monotonic() - self._since_s - self._excluded_s
         figures = {
             "tokens_per_second": round(self._tokens / elapsed_s),
             "data_wait": round(self._waited_s / elapsed_s, 4),
         }
         if not math.isnan(self._flops):
-            if self.args.device.type == "cpu":  # a GPU may have no memory left for it
+            if self.args.device.type == "cpu":  # a GPU may have no free memory for the probe
                 again = _probe(self.args.device, _DTYPES[attention.precision(self.args)], again=True)
                 self.matrix_rate = max(self.matrix_rate, again)
             figures["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
@@ -107,5 +107,5 @@ class Throughput(TrainerCallback):
         return figures
 
     def _restart(self) -> None:
-        self._since_s, self._outside_s, self._waited_s = time.monotonic(), 0.0, 0.0
+        self._since_s, self._excluded_s, self._waited_s = time.monotonic(), 0.0, 0.0
         self._tokens, self._flops = 0, 0.0

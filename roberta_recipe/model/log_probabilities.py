@@ -1,4 +1,4 @@
-"""Log-probabilities of a masked LM of any family at chosen positions, for tools that compare models."""
+"""Log-probabilities of tokens under a masked LM of any family, for tools that compare models."""
 
 import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -8,8 +8,8 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model import weights
 
 
-def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A masked LM of any family, `ready`, and its tokenizer. Raises `InputError` where they do not fit each other."""
+def load_masked_lm(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A masked LM of any family, on the device, and its tokenizer. Raises `InputError` for a mismatch of the two."""
     tokenizer = tokenization.load_tokenizer(tokenizer_name or name, needed=("pad_token",))
     check_tokenizer(tokenizer)
     model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
@@ -18,7 +18,7 @@ def load(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel,
             f"the tokenizer {tokenizer.name_or_path!r} has {len(tokenizer):,} entries, more than the embedding of "
             f"{name!r}; name the model's own tokenizer"
         )
-    return ready(model), tokenizer
+    return on_device(model), tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -27,21 +27,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token: name the model's own tokenizer")
 
 
-def ready(model: PreTrainedModel) -> PreTrainedModel:
+def on_device(model: PreTrainedModel) -> PreTrainedModel:
     """`model` on the device, in evaluation mode."""
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def log_probabilities(
+def at_positions(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """(n,) fp32: the log-probabilities, in nats, of `ids` (n,) at the n `positions`, a bool mask (batch, seq_len) that
-    is read row by row."""
-
-    def chosen(decoder: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (given[0][positions],)
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(chosen)
+    """(n,) fp32: log-probabilities in nats of the tokens `ids` (n,) at the n True `positions` (batch, seq_len) bool, in
+    row-major order."""
+    decoder = model.get_output_embeddings()
+    hook = decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions],))
     try:
         with torch.inference_mode():
             logits = model(**inputs).logits.float()  # (n, vocab_size)

@@ -1,4 +1,4 @@
-"""Checks of how a run was launched: precision, process group, accelerate's and DeepSpeed's configuration."""
+"""Checks of the launch configuration: precision, process group, accelerate, DeepSpeed."""
 
 import os
 from typing import Any
@@ -12,13 +12,13 @@ from roberta_recipe.hardware import has_bf16
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import logger
 
-# plugins of accelerate that the environment switches on, and `Trainer` uses silently
+# plugins of accelerate, enabled by environment variables, that `Trainer` would use silently
 _REFUSED_PLUGINS = {
     "FSDP": "FSDP, whose checkpoints cannot be resumed here",
     "MEGATRON_LM": "Megatron-LM, which has its own loss and batch",
     "PARALLELISM_CONFIG": "a parallelism_config, whose processes share examples",
 }
-_TRUE = ("1", "true", "yes", "y", "on", "t")  # as accelerate reads the environment
+_TRUE = ("1", "true", "yes", "y", "on", "t")  # as in accelerate
 _REPLACED_SECTIONS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a DeepSpeed configuration
 
 
@@ -39,11 +39,7 @@ def check(args: TrainingArguments) -> None:
             f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    _check_precision(args)
-
-
-def _check_precision(args: TrainingArguments) -> None:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # `Trainer` would take it, or the preset's
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
         raise InputError(
             f"accelerate launch has mixed_precision={launched}, the preset bf16={str(args.bf16).lower()} and "
@@ -58,8 +54,8 @@ def _check_precision(args: TrainingArguments) -> None:
 
 
 def check_deepspeed(args: TrainingArguments) -> None:
-    """Raise `InputError` for `--deepspeed`, which would be resolved before the batch is derived, and for a DeepSpeed
-    configuration with values that differ from `args`. Needs the derived batch."""
+    """Raise `InputError` for `--deepspeed`, whose values would be filled in before the batch is derived, and for a
+    launcher's DeepSpeed configuration that contradicts `args`. Call it after `arguments.resolve`."""
     if args.deepspeed:
         raise InputError(
             f"deepspeed={args.deepspeed}: use a launch file, e.g. accelerate launch --config_file "
@@ -80,7 +76,7 @@ def check_deepspeed(args: TrainingArguments) -> None:
 
 
 def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
-    """DeepSpeed's configuration, of `--deepspeed` or of the launcher; empty without one."""
+    """The DeepSpeed configuration of `--deepspeed` or of the launcher; empty without one."""
     if args.deepspeed:
         return args.deepspeed if isinstance(args.deepspeed, dict) else read_input_json(args.deepspeed)
     return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
