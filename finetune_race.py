@@ -111,7 +111,7 @@ def levels_of(args: RaceArguments) -> tuple[str, ...]:
     return race.LEVELS if args.level == "all" else (args.level,)
 
 
-def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.Question]:
+def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.RaceExample]:
     """The questions of "train", "validation" or "test"; passages without questions are added to `left_out`."""
     if args.data_dir:
         questions = race.read_folder(Path(args.data_dir), split, levels_of(args), left_out)
@@ -194,7 +194,7 @@ def choice_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum"), scores
 
 
-def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, float]:
+def measure(questions: list[race.RaceExample], scores: np.ndarray) -> dict[str, float]:
     """Accuracy of all questions, and of each level among them."""
     right = scores.argmax(-1) == np.array([question.answer for question in questions])
     levels = np.array([question.level for question in questions])
@@ -202,7 +202,7 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
     return {"accuracy": float(right.mean()), **of_levels}
 
 
-def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[dict]:
+def answers_of(questions: list[race.RaceExample], scores: np.ndarray) -> list[dict]:
     """The answer to each question, the worst first; its article is in the file that its id names."""
     examples = [
         {"id": question.id, "question": question.question, **dict(zip(race.LETTERS, question.options, strict=True))}

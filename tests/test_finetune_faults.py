@@ -19,7 +19,7 @@ import finetune_squad
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.model import heads
+from roberta_recipe.model import weights
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.tasks import protocol, summaries
 
@@ -199,5 +199,5 @@ def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch
     argv = {train_mlm: ["--config", preset], finetune_glue: flags("rte")}.get(script, tuning)
     with monkeypatch.context() as patch, pytest.raises(InputError, match="accelerate was told to use FSDP"):
         patch.setenv("ACCELERATE_USE_FSDP", "true")
-        patch.setattr(heads, "check_length", lambda *_: None)  # the presets' lengths are those of large models
+        patch.setattr(weights, "check_length", lambda *_: None)  # the presets' lengths are those of large models
         script.main(argv)

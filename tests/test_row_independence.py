@@ -95,7 +95,9 @@ def test_glue(family):
 
 def test_race(family):
     config, tokenizer, _ = family
-    questions = [race.Question(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)]
+    questions = [
+        race.RaceExample(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)
+    ]
     model = drawn(AutoModelForMultipleChoice.from_config, config)
     collate = race.RaceCollator(tokenizer, 64)
     check(race.features(questions, tokenizer, 64, 30).rows, with_loss(model, collate, finetune_race.choice_loss))

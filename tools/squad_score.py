@@ -21,7 +21,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
-from roberta_recipe.tasks.squad_scores import WITHHELD_ABOVE, score_1, score_2
+from roberta_recipe.tasks.squad_scores import NO_ANSWER_ABOVE, score_1, score_2
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -47,9 +47,9 @@ def read_odds(path: str, names: list[str]) -> dict[str, float]:
         raise InputError(
             f"{path}: the odds of {squad_files.listed(undefined)} are NaN, which has no order; give a number"
         )
-    if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
+    if above := [name for name in names if odds[name] > NO_ANSWER_ABOVE]:
         logger.warning(
-            f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "
+            f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {NO_ANSWER_ABOVE:g} "
             f"({squad_files.listed(above)}); as in the official script, they are unanswered in all but the best scores"
         )
     return odds

@@ -32,7 +32,7 @@ _TOGETHER = 1000  # texts tokenized in one call
 
 
 @dataclass(frozen=True)
-class Question:
+class RaceExample:
     """One question; `answer` is the number of the right option."""
 
     id: str  # file, and number in the file
@@ -56,10 +56,10 @@ def fold(text: str) -> str:
 
 def read_folder(
     data_dir: Path, split: str, levels: tuple[str, ...], left_out: list[str] | None = None
-) -> list[Question]:
+) -> list[RaceExample]:
     """The questions of "train", "validation" or "test", by level and number of the file. Passages without questions
     (two of the official train/high) are added to `left_out`. Raises `InputError` that names file and question."""
-    questions: list[Question] = []
+    questions: list[RaceExample] = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
         paths = [path for path in folder.glob("*.txt") if not path.name.startswith(".")]
@@ -76,7 +76,7 @@ def read_folder(
     return questions
 
 
-def _questions_of(path: Path, level: str) -> list[Question]:
+def _questions_of(path: Path, level: str) -> list[RaceExample]:
     """The questions of a passage; none where its lists are empty. Raises `InputError`."""
     row = read_input_json(path)
     with taken_apart(path, "a passage of RACE (article, questions, options, answers)"):
@@ -88,7 +88,7 @@ def _questions_of(path: Path, level: str) -> list[Question]:
         ]
 
 
-def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
+def read_hub(split: str, levels: tuple[str, ...]) -> list[RaceExample]:
     """The questions of "train", "validation" or "test" from the Hub."""
     questions, folded = [], {}
     for level in levels:
@@ -100,7 +100,7 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
     return questions
 
 
-def checked(name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str) -> Question:
+def checked(name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str) -> RaceExample:
     """One question about a folded article. Raises `InputError` unless it has texts, four options and a letter as its
     answer."""
     texts = (article, text, *options) if isinstance(options, list) else ()
@@ -109,7 +109,7 @@ def checked(name: str, where: str, level: str, article: str, text: str, options:
             f"{where}: {name}: an article, a question, {len(LETTERS)} options (all Unicode texts) and one of "
             f"{', '.join(LETTERS)} are needed, not options {options!r} and answer {answer!r}"
         )
-    return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
+    return RaceExample(name, level, article, text, tuple(options), LETTERS.index(answer))
 
 
 def dataset_card(level: str, without_article: bool) -> DatasetCard:
@@ -137,7 +137,7 @@ class Features:
 
 
 def features(
-    questions: list[Question],
+    questions: list[RaceExample],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     max_option_length: int,
