@@ -119,7 +119,7 @@ def test_wnli(family):
 def test_minimal_pairs(family):
     config, tokenizer, _ = family
     model = masked_lm(config)
-    check(TEXTS[:6], lambda rows: list(pseudo_likelihood.score(model, tokenizer, rows, disable_bar=True).T))
+    check(TEXTS[:6], lambda rows: list(pseudo_likelihood.log_likelihoods(model, tokenizer, rows, disable_bar=True).T))
 
 
 def test_the_pipeline_of_the_saved_folder_gives_the_predictions_of_validation(flags, tmp_path, model_dir, data_dir):  # noqa: F811

@@ -79,9 +79,9 @@ def measure(
 ) -> dict[str, records.BlimpScores]:
     """The scores of a model by method."""
     with torch.inference_mode():
-        scores = pseudo_likelihood.score(model, tokenizer, pairs.sentences, methods, bf16=bf16)
+        scores = pseudo_likelihood.log_likelihoods(model, tokenizer, pairs.sentences, methods, bf16=bf16)
     return {
-        method: blimp.summarise(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
+        method: blimp.accuracies(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
         for method in pseudo_likelihood.METHODS
         if method in methods
     }

@@ -22,7 +22,7 @@ from roberta_recipe.log import counted
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
 from roberta_recipe.settings import RecipeParser, load_yaml
 from roberta_recipe.tasks import glue
-from roberta_recipe.tasks.summaries import lines_of_tests
+from roberta_recipe.tasks.summaries import test_set_lines
 
 PAPER_SEEDS = 5  # section 5.1
 PRESETS = ROOT / "presets" / "glue"
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     for name, found in differing.items():
         print(f"* {name}, not beside Table 5: {'; '.join(found)}")
     for name, summary in summaries.items():
-        for line in lines_of_tests(summary):
+        for line in test_set_lines(summary):
             print(f"{name}: {line}")
     if args.submission:
         tasks = {**glue.TASKS, "ax": glue.AX}
