@@ -9,8 +9,8 @@ from experiments.checks import check_rows
 from experiments.lists import AGAIN, MEASURES, Experiment, ExperimentList
 from roberta_recipe import durable
 from roberta_recipe.log import counted, duration
-from roberta_recipe.publishing.card import device_of
-from roberta_recipe.publishing.tables import table
+from roberta_recipe.publishing.card import device_name
+from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.standard_error import with_error
 from tools import significance
@@ -191,7 +191,7 @@ def _runs(records: Records) -> list[str]:
         return []
     commits = {of["commit"] or "unknown" for of in runs}
     shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
-    devices = sorted({device_of(of["hardware"]) for of in runs})
+    devices = sorted({device_name(of["hardware"]) for of in runs})
     spent = duration(statistics.median(row.stored()["seconds"] for row, _ in records))
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
@@ -201,7 +201,7 @@ def write(listed: ExperimentList) -> str:
     rows that do not belong together: another runner, with another list, may have run some."""
     check_rows(listed)
     found, records = cells(listed), _records(listed)
-    text = f"{table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
+    text = f"{markdown_table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
     values = {
         measure: {
             name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}

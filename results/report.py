@@ -32,8 +32,8 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
-from roberta_recipe.publishing import minimal_pairs, plots, tables
-from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
+from roberta_recipe.publishing import blimp_table, plots, tables
+from roberta_recipe.publishing.card import baseline_cell, device_name, scored_on
 from roberta_recipe.record import (
     BLIMP_NAME,
     CURVE_NAME,
@@ -251,7 +251,7 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
         for model, entry in tuned:
             args, runs = entry["resolved_args"], entry["runs"]
             ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
-            measured = (scored_on(entry, row.metric), of_baseline(entry, row.metric))
+            measured = (scored_on(entry, row.metric), baseline_cell(entry, row.metric))
             tokens = sum(record["tokens_seen"] for record in runs)
             lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
         if not tuned:
@@ -284,7 +284,7 @@ def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
             pair.model,
             scored_on(pair.any, pair.row.metric),
             *(_score(side, pair.row.metric) if side else NOT_RUN for side in (pair.pretrained, pair.random)),
-            of_baseline(pair.any, pair.row.metric),
+            baseline_cell(pair.any, pair.row.metric),
             pair.row.paper,
         )
         for pair in pairs(ledger)
@@ -427,7 +427,7 @@ def _settings(args: dict[str, Any]) -> str:
 def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
     """(tokens, hardware, hours) of runs on the same machine."""
     hours = sum(record["train_seconds"] for record in records) / 3600
-    return f"{tokens / 1e6:,.1f} M", device_of(records[0]["hardware"]), f"{hours:.2f}"
+    return f"{tokens / 1e6:,.1f} M", device_name(records[0]["hardware"]), f"{hours:.2f}"
 
 
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
@@ -464,8 +464,8 @@ def sections(ledger: Ledger) -> list[Section]:
     below = [f"Data that are not the official files as they come. {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
     below += [f"Not run: {'; '.join(waiting)}."] * bool(waiting)
     spent = "Hours and tokens are those of all seeds. A degenerate seed learnt to give one answer to everything."
-    pairs_head, pair_lines = minimal_pairs.HEAD, minimal_pairs.lines(ledger.blimp)
-    of_blimp = Section("Minimal pairs of grammar", [minimal_pairs.EXPLAINED], pairs_head, pair_lines)
+    pairs_head, pair_lines = blimp_table.HEAD, blimp_table.rows(ledger.blimp)
+    of_blimp = Section("Minimal pairs of grammar", [blimp_table.EXPLANATION], pairs_head, pair_lines)
     return [
         Section("What was proved", (), PROOF_HEAD, proofs),
         Section("What the models score", [*verdict(ledger), explained], SCORE_HEAD, score_table(ledger), below),
@@ -483,7 +483,7 @@ def as_markdown(shown: Sequence[Section], level: int) -> str:
     blocks = []
     for section in shown:
         picture = f"![{section.title}]({section.picture})"
-        what = picture if section.picture else tables.table(section.head, section.lines)
+        what = picture if section.picture else tables.markdown_table(section.head, section.lines)
         above, below = (map(tables.plain, texts) for texts in (section.above, section.below))
         blocks += [f"{'#' * level} {section.title}", *above, what, *below]
     return "\n\n".join(blocks)

@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Dist
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.publishing import hub, minimal_pairs
+from roberta_recipe.publishing import blimp_table, hub
 from roberta_recipe.record import read_record
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -263,7 +263,7 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     assert durable.fault(tmp_path / "run") is None  # the model's manifest still holds
     shown = (hub.prepare("me/mine", tmp_path / "run") / "README.md").read_text()
     assert "blimp.json" in hub.PUBLISHED and "| mine | pseudo-log-likelihood |" in shown
-    assert minimal_pairs.EXPLAINED in shown
+    assert blimp_table.EXPLANATION in shown
 
 
 # While training

@@ -29,8 +29,8 @@ from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
-from roberta_recipe.publishing import minimal_pairs, plots
-from roberta_recipe.publishing.tables import table
+from roberta_recipe.publishing import blimp_table, plots
+from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training import predictions, processes
@@ -93,9 +93,9 @@ def report(record: records.BlimpRecord) -> str:
     ties = ", ".join(f"{scores['ties']:,} by {method}" for method, scores in record["scores"].items())
     return "\n\n".join(
         [
-            table(head, by_phenomenon(record)),
-            table(minimal_pairs.HEAD, minimal_pairs.lines({record["model"]: record})),
-            f"Ties, which count half: {ties}. " + minimal_pairs.EXPLAINED,
+            markdown_table(head, by_phenomenon(record)),
+            markdown_table(blimp_table.HEAD, blimp_table.rows({record["model"]: record})),
+            f"Ties, which count half: {ties}. " + blimp_table.EXPLANATION,
         ]
     )
 
@@ -131,7 +131,7 @@ def plot(record: records.BlimpRecord, path: Path) -> None:
         control = [100 * _mean(record["random_weights"], method, name) for name in names]
         axes.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
     axes.set_yticks(list(rows), [name.replace("_", " ") for name in names])
-    axes.set_xlabel(f"acceptable sentence higher, %, by {minimal_pairs.SHOWN[method]}", fontsize=9)
+    axes.set_xlabel(f"acceptable sentence higher, %, by {blimp_table.SHOWN[method]}", fontsize=9)
     axes.set_xlim(0, 100)
     axes.axvline(50, color="grey", linestyle="--", linewidth=0.8)
     axes.grid(alpha=0.3, axis="x")

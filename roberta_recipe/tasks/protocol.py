@@ -1,5 +1,5 @@
-"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, a run per seed, its best epoch, the
-summary over seeds. A script describes its task as a `Job`."""
+"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, a run per seed, its best epoch,
+the summary over seeds. A script describes its task as a `Job`."""
 
 import math
 import shutil
