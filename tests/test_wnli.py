@@ -155,5 +155,5 @@ def test_phrases_that_can_name_a_query(phrase, query, extra):
 def test_what_cannot_be_a_row(cellar):
     with pytest.raises(InputError, match=r"test.tsv, row 2: 'No word here.' has no pronoun"):
         wnli.align_rows([(CELLAR, "Alma wanted it."), ("No word here.", "x")], cellar, "test.tsv")
-    with pytest.raises(InputError, match=r"wsc.jsonl has none of its texts; give SuperGLUE's WSC file of the same"):
+    with pytest.raises(InputError, match=r"wsc.jsonl has none of its texts; name SuperGLUE's WSC file of the same"):
         wnli.align_rows([("It rains.", "The sky rains.")], cellar, "test.tsv")
