@@ -293,4 +293,6 @@ def test_a_task_outside_of_the_protocol_is_marked_in_the_table(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert re.search(r"^ours +(.*)$", shown, re.M)[1].count("*") == 1 and "50.0*" in shown
     words = "the median of 1 seed, the paper's is of 5; trained on the first 64 examples; layer_decay=0.8 for "
-    assert f"* rte, not beside Table 5: {words}layer_decay=1.0; num_train_epochs=3.0 for max_steps=1560" in shown
+    assert (
+        f"* rte, not comparable with Table 5: {words}layer_decay=1.0; num_train_epochs=3.0 for max_steps=1560" in shown
+    )

@@ -1,12 +1,11 @@
-"""Validation loss of a checkpoint on the held-out text of a pretraining preset, in all and by source. Only an
-incomplete token cache is written.
+"""Validation loss of a checkpoint on the held-out text of a pretraining preset, in total and by source.
 
     python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
         --model_name_or_path FacebookAI/roberta-base
 
-The text is tokenized by the checkpoint's tokenizer, whatever the preset names, or by `--tokenizer_name`. With several
-GPUs, `accelerate launch tools/evaluate.py ...`. Blocks and masks are the same for every run on this text, so
-the figures equal what `train_mlm.py` prints at its end.
+Uses the checkpoint's tokenizer, not the preset's, or `--tokenizer_name`. On several GPUs: `accelerate launch
+tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of `train_mlm.py`. Writes
+nothing except missing shards of a token cache.
 """
 
 import dataclasses
