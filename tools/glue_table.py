@@ -102,8 +102,8 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
 
 
 def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: Path, official_rows: bool) -> list[str]:
-        raise InputError(f"no submission: {len(faults)} of {len(files)} files are invalid. " + "; ".join(faults))
-    `InputError` with the missing and invalid files."""
+    """Check and zip the eleven files for the GLUE server; returns their names. `folders`: of predictions by task.
+    Raises `InputError` with the missing and invalid files."""
     files, faults = {}, []
     for name, task in tasks.items():
         for split, file in task.submission.items():
