@@ -172,7 +172,7 @@ def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, cap
     for positions in (66, 26):
         config.max_position_embeddings, config.initializer_range = positions, 0.5
         model = transformers.RobertaForMaskedLM(config).eval()
-        parts = [part for window in windows for part in words.divided(tokenizer, window, positions - 2)]
+        parts = [part for window in windows for part in words.split_window(tokenizer, window, positions - 2)]
         assert [part.text[first:end] for part in parts for first, end in part.spans] == asked
         found = words.losses(model, tokenizer, windows)
         assert len(found) == len(parts) > len(windows)
@@ -180,4 +180,4 @@ def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, cap
             assert loss.bits == pytest.approx(by_definition(model, tokenizer, part)[0], rel=1e-4)
     assert "Divided" in caplog.text and "the model has 24 positions" in caplog.text
     with pytest.raises(InputError, match=r"the word 'Nebucha.* has more pieces than the model's 24 positions"):
-        words.divided(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)
+        words.split_window(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)
