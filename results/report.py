@@ -453,8 +453,8 @@ def sections(ledger: Ledger) -> list[Section]:
     """The sections of the report; README.md has the first two."""
     proofs = [(proof.claim, proof.figure, f"`{proof.command}`") for proof in ledger.proofs]
     explained = (
-        "Validation scores x 100, median over seeds; the best epoch is picked on the same examples. Majority answer: the "
-        "score of predicting the most frequent label for every example."
+        "Validation scores x 100, median over seeds; the best epoch is picked on the same examples. Majority answer: "
+        "the score of predicting the most frequent label for every example."
     )
     notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]
     not_run = [line[0] for line in all_rows(ledger) if line[2] == NOT_RUN]
