@@ -295,18 +295,9 @@ class Estimate:
 
     @property
     def memory(self) -> Memory:
-        return memory_per_gpu(
-            self.config,
-            micro_batch=self.micro_batch,
-            seq_len=self.seq_len,
-            mlm_probability=self.mlm_probability,
-            precision=self.precision,
-            processes=self.hardware.count,
-            zero=self.zero,
-            activation_checkpointing=self.activation_checkpointing,
-            objective=self.objective,
-            optim=self.optim,
-        )
+        names = ("micro_batch", "seq_len", "mlm_probability", "precision", "zero", "activation_checkpointing")
+        shared = {name: getattr(self, name) for name in (*names, "objective", "optim")}
+        return memory_per_gpu(self.config, processes=self.hardware.count, **shared)
 
     @property
     def fits(self) -> bool:

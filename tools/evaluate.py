@@ -31,19 +31,19 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
+    """The checkpoint's tokenizer. Raises `InputError` if it has none for a masked LM."""
     try:
         return tokenization.load_tokenizer(checkpoint)
     except InputError as error:
         raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
-            f"training: --tokenizer_name NAME ({error})"
+            f"model_name_or_path={checkpoint!r} has no tokenizer for a masked LM; name the one of its training: "
+            f"--tokenizer_name NAME ({error})"
         ) from None
 
 
 def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that the command line names, else the checkpoint's own; a warning where both are there and differ.
-    Raises `InputError`."""
+    """The tokenizer `named`, with a warning if it differs from the checkpoint's, else the checkpoint's. Raises
+    `InputError`."""
     if named is None:
         return own_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(named)
