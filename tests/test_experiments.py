@@ -335,7 +335,7 @@ def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
         records["high, seed 1"].update(changed)
         with pytest.raises(
             InputError,
-            match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* take the measure words in place",
+            match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* use the measure words instead",
         ):
             checks.check_rows(listed)
         records["high, seed 1"].update(before)
@@ -390,13 +390,13 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
     ("changed", "said"),
     [
         ({"rows": [{"name": "a", "flags": {"learning_rat": 1}}]}, "row 'a': unknown argument '--learning_rat'; did"),
-        ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py: there is no such"),
+        ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py is not a Python script"),
         ({"rows": [{"name": "a", "flags": {"seed": 3}}]}, "row 'a': flag seed is set by the runner"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "row 'a': two rows have this name"),
         ({"rows": [{"name": "../a"}]}, "row '../a': a name is a folder"),
         ({"rows": [{"name": "a", "flags": {"max-steps": 5}}]}, "row 'a': flag max-steps: write max_steps"),
         ({"rows": [{"name": "a", "config": "{folder}/timed.yaml"}]}, "max_train_minutes=5.0 in the preset: remove"),
-        ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better: the first row is what the others"),
+        ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better on the first row"),
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is the runner's, or"),

@@ -261,7 +261,7 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     server.repositories["me/small"]["main"]["vocab.txt"] = b"of another model"
     train(preset, "--learning_rate", "1e-2")
     model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
-    with pytest.raises(InputError, match="taken"):
+    with pytest.raises(InputError, match="files of something else"):
         push_tool.main(model)
     push_tool.main([*model, "--replace"])
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
