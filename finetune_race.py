@@ -37,14 +37,16 @@ class RaceArguments(protocol.FinetuneArguments):
     _argument_group_name = "RACE"
 
     data_dir: str | None = setting(
-        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; without it, the Hub.", "content"
+        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; default: the Hub.", "content"
     )
     level: Literal["all", "middle", "high"] = setting(
         "all", "Train and validate on both levels, or on a single level.", "fixed", shown=True
     )
-    max_option_length: int = setting(128, "Tokens of a question with an option, then cut.", "fixed", shown=True)
-    without_article: bool = setting(False, "Show the model no article: what reading is worth.", "fixed", shown=True)
-    max_train_samples: int | None = setting(None, "Train on so many questions, evenly taken.", "fixed", shown=True)
+    max_option_length: int = setting(
+        128, "Tokens of a question with an option; longer ones are truncated.", "fixed", shown=True
+    )
+    without_article: bool = setting(False, "Ablation without the article.", "fixed", shown=True)
+    max_train_samples: int | None = setting(None, "Number of training questions, evenly spaced.", "fixed", shown=True)
 
 
 def main(argv: list[str] | None = None) -> Summary:

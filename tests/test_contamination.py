@@ -66,7 +66,7 @@ def test_counts_by_source_and_examples():
     assert row["by_source"] == {"books": 1, "news": 2, "web": 0}
     assert row["examples"][0] == {"id": "1", "share": 1.0, "sources": ["news"], "text": "a b c d e f g"}
     assert row["examples"][1]["text"] == "a b c d e f"
-    assert "news 2" in format_counts({"set": row}, 3) and "web" not in table({"set": row}, 3)
+    assert "news 2" in format_counts({"set": row}, 3) and "web" not in format_counts({"set": row}, 3)
 
 
 def test_the_command_line(tmp_path, capsys):
