@@ -279,9 +279,9 @@ _PresetLoader.add_implicit_resolver(
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, e.g. a number. Raises `InputError`."""
-    loader = _PresetLoader(text)
-    loader.name = where  # for the messages of YAML errors
     try:
+        loader = _PresetLoader(text)
+        loader.name = where  # for the messages of YAML errors
         return loader.get_single_data()
     except InputError:
         raise

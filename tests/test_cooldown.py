@@ -24,13 +24,13 @@ def rates(folder):
 @pytest.fixture
 def clock(monkeypatch):
     """The time of `stopping`, which goes 6 s in a step."""
-    now_s, step = [0.0], MlmTrainer.end_step
+    now_s, step_losses = [0.0], MlmTrainer.step_losses
 
     def ticking(self):
         now_s[0] += 6.0
-        step(self)
+        return step_losses(self)
 
-    monkeypatch.setattr(MlmTrainer, "end_step", ticking)
+    monkeypatch.setattr(MlmTrainer, "step_losses", ticking)
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
@@ -63,5 +63,5 @@ def test_all_processes_have_the_first_ones_clock(preset, tmp_path, clock):
 
 @pytest.mark.parametrize("changes", [["--max_train_minutes", "1"], CONSTANT, [*ONE_MINUTE, SHARE, "1"]])
 def test_without_a_limit_or_a_constant_schedule_it_is_refused(preset, changes):
-    with pytest.raises(InputError, match=r"cooldown_share=.* above 0 and below 1, with --max_train_minutes"):
+    with pytest.raises(InputError, match=r"cooldown_share=.* between 0 and 1, with --max_train_minutes"):
         train_mlm.main(["--config", preset, SHARE, "0.5", *changes])

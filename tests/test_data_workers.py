@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch
 from conftest import Forked
 from test_resume import SAVING, WORKER, train, wait_for_line
 
-from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.training import data_loading, data_workers
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -47,19 +46,6 @@ def test_a_step_of_many_micro_batches_passes_the_limit_of_open_files(preset, tmp
 
     run = Forked(call, tmp_path / "log")
     assert run.end() == 0, run.log
-
-
-def test_too_little_shared_memory_is_said_before_training(preset, tmp_path, monkeypatch):
-    """A bus error of a data worker otherwise. The bytes are those of a step's tensors."""
-    sent, pack = [], data_loading.packed
-    monkeypatch.setattr(data_loading, "packed", lambda batches: sent.append(pack(batches)) or sent[-1])
-    train(preset, "--max_steps", 1, "--output_dir", tmp_path / "measured")
-    step_bytes = sum(column.nbytes for column in sent[0][0].values())
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3.5 * step_bytes))
-    train(preset, "--max_steps", 1, *WORKER)
-    said = "prefetch 0 MB of batches into /dev/shm, where only 0 MB are free: .*--shm-size=1g.*prefetch_factor=3"
-    with pytest.raises(InputError, match=said):
-        train(preset, *WORKER, "--dataloader_prefetch_factor", 3, "--output_dir", tmp_path / "refused")
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def bare(text):
 def test_a_url_is_told_without_its_password(tokenizer):
     collator = MlmCollator(tokenizer, seed=0)
     url = "http://me:geheim@host/a.txt?key=geheim"
-    corpus = Corpus("web", [Source("web", files=url)], found={("web", "train"): ("text", [url])})
+    corpus = Corpus("web", [Source("web", files=url)], resolved={("web", "train"): ("text", [url])})
     told = explain.describe(Block({"input_ids": np.array([0, 5, 6, 2])}, 0), collator, corpus)
     assert "geheim" not in told and "http://***@host/a.txt?key=***" in told
 

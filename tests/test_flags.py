@@ -324,27 +324,6 @@ def equal(first, second):
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
-ODD = [
-    ("--optim_args momentum=0.9", "optim=adamw_torch_fused cannot take them .it has no momentum, it takes no"),
-    ("--optim sgd --optim_args momentun=0.9", "no momentun, it takes momentum, dampening, nesterov;"),
-    ("--optim sgd --optim_args momentum", "write them as name=value"),
-    ("--optim sgd --optim_args momentum=-1", "Invalid momentum"),
-    ('--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_type=linear .*num_cycles"),
-    ('--lr_scheduler_kwargs {"num_cycles', "Unterminated|delimiter"),
-    ('--lr_scheduler_type constant --lr_scheduler_kwargs {"a":1}', "constant takes none"),
-    ("--lr_scheduler_type constant --warmup_steps 2", "constant has no warm-up"),
-    ("--lr_scheduler_type warmup_stable_decay", "num_decay_steps"),
-    ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"lr_end":-1.0}', "rate at step 1 would be -249"),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), ODD)
-def test_arguments_that_an_optimizer_or_a_schedule_does_not_take_are_refused(preset, words, said):
-    with pytest.raises(InputError, match=said):
-        (_, training_args), _ = train_mlm.read_arguments(["--config", preset, *words.split()])
-        pretraining.check_training(training_args)
-
-
 def test_a_change_that_was_asked_for_reaches_any_optimizer(preset, tmp_path):
     train(preset, "--optim", "adafactor", "--lr_scheduler_type", "cosine", *SAVING)
     resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", "--resume_despite_changes", "true"]

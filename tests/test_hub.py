@@ -164,6 +164,7 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
     push = hub.Publisher.push_checkpoint
 
     def dropping(publisher, folder, step):
+        publisher.wait()
         server.drops = [("POST", "/commit/")] if step == 1 else []
         push(publisher, folder, step)
 

@@ -11,8 +11,8 @@ import pytest
 import train_mlm
 from roberta_recipe import log
 from roberta_recipe.log import Bar
-from tools import pack
 from roberta_recipe.training import mlm_trainer, progress
+from tools import pack
 
 
 class Terminal(io.StringIO):
@@ -66,7 +66,7 @@ def test_the_eta_of_several_runs_has_them_all(monkeypatch):
 def test_a_warning_of_slow_tokenization_has_a_command_that_packs(preset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mlm_trainer, "_TOKENIZED_PER_CORE", 1e-3)
     train_mlm.main(["--config", preset])
-    (command,) = re.findall(r"roberta_recipe\.tools\.pack (.*)", capsys.readouterr().err)
+    (command,) = re.findall(r"tools/pack.py (.*)", capsys.readouterr().err)
     cache = str(tmp_path / "cache")
     assert pack.main(command.replace("DIR", cache).split())
     train_mlm.main(["--config", preset, "--token_cache", cache, "--output_dir", str(tmp_path / "cached")])

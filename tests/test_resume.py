@@ -200,7 +200,10 @@ def kill_at(monkeypatch, method, step):
 
 @pytest.mark.parametrize(
     ("method", "step", "victim", "kept"),
-    [("training_step", 5, 1, "The last complete checkpoint is .*checkpoint-3"), ("evaluate", 12, 0, "is whole")],
+    [
+        ("training_step", 5, 1, "The last complete checkpoint is .*checkpoint-3"),
+        ("evaluate", 12, 0, "files are complete"),
+    ],
 )
 def test_a_process_that_is_killed_is_named_in_a_line_by_the_others(
     preset, tmp_path, monkeypatch, method, step, victim, kept

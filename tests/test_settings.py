@@ -121,6 +121,7 @@ def test_merge_keys_of_yaml(tmp_path):
         ("seed: 1\nseed: 2", ["seed", "twice"]),
         ("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}", ["'y'", "twice"]),
         ("- a\n- b", ["key: value"]),
+        ("\0\0\0", ["not valid YAML"]),  # zeros, of a disk that lost its power
         ("a: [", ["not valid YAML"]),
         ("output_dir: {{ out }}", ["not valid YAML", "line 1"]),
         ("run_name: 2024-02-30", ["not valid YAML", "day"]),

@@ -67,7 +67,7 @@ def test_a_resumed_run_leaves_out_what_it_left_out_before(preset, tmp_path):
         assert train(preset, *again, "--output_dir", tmp_path / name)["resumes"] == 1
         assert weights(tmp_path / name) == weights(tmp_path / "alone"), name
     resumed = tmp_path / "alone" / "checkpoint-4"  # 4 steps of 8 blocks, and the 4 that were left out
-    with pytest.raises(InputError, match="blocks 30 are before block 36, where the run is resumed"):
+    with pytest.raises(InputError, match="the checkpoint, at block 36, was trained on 30"):
         train(
             preset, *SAVING, "--resume_from_checkpoint", resumed, "--output_dir", tmp_path / "b", "--skip_blocks", "30"
         )

@@ -163,7 +163,7 @@ def test_a_finished_run_names_what_it_lacks(flags, tmp_path):
     with pytest.raises(InputError, match=r"optim was 'adamw_\S+', is 'adafactor'"):
         finetune_squad.main(flags("1.1", "--optim", "adafactor"))
     (folder / "best" / SCORES).unlink()
-    with pytest.raises(InputError, match=r"best cannot be used: .*validation_scores.npy.* Move"):
+    with pytest.raises(InputError, match=r"best cannot be used: .*validation_scores.npy"):
         finetune_squad.main(flags("1.1"))
     (folder / "run_record.json").write_text("{")
     with pytest.raises(InputError, match=r"run_record.json is not JSON"):

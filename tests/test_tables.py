@@ -146,7 +146,7 @@ def test_a_flag_of_a_measure_is_set_by_its_name():
         ({"scales": ""}, ["--scale", "one"], "list.yaml: --scale one: the list has no scales"),
         ({"at": {"one": 3}}, ["--scale", "one"], "at is {'one': 3}, and must be"),
         ({"at": {"three": {}}}, ["--scale", "one"], "'three' is not a scale of .*scales.yaml: one, two"),
-        ({"rows": ["low"]}, ["--scale", "one"], "rows is .'low'., and must be `key: value` lines"),
+        ({"rows": ["low"]}, ["--scale", "one"], "rows is .'low'., and must be a valid dictionary"),
         ({"rows": [{"name": "a", "only": ["six"]}]}, ["--scale", "one"], "'six' is not a scale of"),
         ({"rows": [{"name": "a", "published": 3}]}, ["--scale", "one"], "row 1: published is 3, and must be"),
         ({"rows": [{"name": "a", "only": ["two"]}]}, ["--scale", "one"], "rows is missing or empty"),

@@ -134,7 +134,7 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
         (["--train_file", "small.txt", "--sample_mb", "nan"], "sample_mb=nan must be"),
         (["--train_file", "small.txt", "--output_dir", "small.txt"], "output_dir=small.txt is a file"),
         (["--train_file", "small.txt", "--output_dir", "."], "holds other files; name a new or an empty folder"),
-        (["--train_file", "small.txt", "--output_dir", "/proc/x"], "output_dir=/proc/x cannot be made: No such file"),
+        (["--train_file", "small.txt", "--output_dir", "/proc/x"], "output_dir=/proc/x cannot be made .No such file"),
         (["--train_file", "small.txt", "--vocab", "300"], "'--vocab'; did you mean '--vocab_size'"),
     ],
 )
