@@ -233,7 +233,7 @@ def test_bad_input(ledger, tmp_path):
         report(ledger, tmp_path)
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "rte", [0.5])
-    with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
+    with pytest.raises(InputError, match="is a fine-tuning: name its pretrained model"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
     write_pretraining(tmp_path / "killed")
     (tmp_path / "killed" / "loss_curve.png").unlink()

@@ -133,7 +133,7 @@ def test_words_without_pieces_are_counted(wordpiece, capsys, tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     figures = words.main(["--model_name_or_path", str(tmp_path / "model"), "--text_file", str(tmp_path / "text.jsonl")])
     assert 0 < figures["unknown_words"] == sum(not word.isascii() for word in asked) < len(asked)
-    assert f"{figures['unknown_words']} words are [UNK] to this tokenizer" in capsys.readouterr().out
+    assert f"{figures['unknown_words']} words are [UNK] for this tokenizer" in capsys.readouterr().out
 
 
 def test_command_line(tmp_path, config, tokenizer, capsys):
@@ -178,6 +178,6 @@ def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, cap
         assert len(found) == len(parts) > len(windows)
         for part, loss in zip(parts, found, strict=True):
             assert loss.bits == pytest.approx(by_definition(model, tokenizer, part)[0], rel=1e-4)
-    assert "Divided" in caplog.text and "the model has 24 positions" in caplog.text
+    assert "Split  " in caplog.text and "the model has 24 positions" in caplog.text
     with pytest.raises(InputError, match=r"the word 'Nebucha.* has more pieces than the model's 24 positions"):
         words.split_window(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)

@@ -110,8 +110,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
         resave = _RESAVE.format(path=path, plain=path.with_name(f"plain_{path.name}"))
         raise InputError(
-            f"checkpoint={path} contains pickled code: {reason.strip()}. If you trust it, save weights and settings "
-            f"where fairseq is installed, and convert plain_{path.name}:\n{resave}"
+            f"checkpoint={path} cannot be read without its code: {reason.strip()}. If you trust it, save weights "
+            f"and settings where fairseq is installed, and convert plain_{path.name}:\n{resave}"
         ) from None
     stored = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq's precedence
     settings = vars(stored) if isinstance(stored, argparse.Namespace) else stored
