@@ -408,7 +408,7 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
             fairseq.main([*argv, "--tokenizer_name", tokenizer_dir])
         with pytest.raises(RuntimeError, match=said):
             fairseq.to_hugging_face(damaged, settings, None)
-    with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, decoder.other"):
+    with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, such as decoder.other"):
         fairseq.to_hugging_face({**weights, "decoder.other": torch.zeros(1)}, settings, None)
     argv = ["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path / "out")]
     (tmp_path / "dict.txt").write_text("0 1\n99 1\n")
