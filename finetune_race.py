@@ -37,14 +37,16 @@ class RaceArguments(protocol.FinetuneArguments):
     _argument_group_name = "RACE"
 
     data_dir: str | None = setting(
-        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; without it, the Hub.", "content"
+        None, "Folder of RACE's files: train|dev|test/middle|high/*.txt; default: the Hub.", "content"
     )
     level: Literal["all", "middle", "high"] = setting(
         "all", "Train and validate on both levels, or on a single level.", "fixed", shown=True
     )
-    max_option_length: int = setting(128, "Tokens of a question with an option, then cut.", "fixed", shown=True)
-    without_article: bool = setting(False, "Show the model no article: what reading is worth.", "fixed", shown=True)
-    max_train_samples: int | None = setting(None, "Train on so many questions, evenly taken.", "fixed", shown=True)
+    max_option_length: int = setting(
+        128, "Tokens of a question with an option; longer ones are truncated.", "fixed", shown=True
+    )
+    without_article: bool = setting(False, "Ablation without the article.", "fixed", shown=True)
+    max_train_samples: int | None = setting(None, "Number of training questions, evenly spaced.", "fixed", shown=True)
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -111,7 +113,7 @@ def levels_of(args: RaceArguments) -> tuple[str, ...]:
     return race.LEVELS if args.level == "all" else (args.level,)
 
 
-def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.Question]:
+def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.RaceExample]:
     """The questions of "train", "validation" or "test"; passages without questions are added to `left_out`."""
     if args.data_dir:
         questions = race.read_folder(Path(args.data_dir), split, levels_of(args), left_out)
@@ -194,7 +196,7 @@ def choice_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum"), scores
 
 
-def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, float]:
+def measure(questions: list[race.RaceExample], scores: np.ndarray) -> dict[str, float]:
     """Accuracy of all questions, and of each level among them."""
     right = scores.argmax(-1) == np.array([question.answer for question in questions])
     levels = np.array([question.level for question in questions])
@@ -202,7 +204,7 @@ def measure(questions: list[race.Question], scores: np.ndarray) -> dict[str, flo
     return {"accuracy": float(right.mean()), **of_levels}
 
 
-def answers_of(questions: list[race.Question], scores: np.ndarray) -> list[dict]:
+def answers_of(questions: list[race.RaceExample], scores: np.ndarray) -> list[dict]:
     """The answer to each question, the worst first; its article is in the file that its id names."""
     examples = [
         {"id": question.id, "question": question.question, **dict(zip(race.LETTERS, question.options, strict=True))}

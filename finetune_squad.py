@@ -32,11 +32,10 @@ from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 
-FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # of the official archive, below data_dir
+FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # official names, in data_dir
 SHOWN = {"1.1": ("exact_match", "f1"), "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_f1", "best_f1")}
 DEFAULT = "presets/squad/v1.1.yaml"
-SPECIAL_TOKENS = 4  # around a pair, of RoBERTa
-HALF = 0.5  # the classifier's threshold: above it, having no answer is the more probable
+SPECIAL_TOKENS = 4  # of a pair, in RoBERTa
 
 
 @dataclass
@@ -49,18 +48,17 @@ class SquadArguments(protocol.FinetuneArguments):
     data_dir: str | None = setting(None, "Folder of train-v1.1.json, ... (or v2.0); default: the Hub.", "content")
     train_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     validation_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
-    doc_stride: int = setting(128, "Tokens that neighbouring windows of a long context share.", "fixed", shown=True)
-    max_query_length: int = setting(64, "Tokens of a question; longer ones are cut.", "fixed", shown=True)
+    doc_stride: int = setting(128, "Overlap of neighbouring windows of a long context, in tokens.", "fixed", shown=True)
+    max_query_length: int = setting(64, "Tokens of a question; longer ones are truncated.", "fixed", shown=True)
     passage_first: bool = setting(False, "<s> context </s></s> question </s>.", "fixed", shown=True)
     no_answer: Literal["classifier", "null_score"] = setting(
         "classifier",
-        "2.0: the paper's binary classifier trained beside the spans, or BERT's null span, its threshold tuned on "
-        "validation.",
+        "2.0: the paper's binary classifier, trained jointly, or BERT's null span, its threshold tuned on validation.",
         "fixed",
         shown=True,
     )
-    n_best_size: int = setting(20, "Spans of a question in nbest_predictions.json.", "fixed")
-    max_answer_length: int = setting(30, "Tokens of an answer.", "fixed")
+    n_best_size: int = setting(20, "Spans per question in nbest_predictions.json.", "fixed")
+    max_answer_length: int = setting(30, "Maximum tokens of a predicted answer.", "fixed")
 
 
 def main(argv: list[str] | None = None) -> Summary:
@@ -77,7 +75,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 2. Examples, and validation examples that are in the training set.
     with training_args.main_process_first():  # one process downloads
         data = {split: read_split(args, split) for split in FILES}
-    data["train"], misplaced = usable(args, data["train"])
+    data["train"], misplaced = drop_misplaced(args, data["train"])
     contexts = {question.context for question in data["train"]}
     overlap = sum(question.context in contexts for question in data["validation"])
 
@@ -119,13 +117,13 @@ def version(args: SquadArguments) -> str:
     return "2.0" if args.version_2_with_negative else "1.1"
 
 
-def by_classifier(args: SquadArguments) -> bool:
+def uses_classifier(args: SquadArguments) -> bool:
     """Whether the answerability classifier is used."""
     return args.version_2_with_negative and args.no_answer == "classifier"
 
 
 def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for flags that exclude each other."""
+    """Raise `InputError` for out-of-range values and for flags that exclude each other."""
     for name in ("max_query_length", "n_best_size", "max_answer_length"):
         if getattr(args, name) < 1:
             raise InputError(f"{name}={getattr(args, name)} must be at least 1")
@@ -135,18 +133,18 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
         stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
         raise InputError(
             f"max_seq_length={length} leaves {max(for_context, 0)} tokens to a context beside "
-            f"max_query_length={args.max_query_length} and special tokens, and doc_stride={args.doc_stride} must be "
-            f"less; what fits: --doc_stride {stride} --max_query_length {query}"
+            f"max_query_length={args.max_query_length} and special tokens; doc_stride={args.doc_stride} must be less: "
+            f"--doc_stride {stride} --max_query_length {query} fits"
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
     if bool(args.train_file) != bool(args.validation_file):
-        raise InputError("train_file and validation_file go together: neither split is used for the other")
+        raise InputError("train_file and validation_file go together: name both")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
 
 
-def read_split(args: SquadArguments, split: str) -> list[squad_files.Question]:
-    """The questions of "train" or "validation", in the version that `args` name."""
+def read_split(args: SquadArguments, split: str) -> list[squad_files.SquadExample]:
+    """The questions of "train" or "validation"."""
     file = {"train": args.train_file, "validation": args.validation_file}[split]
     if args.data_dir:
         file = Path(args.data_dir, FILES[split].format(version(args)))
@@ -155,31 +153,33 @@ def read_split(args: SquadArguments, split: str) -> list[squad_files.Question]:
     return squad.read_hub(split, args.version_2_with_negative)
 
 
-def usable(args: SquadArguments, questions: list[squad_files.Question]) -> tuple[list[squad_files.Question], list[str]]:
-    """The training questions, and the ids of those dropped because an answer's text is not at its answer_start."""
+def drop_misplaced(
+    args: SquadArguments, questions: list[squad_files.SquadExample]
+) -> tuple[list[squad_files.SquadExample], list[str]]:
+    """The training questions, and the ids of dropped ones, with an answer that is not at its answer_start."""
     misplaced = [question.id for question in questions if question.misplaced]
     if len(misplaced) == sum(bool(question.answers) for question in questions):
         raise InputError(
-            f"no answer stands at its answer_start ({squad_files.listed(misplaced)}): it counts characters"
+            f"no answer is at its answer_start ({squad_files.listed(misplaced)}), which must count characters"
         )
     return [question for question in questions if not question.misplaced][: args.max_train_samples], misplaced
 
 
 def build_model(args: SquadArguments) -> torch.nn.Module:
-    """The checkpoint with a span head; for 2.0, the paper's classifier beside it."""
-    cls = AutoModelWithAnswerability if by_classifier(args) else AutoModelForQuestionAnswering
+    """The checkpoint with a span head and, for 2.0, the paper's classifier."""
+    cls = AutoModelWithAnswerability if uses_classifier(args) else AutoModelForQuestionAnswering
     return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, num_labels=2)
 
 
-def make_windows(args: SquadArguments, questions: list[squad_files.Question], tokenizer) -> squad.Windows:
+def make_windows(args: SquadArguments, questions: list[squad_files.SquadExample], tokenizer) -> squad.Windows:
     """Windows of at most `max_seq_length` tokens."""
     lengths = args.max_seq_length, args.doc_stride, args.max_query_length
-    return squad.windows(questions, tokenizer, *lengths, args.passage_first)
+    return squad.make_windows(questions, tokenizer, *lengths, args.passage_first)
 
 
 def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], overlap: int, misplaced: list[str]) -> dict:
     """Log the task and the data in a few lines; return the counts."""
-    answers = squad.decoded_labels(data["train"], windows["train"])
+    answers = squad.decode_labels(data["train"], windows["train"])
     others = answers.pop("others")
     questions_cut = {split: made.questions_cut for split, made in windows.items()}
     unanswerable = {split: sum(not question.answers for question in questions) for split, questions in data.items()}
@@ -193,8 +193,8 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
         f"Task        SQuAD {version(args)}; best epoch by F1\n"
         f"Rows        {rows}\n"
         f"Answers     {answers['verbatim']:,} of {answers['answers']:,} come back verbatim from their labels; "
-        f"{len(others):,} are no whole tokens{example}; {answers['in_no_window']:,} in no window as a whole\n"
-        f"Questions   {sum(questions_cut.values()):,} cut to {args.max_query_length} tokens\n"
+        f"{len(others):,} begin or end inside a token{example}; {answers['in_no_window']:,} fit in no window\n"
+        f"Questions   {sum(questions_cut.values()):,} truncated to {args.max_query_length} tokens\n"
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have a context of training"
     )
     if misplaced:
@@ -213,11 +213,11 @@ def job_of(
     """The task for the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     questions = data["validation"]
-    predicted = cache_last(lambda scores: predict(args, questions, windows["validation"], scores))
+    predicted = cache_last(lambda scores: predict_spans(args, questions, windows["validation"], scores))
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
-        dataset=squad.dataset_card(version(args), bool(args.validation_file), by_classifier(args)),
+        dataset=squad.dataset_card(version(args), bool(args.validation_file), uses_classifier(args)),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
         features={split: made.features for split, made in windows.items()},
@@ -225,7 +225,7 @@ def job_of(
         tests=[],
         labelled_tests=[],
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
-        loss_sum=joint_loss if by_classifier(args) else span_loss,
+        loss_sum=joint_loss if uses_classifier(args) else span_loss,
         measure=lambda _split, scores, _: measure(args, predicted(scores), questions),
         degenerate=lambda scores: degenerate(args, predicted(scores), questions),
         answers=lambda scores: answers_of(args, predicted(scores), questions),
@@ -237,8 +237,8 @@ def job_of(
 
 
 def span_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over windows of the mean of start and end cross-entropy, scores (batch, seq_len, 2)); the label of a window
-    without the answer is its first token (BERT)."""
+    """(sum over windows of the mean of start and end cross-entropy, scores (batch, seq_len, 2)); a window without the
+    answer has its first token as label (BERT)."""
     wanted = [batch.pop("start_positions"), batch.pop("end_positions")]
     batch.pop("labels")
     output = model(**batch)
@@ -249,27 +249,27 @@ def span_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
 
 
 def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over windows of the classifier's loss and, where the window has the answer, of the span loss, scores (batch,
-    seq_len, 3)); the paper adds the two terms and says no more, so equal weights and the choice of windows are ours."""
+    """(sum over windows of the classifier's loss and, for windows with the answer, the span loss, scores (batch,
+    seq_len, 3)). The paper adds the two terms without details: equal weights and the choice of windows are ours."""
     wanted = torch.stack([batch.pop("start_positions"), batch.pop("end_positions")])  # (2, batch)
     answered = batch.pop("labels")
     output = model(**batch)
     logits = masked_logits(output, batch)
-    judged = output["answerable"].float()
+    answerable = output["answerable"].float()
     spans = torch.nn.functional.cross_entropy(logits.permute(2, 0, 1).flatten(0, 1), wanted.flatten(), reduction="none")
     total = (spans.view_as(wanted).mean(0) * answered).sum()
-    total = total + torch.nn.functional.binary_cross_entropy_with_logits(judged, answered.float(), reduction="sum")
-    return total, torch.cat([logits, judged[:, None, None].expand(-1, logits.shape[1], 1)], dim=-1)
+    total = total + torch.nn.functional.binary_cross_entropy_with_logits(answerable, answered.float(), reduction="sum")
+    return total, torch.cat([logits, answerable[:, None, None].expand(-1, logits.shape[1], 1)], dim=-1)
 
 
 def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(batch, seq_len, 2) start and end logits; those of padding, which differs between micro-batches, are masked."""
+    """(batch, seq_len, 2) start and end logits with padding masked: its length differs between micro-batches."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, masked_lm.HIDDEN_LOGIT)
 
 
 def cache_last(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """`function` with a cache of its last result: the spans of the best epoch are needed four times."""
+    """`function` with a cache of its last result: the best epoch's spans are used four times."""
     last: list[Any] = [None, None]  # scores, result
 
     def cached(scores: np.ndarray) -> Any:
@@ -280,26 +280,28 @@ def cache_last(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], 
     return cached
 
 
-def predict(args: SquadArguments, questions, windows: squad.Windows, scores: np.ndarray) -> dict[str, squad.Spans]:
-    """id -> the question's best spans."""
-    lengths = args.n_best_size, args.max_answer_length
-    found = squad.best_spans(questions, windows, scores, *lengths, args.version_2_with_negative)
-    return {question.id: spans for question, spans in zip(questions, found, strict=True)}
+def predict_spans(
+    args: SquadArguments, questions, windows: squad.Windows, scores: np.ndarray
+) -> dict[str, squad.Spans]:
+    """The n best spans by question id."""
+    limits = args.n_best_size, args.max_answer_length
+    best = squad.best_spans(questions, windows, scores, *limits, args.version_2_with_negative)
+    return {question.id: spans for question, spans in zip(questions, best, strict=True)}
 
 
 def measure(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> dict[str, float]:
-    """The official scores from 0 to 1; for 2.0 with their threshold, and the best scores over all thresholds."""
-    of_spans = official(args, predicted, None, questions)
+    """The official scores from 0 to 1; for 2.0 with the threshold, and the best scores over all thresholds."""
+    every_answer = official_scores(args, predicted, None, questions)  # the best span of each question
     if not args.version_2_with_negative:
-        return shares(of_spans)
-    threshold = HALF if by_classifier(args) else of_spans["best_f1_thresh"]
-    metrics = official(args, predicted, threshold, questions)
-    best = {name: value for name, value in of_spans.items() if name.startswith("best_")}
-    return shares(metrics | best) | {"threshold": threshold}
+        return as_shares(every_answer)
+    threshold = 0.5 if uses_classifier(args) else every_answer["best_f1_thresh"]
+    metrics = official_scores(args, predicted, threshold, questions)
+    best = {name: value for name, value in every_answer.items() if name.startswith("best_")}
+    return as_shares(metrics | best) | {"threshold": threshold}
 
 
-def official(args: SquadArguments, predicted, threshold: float | None, questions) -> dict[str, float]:
-    """The official scores in per cent; the answer is empty where the probability of no answer is above `threshold`."""
+def official_scores(args: SquadArguments, predicted, threshold: float | None, questions) -> dict[str, float]:
+    """The official scores in per cent; an answer is empty if its `no_answer` is above `threshold`."""
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
     gold = squad_files.gold_answers(questions)
     if not args.version_2_with_negative:
@@ -307,49 +309,49 @@ def official(args: SquadArguments, predicted, threshold: float | None, questions
     return squad_scores.score_2(texts, gold, {name: spans.no_answer for name, spans in predicted.items()})
 
 
-def shares(scores: dict[str, float]) -> dict[str, float]:
-    """Percentages as shares of 1; counts and thresholds unchanged."""
+def as_shares(scores: dict[str, float]) -> dict[str, float]:
+    """Percentages as shares from 0 to 1; counts and thresholds unchanged."""
     return {name: value if name.endswith(("total", "thresh")) else value / 100 for name, value in scores.items()}
 
 
 def degenerate(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> bool:
-    """Whether all questions of 2.0 are answered, or none is."""
+    """Whether the model answers all questions of 2.0, or none."""
     threshold = measure(args, predicted, questions).get("threshold")
     return threshold is not None and len({spans.answer(threshold) == "" for spans in predicted.values()}) == 1
 
 
 def answers_of(args: SquadArguments, predicted: dict[str, squad.Spans], questions) -> list[dict]:
-    """The answer to each question with its scores; the worst first, and of these the most probable."""
+    """Each question with its prediction and scores; the worst first, the most confident of these first."""
     threshold, rows = measure(args, predicted, questions).get("threshold"), []
     for question in questions:
-        spans, right = predicted[question.id], [text for text, _ in question.answers]
+        spans, gold = predicted[question.id], [text for text, _ in question.answers]
         text = spans.answer(threshold)
-        gold = squad_scores.gold_of_version_2(right) if args.version_2_with_negative else right
-        exact = squad_scores.best_of(squad_scores.exact, text, gold)
-        f1 = squad_scores.best_of(lambda a, b: squad_scores.f1(a, b, args.version_2_with_negative), text, gold)
-        sure = next((entry["probability"] for entry in squad.n_best(spans) if entry["text"] == text), 0.0)
-        row = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(right))}
-        rows.append(row | {"prediction": text, "probability": sure, "f1": f1, "exact_match": exact})
+        row = {"id": question.id, "question": question.question, "answers": " | ".join(dict.fromkeys(gold))}
+        gold = squad_scores.non_empty_answers(gold) if args.version_2_with_negative else gold
+        exact = squad_scores.best_score(squad_scores.exact, text, gold)
+        f1 = squad_scores.best_score(lambda a, b: squad_scores.f1(a, b, args.version_2_with_negative), text, gold)
+        probability = next((entry["probability"] for entry in squad.n_best(spans) if entry["text"] == text), 0.0)
+        rows.append(row | {"prediction": text, "probability": probability, "f1": f1, "exact_match": exact})
     return sorted(rows, key=lambda row: (row["f1"], row["exact_match"], -row["probability"]))
 
 
-def always_no_answer(questions: list[squad_files.Question]) -> Baseline:
+def always_no_answer(questions: list[squad_files.SquadExample]) -> Baseline:
     """The scores of an empty answer to every question of 2.0."""
     answers = squad_files.gold_answers(questions)
     scores = squad_scores.score_2(dict.fromkeys(answers, ""), answers)
-    return {"answer": "no answer", "metrics": {k: v for k, v in shares(scores).items() if not k.endswith("total")}}
+    return {"answer": "no answer", "metrics": {k: v for k, v in as_shares(scores).items() if not k.endswith("total")}}
 
 
 def write_predictions(args: SquadArguments, folder: Path, questions, windows: squad.Windows) -> None:
-    """`predictions.json`, `nbest_predictions.json`, and for 2.0 `null_odds.json` and every question's best span,
-    `span_predictions.json`, of a run's best epoch."""
-    predicted = predict(args, questions, windows, validation_scores(folder))
+    """Write a run's `predictions.json` and `nbest_predictions.json`; for 2.0 also `null_odds.json`, and
+    `span_predictions.json` with the best span of every question."""
+    predicted = predict_spans(args, questions, windows, validation_scores(folder))
     threshold = measure(args, predicted, questions).get("threshold")
     texts = {name: spans.answer(threshold) for name, spans in predicted.items()}
     durable.write_json(folder / "predictions.json", texts)
     n_best = {name: squad.n_best(spans) for name, spans in predicted.items()}
     durable.write_json(folder / "nbest_predictions.json", n_best)
-    if args.version_2_with_negative:  # the best scores over all thresholds are the scores of these two files
+    if args.version_2_with_negative:  # the official script's input for the best scores over all thresholds
         spans_only = {name: spans.answer(None) for name, spans in predicted.items()}
         durable.write_json(folder / "span_predictions.json", spans_only)
         durable.write_json(folder / "null_odds.json", {name: spans.no_answer for name, spans in predicted.items()})

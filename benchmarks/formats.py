@@ -29,7 +29,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.model.objectives import labels_of_mask
-from roberta_recipe.publishing.tables import table
+from roberta_recipe.publishing.tables import markdown_table
 
 MICRO_BATCH, STEP = 16, 32
 MASKINGS = {
@@ -120,7 +120,7 @@ def main() -> None:
             rows.append(described(name, blocks, seconds, tokenization.boundary_ids(tokenizer)["eos_id"]))
         head = "format", "blocks", "tokens a block", "padded", "documents meet", "sequences a block", "pairs", "label 0"
         head += ("read, tokens/s",)
-        print(f"\n{length} tokens\n\n{table(head, rows)}\n")
+        print(f"\n{length} tokens\n\n{markdown_table(head, rows)}\n")
         collators = {name: MlmCollator(tokenizer, **how) for name, how in MASKINGS.items()}
         collators["token, Hugging Face's"] = Stock(tokenizer)
         rates = timed(collators, plain, args.repeats)
@@ -128,7 +128,7 @@ def main() -> None:
             (name, f"{rate:,.0f}", f"{rate / rates['token'][0]:.2f}", f"{share:.2%}")
             for name, (rate, share) in rates.items()
         ]
-        print(table(("masking", "blocks/s", "of token's", "predicted"), lines))
+        print(markdown_table(("masking", "blocks/s", "of token's", "predicted"), lines))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Lists of experiments: a runner, its tables, its statistics (`python experiments/run.py --help`)."""
+"""Experiment lists: runner, table, checks (`python experiments/run.py --help`)."""

@@ -1,8 +1,8 @@
-"""Lists of experiments: the YAML format, and the rows of a list (a variant with a seed) with their commands and states.
+"""Experiment lists: the YAML format, and its rows (a variant with a seed) with their commands and states.
 
-The parsers of the scripts and tools that a list names check all of it before a row starts. A list may be for several
-sizes: `scales:` names a file of `Scale` entries, `at: {<scale>: {<flags>}}` has the flags of one scale, for the list
-(`config` and `seeds` too) or for one of its rows; `only: [<scale>]` limits a row to some (docs/statistics.md).
+A list is checked by the parsers of its scripts and tools before a row starts. It may have several scales: `scales:` is
+a file of `Scale` entries, `at: {<scale>: {<flags>}}` sets flags at one scale, for the list (`config` and `seeds` too)
+or for a row, and `only: [<scale>]` limits a row to some scales (docs/statistics.md).
 """
 
 import importlib
@@ -30,27 +30,27 @@ from roberta_recipe.training import optimizers, pretraining
 from tools.significance import MOST_SEEDS
 
 ROW_NAME = "row.json"
-SEED = "{seed}"  # in the value of a row's flag: the seed of the row
+SEED = "{seed}"  # placeholder for the row's seed in the value of a flag
 AGAIN = "move its folder away to run it again, or rename the changed row"
 _SET_BY_RUNNER = ("output_dir", "config", "seed", "seeds", "max_train_minutes", "sweep", "push_to_hub", "help")
 _SET_FOR_MEASURES = ("model_name_or_path", "output", "output_dir", "help")
-_MEASURED = ("max_eval_samples",)  # changes no bit of training, but the text of the loss
-_CHOSEN = ("attn_implementation",)  # where it is not set, the run chooses and records it
+_MEASURED = ("max_eval_samples",)  # does not affect training, but the text of the loss
+_CHOSEN = ("attn_implementation",)  # chosen and recorded by the run unless set
 _CONTENT = "content of "
-_HASHED_BYTES = 1 << 20  # files up to this size are compared by content, larger ones by path
+_HASHED_BYTES = 1 << 20  # larger files are compared by path, not by content
 
 
 class Measure(NamedTuple):
-    """A figure of a finished run."""
+    """A metric of a finished row."""
 
     title: str  # with its unit
     better: Literal["lower", "higher"]
     of: Literal["pretraining", "fine-tuning"]
-    tool: str | None  # of tools/, which writes --output FILE; None: the run's own record has it
-    keys: tuple[str, ...]  # of the figure in that file
+    tool: str | None  # in tools/, writes --output FILE; None: the metric is in the run record
+    keys: tuple[str, ...]  # path of the value in that file
     times: float = 1.0
-    beside: str | None = None  # the measure in whose file it stands, for one without a tool
-    count: str | None = None  # the key of how many it is the mean of, where that differs between models
+    beside: str | None = None  # the measure with the file of this one, if it has no tool
+    count: str | None = None  # key of the sample size, if that differs between models
 
 
 MEASURES = {
@@ -68,21 +68,21 @@ MEASURES = {
 
 @dataclass
 class Variant:
-    """An entry of `rows`: a preset and the flags that differ from it."""
+    """An entry of `rows`: a preset and flags that override it."""
 
     name: str
     config: str = ""
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = ""
-    claim: Literal["better", "worse"] | None = None  # of the source, against the first row
-    published: dict[str, str | int | float] = field(default_factory=dict)  # the source's figures
+    claim: Literal["better", "worse"] | None = None  # the source's, compared with the first row
+    published: dict[str, str | int | float] = field(default_factory=dict)  # the source's results
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Scale:
-    """A size of a list: defaults of what the list leaves open; flags are merged one by one."""
+    """A scale of a list: defaults for the keys that the list does not set; flags are merged."""
 
     config: str = ""
     seeds: list[int] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Scale:
 
 @dataclass
 class _ListFile:
-    """The keys of the YAML file."""
+    """Keys of the YAML file."""
 
     output_dir: str
     rows: list[dict[str, Any]]
@@ -104,25 +104,25 @@ class _ListFile:
     flags: dict[str, Any] = field(default_factory=dict)
     script: str = "train_mlm.py"
     search: bool = False
-    source: str = ""  # of the claims and published figures
+    source: str = ""  # of claims and published results
     scales: str = ""
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A variant with a seed: a folder, and commands."""
+    """A row: a variant with a seed, its folder and commands."""
 
     name: str
     seed: int
     folder: Path
     train: list[str]  # command
-    measures: dict[str, list[str]]  # flags of each measure that has a tool
-    settings: dict[str, Any]  # what must not change, {seed} not replaced
+    measures: dict[str, list[str]]  # flags of each measure with a tool
+    settings: dict[str, Any]  # must not change between runs; {seed} not replaced
 
     @property
     def run(self) -> Path:
-        """The output folder of the script."""
+        """The script's output_dir."""
         return self.folder / "run"
 
     @property
@@ -134,14 +134,14 @@ class Experiment:
         return self.folder / "log.txt"
 
     def stored(self) -> dict[str, Any]:
-        """`row.json`: settings and measures as they were run, and the time spent. Raises `InputError`."""
+        """`row.json`: settings and measures of the last run, and the time spent. Raises `InputError`."""
         path = self.folder / ROW_NAME
         if not path.is_file():
             return {"settings": None, "measures": {}, "seconds": 0.0}
         return read_record(path, ("settings", "measures", "seconds"), AGAIN)
 
     def record(self) -> dict[str, Any]:
-        """The record of the finished run, or the summary of a fine-tuning; empty before. Raises `InputError`."""
+        """The run record, or a fine-tuning's summary; empty until the run has finished. Raises `InputError`."""
         if (self.run / SUMMARY_NAME).is_file():
             return read_record(self.run / SUMMARY_NAME, ("settings", "picked"), AGAIN)
         if not (self.run / RECORD_NAME).is_file():
@@ -150,11 +150,11 @@ class Experiment:
         return record if record.get("stopped_by") != TIME_LIMIT else {}
 
     def output_of(self, measure: str) -> Path:
-        """The file that a measure's tool writes."""
+        """Output file of a measure's tool."""
         return self.folder / f"{measure}.json"
 
     def to_do(self) -> dict[str, list[str]]:
-        """The commands that are not finished, by their result: "run", or a measure."""
+        """The unfinished commands, by result: "run", or a measure."""
         left = {} if self.record() else {"run": self.train}
         for name, words in self.measures.items():
             if "run" in left or not self.output_of(name).is_file():
@@ -164,12 +164,12 @@ class Experiment:
         return left
 
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """The step of the newest checkpoint, 0 without one."""
         folders = [path.parent.name for path in self.run.glob(f"**/checkpoint-*/{durable.MANIFEST}")]
         return max((int(name.split("-")[1]) for name in folders), default=0)
 
     def state(self) -> str:
-        """The state in words, for the console."""
+        """The state, for the console."""
         if changed := self.changes():
             return "changed: " + "; ".join(changed)
         missing = list(self.to_do())
@@ -180,27 +180,23 @@ class Experiment:
         return f"to be resumed at step {self.step()}" if self.step() else "not begun"
 
     def changes(self) -> list[str]:
-        """Differences between the list and what the row was run with; a run's own record counts before `row.json`, as a
-        preset may have changed between the two."""
+        """Differences between the list and the settings of the last run, which come from the run record and, for the
+        rest, from `row.json`."""
         stored, record = self.stored(), self.record()
-        now, ran_with = self.settings_of_seed(), record.get("resolved_args", {})
+        now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
-        if not stored["settings"]:  # not begun, or run by hand: a record has the flags alone
+        if not stored["settings"]:  # not begun, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
-        seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # of fine-tuning, of pretraining
+        seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # fine-tuning, pretraining
         found = [f"seed was {', '.join(map(str, seeds))}, is {self.seed}"] if seeds != [self.seed] else []
         found += durable.differences(before, now).values()
         for name, words in self.measures.items():
-            given = stored["measures"].get(name)
-            if record and self.output_of(name).is_file() and given != words:
-                was = "not known" if given is None else f"`{shlex.join(given)}`"
+            before = stored["measures"].get(name)
+            if record and self.output_of(name).is_file() and before != words:
+                was = "not known" if before is None else f"`{shlex.join(before)}`"
                 found.append(f"measure {name} was {was}, is `{shlex.join(words)}`")
         return found
-
-    def settings_of_seed(self) -> dict[str, Any]:
-        """The settings as the row's command has them."""
-        return self._with_seed(self.settings)
 
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(settings).replace(SEED, str(self.seed)))
@@ -210,24 +206,24 @@ class Experiment:
         return read_record(self.output_of(measure), needed, "move it away to have it measured again")
 
     def figure(self, measure: str) -> float | None:
-        """A figure of the finished row, times `Measure.times`; nan where it is not a number, None where it is missing.
+        """The value of a measure, times `Measure.times`; nan if it is not a number, None until the row has finished.
         Raises `InputError` for a damaged record."""
-        of = MEASURES[measure]
-        file = of.beside or (measure if of.tool else None)
-        found = self.record()
-        if file and found:
-            found = self.measured(file, of.keys[0]) if self.output_of(file).is_file() else {}
-        if not found:
+        kind = MEASURES[measure]
+        file = kind.beside or (measure if kind.tool else None)
+        value = self.record()
+        if file and value:
+            value = self.measured(file, kind.keys[0]) if self.output_of(file).is_file() else {}
+        if not value:
             return None
-        if of.of == "fine-tuning":
-            found = picked_setting(found)
-        for key in of.keys:
-            found = found[key]
-        return float("nan") if found is None else of.times * found
+        if kind.of == "fine-tuning":
+            value = picked_setting(value)
+        for key in kind.keys:
+            value = value[key]
+        return float("nan") if value is None else kind.times * value
 
 
 class ExperimentList(NamedTuple):
-    """A checked list."""
+    """An experiment list, checked and resolved."""
 
     path: Path
     folder: Path
@@ -235,16 +231,16 @@ class ExperimentList(NamedTuple):
     seeds: list[int]
     measures: list[str]
     search: bool
-    rows: list[Experiment]  # seed by seed, so that an unfinished list has as many rows of each name as possible
+    rows: list[Experiment]  # by seed, so that every name of an unfinished list has about as many rows
     source: str = ""
     note: str = ""
     estimate: bool = False
-    changes: tuple[str, ...] = ()  # of --set
+    changes: tuple[str, ...] = ()  # --set
 
 
 def read(path: str, scale_name: str | None = None, changes: Sequence[str] = ()) -> ExperimentList:
-    """The list in a YAML file, at one of its scales and with flags changed by `--set`, completely checked. Raises
-    `InputError` that names the row, the value and the fix."""
+    """Read and check a YAML list, at one of its scales and with the `changes` of `--set`. Raises `InputError` with the
+    row, the value and the fix."""
     listed = _ListFile(**_checked(load_yaml(path), _ListFile, ("output_dir", "rows"), path))
     variants = [
         Variant(**_checked(row, Variant, ("name",), f"{path}, row {number}"))
@@ -280,7 +276,7 @@ def read(path: str, scale_name: str | None = None, changes: Sequence[str] = ()) 
 
 
 def _checked(values: Any, cls: type, needed: tuple[str, ...], where: str) -> dict[str, Any]:
-    """`values` by the fields of `cls`, each of its type; none of `needed` is missing or empty."""
+    """`values` checked against the fields of `cls`. Raises `InputError`, also without a value for `needed` keys."""
     if not isinstance(values, dict):
         raise InputError(f"{where} must be `key: value` lines, not {values!r}")
     checked = check_mapping(values, [cls], where)
@@ -290,7 +286,7 @@ def _checked(values: Any, cls: type, needed: tuple[str, ...], where: str) -> dic
 
 
 def _read_scale(listed: _ListFile, variants: list[Variant], path: str, name: str | None) -> Scale:
-    """The scale of that name in the list's file of scales; an empty one for a list without."""
+    """The scale `name` of the list's file of scales; an empty scale for a list without. Raises `InputError`."""
     scales = load_yaml(listed.scales) if listed.scales else {}
     if name not in scales and (name or scales):
         names = f"name one with --scale {' or '.join(map(str, scales))}" if scales else "the list has no scales"
@@ -302,8 +298,8 @@ def _read_scale(listed: _ListFile, variants: list[Variant], path: str, name: str
 
 
 def _change(change: str, variants: list[Variant], flags: dict[str, Any], measures: dict[str, Any]) -> None:
-    """Apply `--set`: `flag=value` for all rows and the measures with this flag, `measure.flag=value` for one measure.
-    Raises `InputError` where a row sets the flag."""
+    """Apply `--set flag=value` to all rows and to measures with this flag, or `--set measure.flag=value` to a measure.
+    Raises `InputError` if a row sets the flag."""
     name, equals, text = change.partition("=")
     if not (name and equals):
         raise InputError(f"--set {change!r}: write flag=value")
@@ -317,9 +313,9 @@ def _change(change: str, variants: list[Variant], flags: dict[str, Any], measure
     if differing := [variant.name for variant in variants if name in variant.flags]:
         raise InputError(f"--set {change}: rows differ in {name} (row {differing[0]!r}); change it in the list")
     flags[name] = value
-    for of_measure in measures.values():
-        if of_measure and name in of_measure:
-            of_measure[name] = value
+    for measure_flags in measures.values():
+        if measure_flags and name in measure_flags:
+            measure_flags[name] = value
 
 
 def _check_variants(variants: list[Variant], seeds: list[int], path: str) -> None:
@@ -334,17 +330,17 @@ def _check_variants(variants: list[Variant], seeds: list[int], path: str) -> Non
         where = f"{path}, row {variant.name!r}"
         for name in variant.flags:
             if name in _SET_BY_RUNNER:
-                raise InputError(f"{where}: flag {name} is set by the runner; remove it (seeds: seeds of the list)")
+                raise InputError(f"{where}: flag {name} is set by the runner; remove it (seeds are a key of the list)")
         if not re.fullmatch(r"\w[\w.+-]*", variant.name):
-            raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter first")
+            raise InputError(f"{where}: a name is a folder: letters, digits and _ . + - only, a letter first")
         if names.count(variant.name) > 1:
-            raise InputError(f"{where}: two rows have this name, and each needs a folder; rename one")
+            raise InputError(f"{where}: two rows have this name; rename one")
         if variant.claim and not number:
-            raise InputError(f"{where}: claim={variant.claim}: the first row is what the others are compared with")
+            raise InputError(f"{where}: claim={variant.claim} on the first row, the baseline of the others; remove it")
 
 
 def words_of(flags: dict[str, Any], where: str) -> list[str]:
-    """Flags as command-line words."""
+    """Flags as command-line arguments."""
     words = []
     for name, value in flags.items():
         if "-" in name:
@@ -357,19 +353,19 @@ def words_of(flags: dict[str, Any], where: str) -> list[str]:
 
 
 def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dict[str, list[str]]:
-    """The flags of each measure that has a tool; the tools have switches, not flags that are true or false."""
+    """The command-line arguments of each measure with a tool; a flag that is true is a switch."""
     words = {}
     for name, flags in measures.items():
-        where, given = f"{path}, measure {name!r}", flags or {}
+        where, flags = f"{path}, measure {name!r}", flags or {}
         if name not in MEASURES:
             raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(name, MEASURES)}")
         if (beside := MEASURES[name].beside) and beside not in measures:
-            raise InputError(f"{where} is a figure of the measure {beside!r}, which the list lacks")
-        if of_runner := [flag for flag in given if flag in _SET_FOR_MEASURES or not MEASURES[name].tool]:
-            raise InputError(f"{where}: flag {of_runner[0]} is the runner's, or the measure has no flags; remove it")
+            raise InputError(f"{where} needs the measure {beside!r}: add it")
+        if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or not MEASURES[name].tool]:
+            raise InputError(f"{where}: flag {refused[0]} is the runner's, or the measure has no flags; remove it")
         if MEASURES[name].tool:
-            switches = [f"--{flag}" for flag, value in given.items() if value is True]
-            others = {flag: value for flag, value in given.items() if not isinstance(value, bool)}
+            switches = [f"--{flag}" for flag, value in flags.items() if value is True]
+            others = {flag: value for flag, value in flags.items() if not isinstance(value, bool)}
             words[name] = [*words_of(others, where), *switches]
     return words
 
@@ -378,29 +374,28 @@ def _row(
     variant: Variant, seed: int, folder: Path, values: dict[str, Any], seed_flag: str, tools: dict[str, list[str]]
 ) -> Experiment:
     folder = folder / variant.name / f"seed-{seed}"
-    of_seed = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
+    flags = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
     launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
     command = [sys.executable, *launcher, str(resolve_path(variant.script))]
-    command += [*(["--config", variant.config] if variant.config else []), *of_seed]
+    command += [*(["--config", variant.config] if variant.config else []), *flags]
     command += [f"--{seed_flag}", str(seed), "--output_dir", str(folder / "run")]
     return Experiment(variant.name, seed, folder, command, tools, values)
 
 
 def in_child(call: Callable, *args: Any) -> Any:
-    """`call(*args)` in a child process: flags change state of the libraries, and the environment, which a run would
-    inherit."""
+    """`call(*args)` in a child process: parsing flags changes library state and the environment, which runs inherit."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         return pool.submit(call, *args).result()
 
 
 def output_flag(measure: str, path: Path) -> list[str]:
-    """The flag that has a measure's tool write `path`; `tools/blimp.py` names the file itself, in a folder."""
+    """The output flag of a measure's tool; `tools/blimp.py` takes a folder."""
     return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
 
 
 def _parse_measure(measure: str, words: list[str]) -> None:
-    """Let a measure's tool parse its flags. Raises `InputError`."""
+    """Check a measure's flags with its tool's parser. Raises `InputError`."""
     tool = importlib.import_module(f"tools.{MEASURES[measure].tool}")
     tool.parse(["--model_name_or_path", "run", *words, *output_flag(measure, Path("run", f"{measure}.json"))])
 
@@ -408,21 +403,21 @@ def _parse_measure(measure: str, words: list[str]) -> None:
 def _resolve_all(
     variants: list[Variant], measures: dict[str, Any], tools: dict[str, list[str]], path: str
 ) -> list[tuple[dict[str, Any], str]]:
-    """`_resolve` of all variants; the flags of measures are parsed by their tools."""
+    """`_resolve` for all variants, after a check of the measures' flags."""
     for name, words in tools.items():
         named(f"{path}, measure {name!r}", _parse_measure, name, words)
-    found = []
+    resolved = []
     for variant in variants:
         where = f"{path}, row {variant.name!r}"
-        found.append(named(where, _resolve, variant, where))
-        kind = "fine-tuning" if found[-1][1] == "seeds" else "pretraining"
+        resolved.append(named(where, _resolve, variant, where))
+        kind = "fine-tuning" if resolved[-1][1] == "seeds" else "pretraining"
         if wrong := [name for name in measures if MEASURES[name].of != kind]:
-            raise InputError(f"{where}: measure {wrong[0]} is of {MEASURES[wrong[0]].of}, and {variant.script} is not")
-    return found
+            raise InputError(f"{where}: measure {wrong[0]} is for {MEASURES[wrong[0]].of}, not for {variant.script}")
+    return resolved
 
 
 def named(where: str, call: Callable, *args: Any) -> Any:
-    """`call(*args)`, with `where` in front of the text of an `InputError`."""
+    """`call(*args)`; an `InputError` is prefixed with `where`."""
     try:
         return call(*args)
     except InputError as error:
@@ -431,14 +426,14 @@ def named(where: str, call: Callable, *args: Any) -> Any:
 
 
 def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
-    """The values that define the runs of a variant (no seed, no folder, no flag that changes no bit), as its script
-    parses them, and the name of the seed's flag ("seeds" for fine-tuning). Raises `InputError`."""
+    """The settings of a variant that must not change, as its script parses them, without seed, folder and flags that do
+    not affect results; and the name of the seed flag ("seeds" for fine-tuning). Raises `InputError`."""
     path = resolve_path(variant.script)
     if path.suffix != ".py" or not path.is_file():
-        raise InputError(f"script={variant.script}: there is no such script")
+        raise InputError(f"script={variant.script} is not a Python script: name train_mlm.py, finetune_glue.py, ...")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script  # dataclasses look their module up
+    sys.modules[path.stem] = script  # dataclasses look up their module
     spec.loader.exec_module(script)
     argv = ["--config", variant.config] if variant.config else []
     filled, resolved = script.read_arguments([*argv, *words_of(variant.flags, where), "--output_dir", "run"])
@@ -448,7 +443,7 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
         pretraining.check_cooldown(*filled)
     optimizers.check(filled[-1])
     if (minutes := resolved.get("max_train_minutes")) is not None:
-        raise InputError(f"max_train_minutes={minutes} in the preset: remove it; stop the runner and start it again")
+        raise InputError(f"max_train_minutes={minutes} in the preset: remove it; the runner can be stopped instead")
     flags = {name: flag for args in filled for name, flag in flags_of(type(args)).items()}
     values = {
         name: resolved.get(name)
@@ -463,7 +458,7 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
 
 
 def _small_files(value: Any) -> list[str]:
-    """The local files of at most `_HASHED_BYTES` that a flag names, such as a corpus preset or a model's config."""
+    """Local files up to `_HASHED_BYTES` in a flag's value, such as a corpus preset or a model's config."""
     names = [str(item) for item in (value if isinstance(value, list) else [value]) if item]
     paths = {name: resolve_path(name) for name in names}
     return [name for name, path in paths.items() if path.is_file() and path.stat().st_size <= _HASHED_BYTES]

@@ -1,5 +1,5 @@
-"""The table of a list of experiments: for each name and figure the mean over seeds with its standard error, the
-difference from the first name, p by exact permutation with Holm's correction, and the verdict (docs/statistics.md)."""
+"""Table of an experiment list: mean over seeds with standard error, difference from the first variant, p by exact
+permutation with Holm's correction, and verdict (docs/statistics.md)."""
 
 import math
 import statistics
@@ -9,8 +9,8 @@ from experiments.checks import check_rows
 from experiments.lists import AGAIN, MEASURES, Experiment, ExperimentList
 from roberta_recipe import durable
 from roberta_recipe.log import counted, duration
-from roberta_recipe.publishing.card import device_of
-from roberta_recipe.publishing.tables import table
+from roberta_recipe.publishing.card import device_name
+from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.record import RECORD_NAME, finite, read_record
 from roberta_recipe.standard_error import with_error
 from tools import significance
@@ -21,18 +21,18 @@ Records = list[tuple[Experiment, list[dict[str, Any]]]]  # finished rows and the
 
 
 class Cell(NamedTuple):
-    """A figure of a name; None where rows are missing."""
+    """A measure of a variant; None where rows are missing."""
 
     by_seed: dict[int, float]
     mean: float | None
     error: float | None
-    against_first: Comparison | None  # only where all rows of both names are finished, and all figures numbers
+    against_first: Comparison | None  # if all rows of both variants are finished, with finite values
     corrected_p: float | None
     verdict: str
 
 
 def cells(listed: ExperimentList) -> dict[str, dict[str, Cell]]:
-    """By measure and name. Each measure is a family of comparisons by itself."""
+    """Cells by measure and variant. Each measure is a family of comparisons."""
     names = [variant.name for variant in listed.variants]
     found = {}
     for measure in listed.measures:
@@ -50,7 +50,7 @@ def cells(listed: ExperimentList) -> dict[str, dict[str, Cell]]:
 def _compared(
     scores: dict[str, dict[int, float]], apart: set[str], listed: ExperimentList, measure: str
 ) -> dict[str, Cell]:
-    """A measure's figures of each name; `apart`: names measured on other words than the first."""
+    """A measure's cells by variant; `apart`: variants measured on other words than the first."""
     first, *others = scores
     whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
     in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
@@ -59,7 +59,7 @@ def _compared(
         for name in others
         if whole[name] and whole[first] and name not in apart and not listed.search
     }
-    # those that are not finished, or not compared, count too: a corrected p can only become smaller
+    # unfinished comparisons count too, with p = 1: a corrected p can only become smaller
     ps = [compared[name].p if name in compared else 1.0 for name in others]
     corrected = dict(zip(others, significance.holm(ps), strict=True))
     better = -1 if MEASURES[measure].better == "lower" else 1
@@ -73,14 +73,14 @@ def _compared(
                 better * one.difference, corrected[name], one.least_p * len(others), claims[name], one.welch_p
             )
         elif name != first and not listed.search:
-            verdict = OTHER_WORDS if name in apart else _why_none(of, scores[first])
+            verdict = OTHER_WORDS if name in apart else _missing_verdict(of, scores[first])
         mean, error = significance.mean_and_error([*of.values()]) if of else (None, None)
         found[name] = Cell(of, mean, error, compared.get(name), corrected[name] if name in compared else None, verdict)
     return found
 
 
-def _why_none(*sides: dict[int, float]) -> str:
-    """Why two names are not compared."""
+def _missing_verdict(*sides: dict[int, float]) -> str:
+    """The verdict on two variants that cannot be compared."""
     if not all(sides):
         return NOT_RUN
     return UNFINISHED if all(math.isfinite(value) for side in sides for value in side.values()) else NO_NUMBER
@@ -89,9 +89,9 @@ def _why_none(*sides: dict[int, float]) -> str:
 def lines(
     listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Records
 ) -> tuple[list[str], list[list[str]]]:
-    """The head, and a line for each name."""
+    """The header, and a row per variant."""
     first, count = listed.variants[0].name, len(listed.seeds)
-    head, beside = ["name", "seeds"], _beside(records)
+    head, beside = ["name", "seeds"], _record_columns(records)
     head += beside
     for measure in listed.measures:
         head.append(MEASURES[measure].title)
@@ -107,16 +107,16 @@ def lines(
         for cell in of:
             line.append(NOT_RUN if cell.mean is None else with_error(cell.mean, cell.error))
             if not listed.search:
-                line += ["-"] * 3 if variant.name == first else _against(cell)
+                line += ["-"] * 3 if variant.name == first else _comparison_cells(cell)
         table.append(line + [" ".join(str(variant.published.get(name, "-")).split()) for name in published])
     return head, table
 
 
-def _beside(records: Records) -> dict[str, dict[str, str]]:
-    """Columns from the run records, by title: the mean of the tokens seen, and the parameters where names differ."""
+def _record_columns(records: Records) -> dict[str, dict[str, str]]:
+    """Columns from the run records, by title: mean tokens seen, and the parameters if variants differ."""
     seen, parameters = {}, {}
-    for row, of_row in records:
-        for record in of_row:
+    for row, row_records in records:
+        for record in row_records:
             seen.setdefault(row.name, []).append(record["tokens_seen"])
             parameters[row.name] = f"{record['parameters'] / 1e6:.3g}"
     tokens = {name: f"{statistics.mean(of) / 1e6:,.2f}" for name, of in seen.items()}
@@ -125,8 +125,8 @@ def _beside(records: Records) -> dict[str, dict[str, str]]:
     return {title: column for title, column in columns.items() if column}
 
 
-def _against(cell: Cell) -> list[str]:
-    """Difference, corrected p, verdict."""
+def _comparison_cells(cell: Cell) -> list[str]:
+    """The cells difference, corrected p, verdict."""
     if cell.against_first is None:
         return ["-", "-", cell.verdict]
     difference, error, *_ = cell.against_first
@@ -144,8 +144,8 @@ def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Re
         if numbers:
             pick = min if MEASURES[measure].better == "lower" else max
             said.append(
-                f"A search, so no verdicts: {pick(numbers, key=numbers.get)} has the best mean {measure}, which "
-                "flatters it; what is picked here is reported from other seeds, and other data."
+                f"A search, so no verdicts: {pick(numbers, key=numbers.get)} has the best mean {measure}, biased by "
+                "the selection; report it from other seeds and other data."
             )
     elif len(listed.variants) > 1:
         seeds = len(listed.seeds)
@@ -153,20 +153,20 @@ def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Re
         count = len(listed.variants) - 1
         said.append(
             f"p: exact permutation {test}, two-sided, with Holm's correction over "
-            f"{counted(count, 'comparison')} of a figure; a difference is called one up to 0.05, where Welch's t-test "
-            "agrees or standard deviations are within four times of each other (docs/statistics.md)."
+            f"{counted(count, 'comparison')} per measure; significant up to 0.05 if Welch's t-test agrees or the "
+            "standard deviations differ at most fourfold (docs/statistics.md)."
         )
-    said += _readings(listed)
-    said += _runs(records)
+    said += _reading_note(listed)
+    said += _run_note(records)
     if listed.changes:
         said.append(f"Changed in all rows: {', '.join(listed.changes)}.")
     if listed.source:
-        said.append(f"Source of claims and published figures: {listed.source}.")
+        said.append(f"Source of claims and published results: {listed.source}.")
     return said
 
 
-def _readings(listed: ExperimentList) -> list[str]:
-    """How each name's models read the windows, where that differs (`tools/words.py`)."""
+def _reading_note(listed: ExperimentList) -> list[str]:
+    """The reading (`tools/words.py`) of each variant's models, if it differs."""
     names: dict[str, dict[str, None]] = {}
     for row in listed.rows if "words" in listed.measures else ():
         if row.figure("words") is not None and (reading := row.measured("words").get("reading")):
@@ -178,36 +178,36 @@ def _readings(listed: ExperimentList) -> list[str]:
     return [f"Words were read: {said}{others}."]
 
 
-def _records(listed: ExperimentList) -> Records:
+def _finished_records(listed: ExperimentList) -> Records:
     trained = [row for row in listed.rows if row.record()]
     needed = ("commit", "hardware", "tokens_seen", "parameters")
     return [(row, [read_record(path, needed, AGAIN) for path in row.run.glob(f"**/{RECORD_NAME}")]) for row in trained]
 
 
-def _runs(records: Records) -> list[str]:
-    """Commits, devices and median time of the finished rows."""
-    runs = [record for _, of_row in records for record in of_row]
+def _run_note(records: Records) -> list[str]:
+    """Commits, devices and median time of finished rows."""
+    runs = [record for _, row_records in records for record in row_records]
     if not runs:
         return []
     commits = {of["commit"] or "unknown" for of in runs}
     shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
-    devices = sorted({device_of(of["hardware"]) for of in runs})
+    devices = sorted({device_name(of["hardware"]) for of in runs})
     spent = duration(statistics.median(row.stored()["seconds"] for row, _ in records))
     return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
 
 
 def write(listed: ExperimentList) -> str:
-    """Write `table.md` and `table.json` into the list's folder; returns the text of the first. Raises `InputError` for
-    rows that do not belong together: another runner, with another list, may have run some."""
+    """Write `table.md` and `table.json` in the list's folder; returns the text of `table.md`. Raises `InputError` for
+    inconsistent rows, such as rows of another version of the list."""
     check_rows(listed)
-    found, records = cells(listed), _records(listed)
-    text = f"{table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
+    found, records = cells(listed), _finished_records(listed)
+    text = f"{markdown_table(*lines(listed, found, records))}\n\n{' '.join(notes(listed, found, records))}\n"
     values = {
         measure: {
             name: {**cell._asdict(), "against_first": cell.against_first and cell.against_first._asdict()}
-            for name, cell in of_measure.items()
+            for name, cell in by_name.items()
         }
-        for measure, of_measure in found.items()
+        for measure, by_name in found.items()
     }
     durable.make_folder(listed.folder, f"{listed.path}: output_dir")
     durable.write_text(listed.folder / "table.md", text)

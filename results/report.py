@@ -1,14 +1,14 @@
-"""The ledger's tables, curves and pages, made from the run records and proofs.yaml in this folder.
+"""Report of the results: tables, plots and pages from the run records and proofs.yaml in this folder.
 
     python results/report.py                                        # or: make report
-    python results/report.py --add runs/roberta_mini                # a pretraining run, as results/roberta_mini/
-    python results/report.py --add runs/glue/rte --name roberta_mini    # what was fine-tuned from it
-    python results/report.py --add runs/blimp/bert-base        # scores on BLiMP; those of a run are added with it
+    python results/report.py --add runs/roberta_mini                # add a pretraining run as results/roberta_mini/
+    python results/report.py --add runs/glue/rte --name roberta_mini    # add a model fine-tuned from it
+    python results/report.py --add runs/blimp/bert-base        # add BLiMP scores (a run's own are added with it)
     python results/report.py --add runs/squad/v1.1 --name roberta_mini --note "3,468 of the 10,570 questions"
 
-It writes results/curves.png, results/scores.png, results/README.md, results/index.html (a single file, opens from
-disk) and the section of README.md between its two marks; the three texts say the same. Figures of the paper are those
-that the fine-tuning scripts print; proofs.yaml lists what was proved, with the command that prints each figure.
+Writes results/curves.png, results/scores.png, results/README.md, results/index.html (a single file) and the section of
+README.md between its two markers, all with the same text. proofs.yaml lists claims, each with the command that prints
+its figure; the paper's figures come from the library.
 """
 
 import base64
@@ -32,8 +32,8 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import ROOT, read_text
 from roberta_recipe.log import counted
-from roberta_recipe.publishing import minimal_pairs, plots, tables
-from roberta_recipe.publishing.card import device_of, of_baseline, scored_on
+from roberta_recipe.publishing import blimp_table, plots, tables
+from roberta_recipe.publishing.card import baseline_cell, device_name, scored_on
 from roberta_recipe.record import (
     BLIMP_NAME,
     CURVE_NAME,
@@ -70,13 +70,13 @@ TITLE = (
     "[proofs.yaml](proofs.yaml), which says what each command of the first table printed;\n"
     "[index.html](index.html) is the same page."
 )
-_KEPT = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
-_KEPT += ("parameters", "versions", "commit", "hardware")
+_RUN_FIELDS = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
+_RUN_FIELDS += ("parameters", "versions", "commit", "hardware")
 
 
 @dataclass
 class Proof:
-    """An entry of `proofs.yaml`: a claim, and the figure that the command prints for it."""
+    """An entry of `proofs.yaml`: a claim, its figure, and the command that prints it."""
 
     claim: str
     figure: str
@@ -84,15 +84,15 @@ class Proof:
 
 
 class LedgerEntry(Summary):
-    """A fine-tuning in the ledger (`results/`): only its picked setting, and the runs of that setting."""
+    """A fine-tuning in the ledger (`results/`), reduced to its picked setting and the runs of that setting."""
 
-    note: str  # on data that are no official split; may be empty
-    runs: list[FinetuneRecord]  # shortened
+    note: str  # on data other than an official split; may be empty
+    runs: list[FinetuneRecord]  # with `_RUN_FIELDS` only
 
 
 class Ledger(NamedTuple):
-    """What the folder holds: proofs, pretraining records by model, fine-tunings by (model, file's name), and scores on
-    BLiMP by model."""
+    """The folder's content: proofs, pretraining records and BLiMP scores by model, fine-tunings by (model, file
+    stem)."""
 
     proofs: list[Proof]
     pretrained: dict[str, PretrainingRecord]
@@ -101,7 +101,7 @@ class Ledger(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the paper reports: a task of `summary.json`, one of its metrics, and its figures."""
+    """A figure of the paper: the task and metric in `summary.json`, the title, and the figure."""
 
     task: str
     metric: str
@@ -110,12 +110,12 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without the metric."""
+        """The title without the metric."""
         return self.shown.partition(",")[0]
 
 
 class Pair(NamedTuple):
-    """The same fine-tuning from a pretrained model and from random weights, by a metric; either may be None."""
+    """A fine-tuning from a pretrained model and from random weights, by a metric; one may be None."""
 
     row: Row
     model: str
@@ -128,19 +128,18 @@ class Pair(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A section of the report: paragraphs above and below a table, in which `code` and **weight** are marked, or a
-    picture."""
+    """A section of the report: paragraphs (with `code` and **bold**) above and below a table or an image."""
 
     title: str
     above: Sequence[str] = ()
     head: tuple[str, ...] = ()
     lines: Sequence[tuple[str, ...]] = ()
     below: Sequence[str] = ()
-    picture: str = ""  # its file's name
+    picture: str = ""  # file name
 
 
 def read(folder: Path) -> Ledger:
-    """All records of the ledger, by name."""
+    """Read the ledger."""
     pretrained = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{RECORD_NAME}"))}
     others = sorted(path for path in folder.glob("*/*.json") if path.name not in (RECORD_NAME, BLIMP_NAME))
     tuned = {(path.parent.name, path.stem): durable.read_json(path) for path in others}
@@ -149,7 +148,7 @@ def read(folder: Path) -> Ledger:
 
 
 def read_proofs(path: Path) -> list[Proof]:
-    """What was proved, where the ledger has a list of it. Raises `InputError` for an entry that lacks something."""
+    """The entries of proofs.yaml, none without the file. Raises `InputError` for an incomplete entry."""
     proofs = []
     for number, entry in enumerate(load_yaml(path)["proofs"] if path.is_file() else [], 1):
         where = f"{path}, entry {number}"
@@ -161,43 +160,42 @@ def read_proofs(path: Path) -> list[Proof]:
 
 
 def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
-    """Copy a finished run's record and its scores on BLiMP into the ledger, whichever of both there is, or the summary
-    and the shortened records of a fine-tuning with a `note` on its data; returns the path that was written. Raises
-    `InputError` where `source` is no finished run."""
+    """Copy a run's record, its BLiMP scores or both into the ledger, or a fine-tuning's reduced summary with a `note`
+    on its data; returns the written path. Raises `InputError` without a finished run in `source`."""
     if (source / SUMMARY_NAME).is_file():
         if not name:
-            raise InputError(f"{source} is a fine-tuning: say with --name of which model")
-        kept = shortened(source, note)
-        stem = "_".join([kept["task"].replace(" ", "_"), *_variants(kept["resolved_args"])])
+            raise InputError(f"{source} is a fine-tuning: name its pretrained model with --name")
+        entry = reduced_entry(source, note)
+        stem = "_".join([entry["task"].replace(" ", "_"), *_variants(entry["resolved_args"])])
         target = folder / _file_name("name", name) / f"{_file_name('task', stem)}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_json(target, kept)
+        durable.write_json(target, entry)
         return target
     target = folder / _file_name("name", name or source.name)
     needed = {BLIMP_NAME: ("scores", "random_weights"), RECORD_NAME: ("shown_args",)}
-    kept = {file: read_record(source / file, of, ADVICE) for file, of in needed.items() if (source / file).is_file()}
-    if not kept:
+    records = {file: read_record(source / file, of, ADVICE) for file, of in needed.items() if (source / file).is_file()}
+    if not records:
         raise InputError(
             f"{source} has neither {RECORD_NAME} nor {SUMMARY_NAME}, and no {BLIMP_NAME}: name a finished run's folder"
         )
-    if "task" in kept.get(RECORD_NAME, ()):
+    if "task" in records.get(RECORD_NAME, ()):
         raise InputError(
             f"{source} is a single run of a fine-tuning: name the folder of all its seeds, {source.parent}"
         )
-    if RECORD_NAME in kept and not (source / CURVE_NAME).is_file():
+    if RECORD_NAME in records and not (source / CURVE_NAME).is_file():
         raise InputError(
             f"{source} has no {CURVE_NAME}: copy it too, or move {RECORD_NAME} away and start the run again"
         )
     target.mkdir(parents=True, exist_ok=True)
-    for file, values in kept.items():
+    for file, values in records.items():
         durable.write_json(target / file, values)
-    if RECORD_NAME in kept:
+    if RECORD_NAME in records:
         shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
 
 
 def _file_name(what: str, name: str) -> str:
-    """`name`, which becomes a file or a folder of the ledger. Raises `InputError` where it is a path, or hidden."""
+    """`name`, checked as a file or folder name in the ledger. Raises `InputError`."""
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise InputError(
             f"{what}={name!r} becomes a name in the ledger: letters, digits and _ . + - only, a letter first"
@@ -205,27 +203,26 @@ def _file_name(what: str, name: str) -> str:
     return name
 
 
-def shortened(source: Path, note: str) -> LedgerEntry:
-    """What the ledger keeps of a fine-tuning: the picked setting, its runs and the flags that are shown; no folders of
-    the machine."""
+def reduced_entry(source: Path, note: str) -> LedgerEntry:
+    """A fine-tuning's ledger entry: the picked setting, its runs and the shown flags, without local paths."""
     summary = read_record(source / SUMMARY_NAME, ("settings", "shown_args", "scored_examples"), ADVICE)
     scores = picked_setting(summary)
     runs = []
     for seed in scores["seeds"]:
         folder = f"lr{scores['learning_rate']:g}-batch{scores['global_batch_size']}-seed{seed}"
         record = read_record(source / folder / RECORD_NAME, ("metrics", "shown_args"), ADVICE)
-        runs.append({"seed": int(seed), **{name: record.get(name) for name in _KEPT}})
+        runs.append({"seed": int(seed), **{name: record.get(name) for name in _RUN_FIELDS}})
     resolved = summary["resolved_args"]
     args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None}
     args |= {name: scores[name] for name in ("learning_rate", "global_batch_size")}
     scores |= {"best_run": Path(scores["best_run"]).name}
     names = ("task", "metric", "dataset", "scored_examples", "baseline", "shown_args", "duplicates")
-    kept = {name: summary.get(name) for name in names} | {"note": note}
-    return {**kept, "settings": [scores], "picked": 0, "resolved_args": args, "runs": runs}
+    entry = {name: summary.get(name) for name in names} | {"note": note}
+    return {**entry, "settings": [scores], "picked": 0, "resolved_args": args, "runs": runs}
 
 
 def paper_rows() -> list[Row]:
-    """Tables 5, 6 and 7, in the paper's order."""
+    """The figures of the paper's tables 5, 6 and 7, in order."""
     large, base, rows = glue.PAPER["large"], glue.PAPER["base"], []
     for name, task in glue.TASKS.items():
         figure = f"{large[name]} (base {base[name]})" if name in base else f"{large[name]}"
@@ -236,9 +233,9 @@ def paper_rows() -> list[Row]:
     return rows
 
 
-def table(ledger: Ledger) -> list[tuple[str, ...]]:
-    """Lines below `HEAD`: held-out perplexity of each pretrained model, then every figure of the paper's tables with
-    each fine-tuning of the ledger, or "not run"."""
+def all_rows(ledger: Ledger) -> list[tuple[str, ...]]:
+    """Rows of the table with the header `HEAD`: each pretrained model's held-out perplexity, then the paper's figures
+    beside each fine-tuning, or "not run"."""
     lines = []
     for model, record in ledger.pretrained.items():
         args, blocks, metrics = record["resolved_args"], validation_blocks(record), record["metrics"]
@@ -251,7 +248,7 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
         for model, entry in tuned:
             args, runs = entry["resolved_args"], entry["runs"]
             ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
-            measured = (scored_on(entry, row.metric), of_baseline(entry, row.metric))
+            measured = (scored_on(entry, row.metric), baseline_cell(entry, row.metric))
             tokens = sum(record["tokens_seen"] for record in runs)
             lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
         if not tuned:
@@ -260,31 +257,31 @@ def table(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def pairs(ledger: Ledger) -> list[Pair]:
-    """Every fine-tuning of the ledger by the metric that picks its epoch, with and without pretraining side by side."""
-    found: dict[tuple, dict[bool, LedgerEntry]] = {}
+    """The fine-tunings by their main metric, with and without pretraining."""
+    sides_by_row: dict[tuple, dict[bool, LedgerEntry]] = {}
     rows = paper_rows()
     for (model, _), entry in ledger.tuned.items():
         args = entry["resolved_args"]
         level = args.get("level", "all")
         metric = entry["metric"] if level == "all" else level  # of RACE
         row = next((row for row in rows if (row.task, row.metric) == (entry["task"], metric)), None)
-        if row is None:  # a task that the paper does not have
+        if row is None:  # not a task of the paper
             continue
-        name = _tuned_name(model, args | {"random_weights": False, "level": "all"})  # the row names the level
-        found.setdefault((rows.index(row), name), {})[bool(args.get("random_weights"))] = entry
-    ordered = sorted(found.items(), key=lambda item: item[0][0])  # stable
+        name = _tuned_name(model, args | {"random_weights": False, "level": "all"})  # the level is in the row
+        sides_by_row.setdefault((rows.index(row), name), {})[bool(args.get("random_weights"))] = entry
+    ordered = sorted(sides_by_row.items(), key=lambda item: item[0][0])  # stable
     return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, name), sides in ordered]
 
 
 def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
-    """Lines below `SCORE_HEAD`, one for each task and model."""
+    """Rows of the table with the header `SCORE_HEAD`, one per task and model."""
     return [
         (
             pair.row.shown,
             pair.model,
             scored_on(pair.any, pair.row.metric),
             *(_score(side, pair.row.metric) if side else NOT_RUN for side in (pair.pretrained, pair.random)),
-            of_baseline(pair.any, pair.row.metric),
+            baseline_cell(pair.any, pair.row.metric),
             pair.row.paper,
         )
         for pair in pairs(ledger)
@@ -292,67 +289,67 @@ def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def verdict(ledger: Ledger) -> list[str]:
-    """What the scores say of each pretrained model, a paragraph each: beside the majority answer, and by permutation of
-    seeds."""
+    """A paragraph per pretrained model: its fine-tunings compared with the majority baseline and with random
+    weights."""
     paragraphs = []
     for model, record in ledger.pretrained.items():
-        said: dict[str, list[str]] = {}
-        judged_pairs = [p for p in pairs(ledger) if p.model == model and p.pretrained and p.random]
-        of_seeds = tested(judged_pairs)
-        for pair, its in zip(judged_pairs, of_seeds, strict=True):
-            kind, what = judged(pair, its)
-            said.setdefault(kind, []).append(f"{pair.row.name} {what}")
-        if not said:
+        tasks_by_verdict: dict[str, list[str]] = {}
+        compared = [pair for pair in pairs(ledger) if pair.model == model and pair.pretrained and pair.random]
+        tests = significance_tests(compared)
+        for pair, test in zip(compared, tests, strict=True):
+            kind, figures = judge(pair, test)
+            tasks_by_verdict.setdefault(kind, []).append(f"{pair.row.name} {figures}")
+        if not tasks_by_verdict:
             continue
         spent = _spent([record], record["tokens_seen"])
         size = f"{record['parameters'] / 1e6:.1f} M parameters, {spent[0]} tokens, {spent[2]} hours on {spent[1]}"
-        gains = said.pop("Better than random weights", None)
+        gains = tasks_by_verdict.pop("Better than random weights", None)
         sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
                      f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
-        if not gains and (least := min(its.least for its in of_seeds)) > significance.LEVEL:
+        if not gains and (least := min(test.least for test in tests)) > significance.LEVEL:
             sentences.append(
-                f"So few seeds could not show it: p, corrected for the tasks, would be {least:.2f} at best."
+                f"Too few seeds to show it: the least possible p, corrected for the tasks, is {least:.2f}."
             )
-        sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in said.items()]
+        sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in tasks_by_verdict.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
 
 
-class Tested(NamedTuple):
-    """What the seeds of a task tell: p, p corrected for the tasks of the model that have seeds to test, and the least
-    that so many seeds could give, for so many tasks. 1 for a single seed and for scores that are no numbers."""
+class TestResult(NamedTuple):
+    """Significance test of a task: p, p corrected for the model's tested tasks, and the least possible corrected p; 1
+    for a single seed and for non-finite scores."""
 
     p: float = 1.0
     corrected: float = 1.0
     least: float = 1.0
-    welch: float | None = None  # Welch's p, of unequal noise
+    welch: float | None = None  # Welch's p for unequal noise
 
 
-def tested(some: list[Pair]) -> list[Tested]:
+def significance_tests(compared: list[Pair]) -> list[TestResult]:
     """The test of each task of a model."""
     ps: dict[int, tuple[float, float, float | None]] = {}
-    for number, pair in enumerate(some):
+    for number, pair in enumerate(compared):
         sides = scores_of(pair)
         if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
             ps[number] = significance.compare_seeds(*sides)
     corrected = significance.holm([p for p, *_ in ps.values()])
-    found = {
-        number: Tested(p, its, min(1.0, least * len(ps)), welch)
-        for (number, (p, least, welch)), its in zip(ps.items(), corrected, strict=True)
+    results = {
+        number: TestResult(p, corrected_p, min(1.0, least * len(ps)), welch)
+        for (number, (p, least, welch)), corrected_p in zip(ps.items(), corrected, strict=True)
     }
-    return [found.get(number, Tested()) for number in range(len(some))]
+    return [results.get(number, TestResult()) for number in range(len(compared))]
 
 
 def scores_of(pair: Pair) -> tuple[dict[int, float], dict[int, float]]:
-    """The score of each seed with pretraining, and with random weights."""
-    with_it, without = (
+    """Scores by seed, with pretraining and with random weights."""
+    pretrained, random = (
         {run["seed"]: _number(run["metrics"][pair.row.metric]) for run in side["runs"]} for side in pair[2:]
     )
-    return with_it, without
+    return pretrained, random
 
 
-def judged(pair: Pair, its: Tested) -> tuple[str, str]:
-    """(the verdict on a task, its figures): pretrained against random weights, by the seeds' scores."""
+def judge(pair: Pair, test: TestResult) -> tuple[str, str]:
+    """(verdict on pretrained against random weights, figures) of a task."""
     metric, (ours, random) = pair.row.metric, ([*scores.values()] for scores in scores_of(pair))
     baseline = (pair.any["baseline"] or {"metrics": {}})["metrics"].get(metric)
     medians = statistics.median(ours), statistics.median(random)
@@ -362,24 +359,24 @@ def judged(pair: Pair, its: Tested) -> tuple[str, str]:
     if baseline is not None and max(medians) <= baseline:
         return "Not above the majority answer", f"{against} ({percent(baseline)})"
     seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
-    figures = f"{against}, {seeds}, two-sided permutation p {its.p:.2f}"
+    figures = f"{against}, {seeds}, two-sided permutation p {test.p:.2f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    found = significance.verdict(gain, its.corrected, its.least, welch_p=its.welch)
-    if found in ("better", "worse"):
-        figures += f" ({its.corrected:.2f} with Holm's correction)" * (its.corrected != its.p)
-        return "Better than random weights" if found == "better" else "Below random weights", figures
+    result = significance.verdict(gain, test.corrected, test.least, welch_p=test.welch)
+    if result in ("better", "worse"):
+        figures += f" ({test.corrected:.2f} with Holm's correction)" * (test.corrected != test.p)
+        return "Better than random weights" if result == "better" else "Below random weights", figures
     if min(random) <= medians[0] <= max(random):
         return "Level with random weights", against
     return "Suggestive, no more", figures
 
 
 def _number(score: float | None) -> float:
-    """A score that can be compared: a correlation with a constant is below all others."""
+    """The score, or -inf for an undefined correlation."""
     return -math.inf if score is None else score
 
 
 def _score(entry: LedgerEntry, metric: str) -> str:
-    """Median, spread and number of seeds; a degenerate seed gives the same answer to everything."""
+    """Median, spread, number of seeds, and of degenerate ones."""
     scores = [_number(record["metrics"][metric]) for record in entry["runs"]]
     spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
     flat = sum(record["degenerate"] for record in entry["runs"])
@@ -388,34 +385,34 @@ def _score(entry: LedgerEntry, metric: str) -> str:
 
 
 def _has(entry: LedgerEntry, row: Row) -> bool:
-    """Whether the fine-tuning measured the paper's figure: the accuracy on a single level of RACE is not RACE's."""
+    """Whether the fine-tuning measured the paper's figure; RACE's accuracy needs both levels."""
     single_level = row.metric == "accuracy" and entry["resolved_args"].get("level", "all") != "all"
     measured = all(row.metric in record["metrics"] for record in entry["runs"])
     return entry["task"] == row.task and measured and not single_level
 
 
 def _variants(args: dict[str, Any]) -> list[str]:
-    """What tells two rows of the same task and model apart."""
+    """Flags that distinguish fine-tunings of the same model on the same task."""
     found = [name for name in ("random_weights", "without_article") if args.get(name)]
     limits = [name for name in ("level", "max_train_samples") if args.get(name) not in (None, "all")]
     return found + [f"{name}_{args[name]}" for name in limits]
 
 
 def _tuned_name(model: str, args: dict[str, Any]) -> str:
-    """The model, and what tells its row apart; numbers of examples stand among the settings."""
+    """The model and the distinguishing flags, except for numbers of examples, which are in the settings."""
     shown = [name.replace("_", " ") for name in _variants(args) if not name.startswith("max_train_samples")]
     return ", ".join([model, *shown])
 
 
 def _preset(record: PretrainingRecord) -> str:
-    """Sequences x tokens of a batch, steps taken (a clock may have ended them), rate."""
+    """Batch (sequences x tokens), steps taken, learning rate."""
     args = record["resolved_args"]
     batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
     return f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
 
 
 def _settings(args: dict[str, Any]) -> str:
-    """What a reader needs to repeat the fine-tuning: the values that people change."""
+    """The main hyperparameters of a fine-tuning."""
     steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else f"{args['num_train_epochs']:g} epochs"
     shown = [f"{args['learning_rate']:g}", f"batch {args['global_batch_size']}", steps]
     shown.append(f"length {args['max_seq_length']}")
@@ -427,11 +424,11 @@ def _settings(args: dict[str, Any]) -> str:
 def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
     """(tokens, hardware, hours) of runs on the same machine."""
     hours = sum(record["train_seconds"] for record in records) / 3600
-    return f"{tokens / 1e6:,.1f} M", device_of(records[0]["hardware"]), f"{hours:.2f}"
+    return f"{tokens / 1e6:,.1f} M", device_name(records[0]["hardware"]), f"{hours:.2f}"
 
 
 def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, source, perplexity, loss, unigram entropy) of every pretraining run of several sources."""
+    """(model, source, perplexity, loss, unigram entropy) of pretraining runs with several sources."""
     return [
         (
             *(model, name, perplexity_with_error(source["perplexity"], source.get("loss_error"))),
@@ -443,7 +440,7 @@ def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def speed(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, parameters, tokens, tokens/s, hardware, hours, peak memory) of every pretraining run."""
+    """(model, parameters, tokens, tokens/s, hardware, hours, peak memory) of pretraining runs."""
     lines = []
     for model, record in ledger.pretrained.items():
         tokens, where, hours = _spent([record], record["tokens_seen"])
@@ -453,24 +450,23 @@ def speed(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def sections(ledger: Ledger) -> list[Section]:
-    """The report: README.md has the first two sections, results/README.md and the page have all."""
+    """The sections of the report; README.md has the first two."""
     proofs = [(proof.claim, proof.figure, f"`{proof.command}`") for proof in ledger.proofs]
     explained = (
-        "Validation scores times 100, median over seeds, each at its best evaluation, picked on the same examples. "
-        "Majority answer: what the most frequent right answer scores when it is given to every example."
+        "Validation scores x 100, median over seeds; the best epoch is picked on the same examples. Majority answer: "
+        "the score of predicting the most frequent label for every example."
     )
     notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]
-    waiting = [line[0] for line in table(ledger) if line[2] == NOT_RUN]
-    below = [f"Data that are not the official files as they come. {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
-    below += [f"Not run: {'; '.join(waiting)}."] * bool(waiting)
-    spent = "Hours and tokens are those of all seeds. A degenerate seed learnt to give one answer to everything."
-    pairs_head, pair_lines = minimal_pairs.HEAD, minimal_pairs.lines(ledger.blimp)
-    of_blimp = Section("Minimal pairs of grammar", [minimal_pairs.EXPLAINED], pairs_head, pair_lines)
+    not_run = [line[0] for line in all_rows(ledger) if line[2] == NOT_RUN]
+    below = [f"Data other than the official files: {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
+    below += [f"Not run: {'; '.join(not_run)}."] * bool(not_run)
+    spent = "Hours and tokens are of all seeds. A degenerate seed predicts the same for every example."
+    blimp = Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp_table.rows(ledger.blimp))
     return [
         Section("What was proved", (), PROOF_HEAD, proofs),
         Section("What the models score", [*verdict(ledger), explained], SCORE_HEAD, score_table(ledger), below),
-        *[of_blimp] * bool(ledger.blimp),
-        Section("Every run beside the paper's tables", [spent], HEAD, table(ledger)),
+        *[blimp] * bool(ledger.blimp),
+        Section("Every run beside the paper's tables", [spent], HEAD, all_rows(ledger)),
         Section("Pretraining: loss and perplexity over tokens", picture="curves.png"),
         Section("Held-out perplexity by source", (), SOURCE_HEAD, by_source(ledger)),
         Section("Pretraining: hardware, speed, memory", (), SPEED_HEAD, speed(ledger)),
@@ -479,18 +475,18 @@ def sections(ledger: Ledger) -> list[Section]:
 
 
 def as_markdown(shown: Sequence[Section], level: int) -> str:
-    """Sections as Markdown, with titles of a level."""
+    """Sections as Markdown, with headings of `level`."""
     blocks = []
     for section in shown:
         picture = f"![{section.title}]({section.picture})"
-        what = picture if section.picture else tables.table(section.head, section.lines)
+        what = picture if section.picture else tables.markdown_table(section.head, section.lines)
         above, below = (map(tables.plain, texts) for texts in (section.above, section.below))
         blocks += [f"{'#' * level} {section.title}", *above, what, *below]
     return "\n\n".join(blocks)
 
 
 def with_section(readme: str, section: str) -> str:
-    """The README with `section` between the marks. Raises `InputError` where the README has no marks."""
+    """The README with `section` between its markers. Raises `InputError` without markers."""
     pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.S)
     if not pattern.search(readme):
         raise InputError(f"README.md has no section between {MARKS[0]} and {MARKS[1]}")
@@ -498,8 +494,8 @@ def with_section(readme: str, section: str) -> str:
 
 
 def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None:
-    """Loss and perplexity of pretraining runs, by name, over tokens seen, as a PNG; dashed, the unigram entropy. Where
-    a run has BLiMP's curve, a third panel has it."""
+    """PNG of loss and perplexity over tokens seen, of pretraining runs by name, with the unigram entropy (dashed) and,
+    if measured, BLiMP."""
     from matplotlib.ticker import ScalarFormatter
 
     panels = 2 + any(record.get("blimp_at_steps") for record in records.values())
@@ -533,8 +529,8 @@ def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None
 
 
 def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> None:
-    """Validation score times 100 of (name, fine-tuning) over the share of its steps, as a PNG: a line for each run, a
-    panel for each task."""
+    """PNG of validation scores x 100 over the share of steps, of (name, fine-tuning): a panel per task, a line per
+    run."""
     tasks = list(dict.fromkeys(entry["task"] for _, entry in entries))
     rows = -(-len(tasks) // 3) or 1
     figure, grid = plots.subplots(rows, 3, 11, 3.6 * rows, squeeze=False)
@@ -556,13 +552,13 @@ def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> Non
 
 
 def html_text(text: str) -> str:
-    """A paragraph or a cell, its `code` and **weight** marked."""
+    """HTML of a paragraph or cell with `code` and **bold**."""
     text = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
     return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
 
 
 def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """A table; on a narrow screen, each line becomes a list."""
+    """An HTML table; on a narrow screen, its rows become lists."""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     rows = []
     for line in lines:
@@ -576,7 +572,7 @@ def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
 
 
 def page(shown: Sequence[Section], folder: Path) -> str:
-    """The whole page, the pictures of `folder` inside."""
+    """The HTML page, with the images of `folder` embedded."""
     blocks = []
     for section in shown:
         blocks += [f"<h2>{html.escape(section.title)}</h2>", *(f"<p>{html_text(text)}</p>" for text in section.above)]
@@ -594,10 +590,10 @@ def page(shown: Sequence[Section], folder: Path) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="folders of finished runs to add first")
-    parser.add_argument("--name", help="model that the added fine-tunings are of; or another name for an added model")
-    parser.add_argument("--note", default="", help="what to know of the added data, such as an unofficial split")
+    parser.add_argument("--name", help="pretrained model of added fine-tunings, or another name for an added model")
+    parser.add_argument("--note", default="", help="note on the added data, such as an unofficial split")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the ledger")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page with the two marks")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page with the two markers")
     args = parser.parse_args(argv)
     readme = read_text(args.readme)
     for source in args.add:
@@ -613,8 +609,9 @@ def main(argv: list[str] | None = None) -> None:
     page_path.write_text(page(shown, args.results), encoding="utf-8")
     text_path.write_text(f"{TITLE}\n\n{as_markdown(shown, 2)}\n", encoding="utf-8")
     args.readme.write_text(with_section(readme, as_markdown(shown[:2], 3)), encoding="utf-8")
-    done = len([line for line in table(ledger) if line[2] != NOT_RUN])
-    print(f"written     {page_path}, {text_path}, {args.readme}: {done} lines of {len(table(ledger))} run")
+    lines = all_rows(ledger)
+    done = sum(line[2] != NOT_RUN for line in lines)
+    print(f"written     {page_path}, {text_path}, {args.readme}: {done} of {len(lines)} rows run")
 
 
 if __name__ == "__main__":

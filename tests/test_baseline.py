@@ -59,7 +59,7 @@ def test_a_correlation_has_no_majority(model_dir, tokenizer):
 
 def test_race(model_dir, tokenizer):
     rows = [("middle", 1), ("middle", 1), ("high", 1), ("high", 0), ("high", 3)]
-    questions = [race.Question("q", level, "text", "a _", tuple("abcd"), answer) for level, answer in rows]
+    questions = [race.RaceExample("q", level, "text", "a _", tuple("abcd"), answer) for level, answer in rows]
     args = finetune_race.RaceArguments(model_name_or_path=model_dir)
     features = {split: SimpleNamespace(rows=[]) for split in ("train", "validation")}
     job = finetune_race.job_of(args, {"train": [], "validation": questions}, features, tokenizer, {})
@@ -71,7 +71,7 @@ def test_race(model_dir, tokenizer):
 @pytest.mark.parametrize("version_2", [False, True])
 def test_squad(version_2, model_dir, tokenizer):
     answers = [(("a dog", 0),), (), (), (("the", 0),)]  # "the" is nothing but an article: the official script drops it
-    questions = [squad.Question(str(n), "who", "a dog", found) for n, found in enumerate(answers)]
+    questions = [squad.SquadExample(str(n), "who", "a dog", found) for n, found in enumerate(answers)]
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=version_2)
     windows = {split: SimpleNamespace(features=[{}] * 9) for split in ("train", "validation")}
     job = finetune_squad.job_of(args, {"train": [], "validation": questions}, windows, tokenizer, {})

@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Dist
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.publishing import hub, minimal_pairs
+from roberta_recipe.publishing import blimp_table, hub
 from roberta_recipe.record import read_record
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -78,7 +78,7 @@ def plain_loop(model, tokenizer, sentence, words=None):
 
 
 def check_scores(model, tokenizer, sentences):
-    scores = pseudo_likelihood.score(model, tokenizer, sentences)
+    scores = pseudo_likelihood.log_likelihoods(model, tokenizer, sentences)
     for number, sentence in enumerate(sentences):
         word_ids = tokenizer(sentence).word_ids()
         assert scores[0, number] == pytest.approx(plain_loop(model, tokenizer, sentence), abs=1e-3)
@@ -100,11 +100,11 @@ def test_scores_equal_the_plain_loop(model_dir, tokenizer, bert, wordpiece):
         copies = pseudo_likelihood.masked_copies(
             pseudo_likelihood.encode(own, SENTENCES)[0], own.mask_token_id, ("pll",)
         )
-        decoder = pseudo_likelihood.decoder_of(model, lambda ids, model=model: model(input_ids=ids).logits, copies)
+        decoder = pseudo_likelihood.sparse_decoder(model, lambda ids, model=model: model(input_ids=ids).logits, copies)
         assert decoder is (None if model is distilbert else model.get_output_embeddings())
         scores = check_scores(model, own, SENTENCES)
         assert np.ptp(scores[0]) > 10 and (np.abs(scores[0] - scores[1]) > 0.01).sum() > 5
-        alone = pseudo_likelihood.score(model, own, SENTENCES, ("within_word",))
+        alone = pseudo_likelihood.log_likelihoods(model, own, SENTENCES, ("within_word",))
         assert not alone[0].any() and alone[1] == pytest.approx(scores[1], abs=1e-4)
 
 
@@ -137,12 +137,14 @@ def test_processes_share_the_sentences(model_dir, tokenizer, monkeypatch):
         calls.append(len(input_ids))
         return model(input_ids=input_ids).logits
 
-    whole = pseudo_likelihood.score(model, tokenizer, SENTENCES, call=call)
+    whole = pseudo_likelihood.log_likelihoods(model, tokenizer, SENTENCES, call=call)
     shares, counts = [], []
     for process in range(3):
         calls.clear()
         shares.append(
-            pseudo_likelihood.score(model, tokenizer, SENTENCES, call=call, process=process, processes=3, in_step=True)
+            pseudo_likelihood.log_likelihoods(
+                model, tokenizer, SENTENCES, call=call, process=process, processes=3, in_step=True
+            )
         )
         counts.append(len(calls))
     assert sum(shares) == pytest.approx(whole, abs=1e-4) and len(set(counts)) == 1 < counts[0]
@@ -206,7 +208,7 @@ def test_ties_count_half():
     of = {"a": -1.0, "b": -2.0, "c": -4.0, "d": -5.0, "e": -3.0, "f": -2.0 - 1e-5, "g": -3.0}
     found = blimp.outcomes(pairs, [of[sentence] for sentence in pairs.sentences])
     assert {uid: right.tolist() for uid, right in found.items()} == {"passive_1": [1, 0.5, 0], "wh_island": [0.5]}
-    assert blimp.summarise(found)["ties"] == 2
+    assert blimp.accuracies(found)["ties"] == 2
 
 
 @settings(max_examples=30)
@@ -216,7 +218,7 @@ def test_means_of_random_outcomes(data):
     uids = data.draw(st.lists(st.sampled_from(sorted(blimp.PHENOMENON)), unique=True, min_size=1, max_size=9))
     of = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=8)
     found = {uid: np.array(data.draw(of)) for uid in uids}
-    scores = blimp.summarise(found, samples=200)
+    scores = blimp.accuracies(found, samples=200)
     means = {uid: sum(right) / len(right) for uid, right in found.items()}
     groups = {}
     for uid, mean in means.items():
@@ -225,7 +227,7 @@ def test_means_of_random_outcomes(data):
     assert scores["mean_of_paradigms"] == pytest.approx(sum(means.values()) / len(means))
     assert scores["mean_of_phenomena"] == pytest.approx(sum(of_phenomena) / len(of_phenomena))
     low, high = scores["mean_of_paradigms_interval"]
-    assert 0 <= low <= high <= 1 and scores == blimp.summarise(found, samples=200)
+    assert 0 <= low <= high <= 1 and scores == blimp.accuracies(found, samples=200)
 
 
 # Command line
@@ -261,7 +263,7 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     assert durable.damage(tmp_path / "run") is None  # the model's manifest still holds
     shown = (hub.prepare("me/mine", tmp_path / "run") / "README.md").read_text()
     assert "blimp.json" in hub.PUBLISHED and "| mine | pseudo-log-likelihood |" in shown
-    assert minimal_pairs.EXPLAINED in shown
+    assert blimp_table.EXPLANATION in shown
 
 
 # While training

@@ -67,8 +67,8 @@ def test_the_same_run_elsewhere_and_in_two_starts(run, preset, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "setting", "step", "cause"),
     [
-        ({"learning_rate": 2e-3}, "learning_rate: 0.001 | 0.002", 1, "rate"),
-        ({"lr_scheduler_type": "cosine"}, 'lr_scheduler_type: "linear" | "cosine"', 2, "rate"),
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 | 0.002", 1, "learning rate"),
+        ({"lr_scheduler_type": "cosine"}, 'lr_scheduler_type: "linear" | "cosine"', 2, "learning rate"),
         ({"mlm_probability": 0.3}, "mlm_probability: 0.15 | 0.3", 1, "masks"),
         ({"data_seed": 7}, "data_seed: 42 | 7", 1, "blocks"),
         ({"seed": 7}, "seed: 42 | 7", 1, "loss"),  # other weights at the start

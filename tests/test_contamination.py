@@ -15,7 +15,7 @@ from roberta_recipe.data.corpus import read_corpus, resolve
 from roberta_recipe.data.documents import documents, file_rows, text_hash
 from roberta_recipe.errors import InputError
 from tools import contamination
-from tools.contamination import Index, Text, ngram_hashes, summarise, table, words_of
+from tools.contamination import Index, Text, count_by_set, format_counts, ngram_hashes, words_of
 
 
 def slow(texts, documents, length):
@@ -61,12 +61,12 @@ def test_counts_by_source_and_examples():
     texts = [Text("set", str(n), list("abcdefgh")[: 8 - n]) for n in range(7)]
     texts[0].found = {"books": {0, 1, 2}, "news": {3}}
     texts[1].found = {"news": {0, 1, 2, 3, 4}}
-    row = summarise(texts, 3, ["books", "news", "web"])["set"]
+    row = count_by_set(texts, 3, ["books", "news", "web"])["set"]
     assert (row["texts"], row["too_short"], row["with_an_ngram"], row["mostly"]) == (7, 1, 2, 1)
     assert row["by_source"] == {"books": 1, "news": 2, "web": 0}
     assert row["examples"][0] == {"id": "1", "share": 1.0, "sources": ["news"], "text": "a b c d e f g"}
     assert row["examples"][1]["text"] == "a b c d e f"
-    assert "news 2" in table({"set": row}, 3) and "web" not in table({"set": row}, 3)
+    assert "news 2" in format_counts({"set": row}, 3) and "web" not in format_counts({"set": row}, 3)
 
 
 def test_the_command_line(tmp_path, capsys):
@@ -153,5 +153,5 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
     listed.write_text("[]")
     with pytest.raises(InputError, match=r"contamination\.py --held_out"):
         resolve(read_corpus(preset))
-    with pytest.raises(InputError, match="leave_out goes with held_out"):
+    with pytest.raises(InputError, match=r"leave_out=.* needs --held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])

@@ -74,7 +74,7 @@ def test_other_families_have_the_parameters_of_their_papers():
 
 def test_a_family_of_other_layers_is_not_estimated(tmp_path):
     (tmp_path / "other.json").write_text('{"model_type": "modernbert"}')
-    with pytest.raises(InputError, match="is a 'modernbert' model; the estimate knows the layers of roberta"):
+    with pytest.raises(InputError, match="is a 'modernbert' model; the estimate is for roberta"):
         estimate.read_estimate(["--config_name", str(tmp_path / "other.json"), "--hardware", "H100"])
 
 
@@ -120,7 +120,7 @@ def test_activations_are_what_autograd_keeps(shape, kind):
     measured -= sum(t.untyped_storage().nbytes() for t in casts)
     layer, embeddings = estimate.activation_bytes(config, batch * seq_len, kind, mask_bytes=KINDS[kind])
     predicted = batch * (seq_len // 8)
-    element, _, _, channel = estimate._KEPT[kind]
+    element, _, _, channel = estimate._SAVED_BYTES[kind]
     head = predicted * (element * config.vocab_size + channel * config.hidden_size)  # logits; the head's layers
     assert config.num_hidden_layers * layer + embeddings + head == pytest.approx(measured, rel=0.05)
 
@@ -215,7 +215,7 @@ def test_states_are_what_an_optimizer_keeps(tmp_path, optim):
     optimizer.step()
     kept = sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
     count = estimate.parameter_count(config)
-    assert estimate._states(config, ["mlm"], optim) == pytest.approx(kept, abs=0.05 * count)
+    assert estimate._optimizer_elements(config, ["mlm"], optim) == pytest.approx(kept, abs=0.05 * count)
 
 
 @pytest.mark.parametrize("objective", [["mlm"], ["mlm", "sbo"]])
@@ -328,7 +328,7 @@ def test_table():
     config = preset_config("base", vocab_size=50304)
     shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}
     base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, tokens_per_pass=30e9)
-    text = estimate.table(base)
+    text = estimate.format_estimate(base)
     days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
     for line in (
         "124,727,424 parameters",
@@ -347,16 +347,16 @@ def test_table():
 
 def test_report_says_what_does_not_fit():
     small = make_run(hardware=Hardware(8, "V100-16GB"), micro_batch=32, accumulation=32, corpus_bytes=160e9)
-    text = estimate.table(small)
+    text = estimate.format_estimate(small)
     largest = small.largest_that_fits
     assert not small.fits and f"lower per_device_train_batch_size=32 to {largest}\n" in text
     assert f"{small.tokens / (160e9 / 4.5):,.2f} epochs of 160.0 GB at 4.5 bytes a token (an assumption)" in text
     for size, fits in ((largest, True), (2 * largest, False)):
         assert dataclasses.replace(small, micro_batch=size).fits is fits
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
-    assert huge.largest_that_fits == 0 and "not even 1 sequence does" in estimate.table(huge)
+    assert huge.largest_that_fits == 0 and "not even 1 sequence fits" in estimate.format_estimate(huge)
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))
-    assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.table(offloaded)
+    assert f"{offloaded.memory.host / GIB:.2f} GiB a process" in estimate.format_estimate(offloaded)
 
 
 def test_epochs_of_local_files(preset, tmp_path):
@@ -371,7 +371,9 @@ def test_epochs_of_local_files(preset, tmp_path):
         assert cost.corpus_bytes == pytest.approx(size, rel=0.1), path
         assert cost.epochs == pytest.approx(cost.tokens / (cost.corpus_bytes / 4.5))
     few = estimate.main([*flags, path, "--max_train_samples", "4"])
-    assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.table(few)
+    assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.format_estimate(
+        few
+    )
 
 
 @pytest.mark.parametrize(

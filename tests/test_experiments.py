@@ -97,7 +97,7 @@ def test_command_line(write, tmp_path, root):
     done = run_python("experiments/run.py", path, "--jobs", jobs, cwd=root)
     assert done.returncode == 0, done.stderr
     assert "begins  high, seed 3: not begun; core" in done.stderr, done.stderr
-    assert "done    high, seed 3: validation loss, nats" in done.stderr and "it was the last" in done.stderr
+    assert "done    high, seed 3: validation loss, nats" in done.stderr and "the last" in done.stderr
     record = durable.read_json(tmp_path / "out/high/seed-3/run/run_record.json")
     assert record["hardware"]["cpu_cores"] == len(os.sched_getaffinity(0)) // jobs
     assert record["resolved_args"]["seed"] == 3 and record["steps"] == 4
@@ -263,7 +263,7 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
     record = out / "high/seed-2/run/run_record.json"
     values = durable.read_sealed(record)
     durable.write_sealed(record, {**values, "fingerprint": {**values["fingerprint"], "tokenizer": "x"}})
-    with pytest.raises(InputError, match=r"high, seed 2 was run with something else than high, seed 1: tokenizer was"):
+    with pytest.raises(InputError, match=r"high, seed 2 was run with other data than high, seed 1: tokenizer was"):
         experiments.main([path, "--table"])
 
 
@@ -335,7 +335,7 @@ def test_losses_of_other_held_out_blocks_give_no_table(write, trained):
         records["high, seed 1"].update(changed)
         with pytest.raises(
             InputError,
-            match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* take the measure words in place",
+            match=r"high, seed 1 was measured \(loss\) on .* low, seed 1: .* use the measure words instead",
         ):
             checks.check_rows(listed)
         records["high, seed 1"].update(before)
@@ -390,20 +390,20 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
     ("changed", "said"),
     [
         ({"rows": [{"name": "a", "flags": {"learning_rat": 1}}]}, "row 'a': unknown argument '--learning_rat'; did"),
-        ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py: there is no such"),
+        ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py is not a Python script"),
         ({"rows": [{"name": "a", "flags": {"seed": 3}}]}, "row 'a': flag seed is set by the runner"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "row 'a': two rows have this name"),
-        ({"rows": [{"name": "../a"}]}, "row '../a': a name becomes a folder"),
+        ({"rows": [{"name": "../a"}]}, "row '../a': a name is a folder"),
         ({"rows": [{"name": "a", "flags": {"max-steps": 5}}]}, "row 'a': flag max-steps: write max_steps"),
         ({"rows": [{"name": "a", "config": "{folder}/timed.yaml"}]}, "max_train_minutes=5.0 in the preset: remove"),
-        ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better: the first row is what the others"),
+        ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better on the first row"),
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is the runner's, or"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
         ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's"),
-        ({"measures": {"short_words": None}}, "measure 'short_words' is a figure of the measure 'words', which the"),
-        ({"measures": {"score": None}}, "row 'low': measure score is of fine-tuning, and train_mlm.py is not"),
+        ({"measures": {"short_words": None}}, "measure 'short_words' needs the measure 'words'"),
+        ({"measures": {"score": None}}, "row 'low': measure score is for fine-tuning, not for train_mlm.py"),
         ({"rows": [{"name": "a", "flags": {"warmup_steps": 50}}]}, "'a': warmup_steps=50 is more than the 4 steps of"),
     ],
 )  # fmt: skip

@@ -285,7 +285,7 @@ def test_untied_both_ways(tokenizer, tokenizer_dir, ids, tmp_path):
 def test_a_classifier_gets_an_empty_masked_lm_head_that_is_not_taken_for_a_trained_head(config):
     config.num_labels = 3
     model = fairseq.RobertaForSequenceClassification(config)
-    content = fairseq.checkpoint_of(model, config.vocab_size, "topic")
+    content = fairseq.build_checkpoint(model, config.vocab_size, "topic")
     hidden = torch.randn(2, config.hidden_size)
     head = {name.removeprefix("encoder.lm_head."): tensor for name, tensor in content["model"].items()}
     x = functional.gelu(functional.linear(hidden, head["dense.weight"], head["dense.bias"]))
@@ -379,7 +379,7 @@ class Harmful:
 def test_nothing_of_a_pickle_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {}, "args": Harmful()}, "model.pt")
-    with pytest.raises(InputError, match="cannot be read without running its code") as refusal:
+    with pytest.raises(InputError, match="cannot be read without its code") as refusal:
         fairseq.read_checkpoint(tmp_path / "model.pt")
     code = str(refusal.value).split('python -c "')[1].removesuffix('"')  # of the command that saves it anew
     compile(code, "command", "exec")
@@ -408,7 +408,7 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
             fairseq.main([*argv, "--tokenizer_name", tokenizer_dir])
         with pytest.raises(RuntimeError, match=said):
             fairseq.to_hugging_face(damaged, settings, None)
-    with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, decoder.other"):
+    with pytest.raises(InputError, match=r"1 weights are not RoBERTa's, such as decoder.other"):
         fairseq.to_hugging_face({**weights, "decoder.other": torch.zeros(1)}, settings, None)
     argv = ["to_hf", "--checkpoint", str(path), "--output_dir", str(tmp_path / "out")]
     (tmp_path / "dict.txt").write_text("0 1\n99 1\n")

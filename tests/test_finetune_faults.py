@@ -108,7 +108,7 @@ def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
     np.save(tmp_path / "other" / "validation_scores.npy", -scores)
     durable.move_into_place(tmp_path / "other", finished / "best")
     (finished / "test_scores.npz").unlink()
-    with pytest.raises(InputError, match=r"best is not the epoch that this run picked: its accuracy is 0\.\d+"):
+    with pytest.raises(InputError, match=r"best is not this run's best epoch: its accuracy is 0\.\d+"):
         finetune_glue.main(flags("rte", "--do_predict"))
 
 

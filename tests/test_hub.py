@@ -137,7 +137,7 @@ def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_pat
     assert server.private == {"me/small"} and set(server.repositories["me/small"]) == {"main", "second"}
     assert 'from_pretrained("me/small", revision="second")' in card_of(server.repositories["me/small"]["second"]).text
     server.private.clear()
-    with pytest.raises(InputError, match="me/small is there already, and public"):
+    with pytest.raises(InputError, match="me/small exists and is public"):
         push_tool.main([*push, "--private"])
     head = card_of(server.repositories["me/small"]["main"]).data.to_dict()
     assert (head["license"], head["language"]) == ("mit", ["en"])
@@ -156,7 +156,7 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
     assert "retry in" in capsys.readouterr().err
 
     server.drops = [("POST", "/commit/")] * 4
-    with pytest.raises(RunError, match=r"cannot be reached for me/small .*nothing here is lost"):
+    with pytest.raises(RunError, match=r"cannot be reached for me/small .*the run is saved"):
         push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
@@ -215,7 +215,7 @@ def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset,
 
 def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):
     push = ("--push_to_hub", "true", "--hub_model_id")
-    with pytest.raises(InputError, match=r"the Hub refuses you/small \(403: You don.t have .*may write there"):
+    with pytest.raises(InputError, match=r"the Hub refuses you/small \(403: You don.t have .*with write access"):
         train(preset, *push, "you/small")
     with pytest.raises(InputError, match=r"the Hub refuses me/small/er .*Repo id must be"):
         train(preset, *push, "me/small/er")
@@ -223,9 +223,9 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
     with pytest.raises(InputError, match="the Hub refuses you/theirs"):
         train(preset, *push, "you/theirs")
     server.repositories["me/taken"] = {"main": {"model.safetensors": b"of somebody", "config.json": b"{}"}}
-    with pytest.raises(InputError, match=r"the name me/taken is taken.*2 files of something else"):
+    with pytest.raises(InputError, match=r"me/taken contains.*2 files of something else"):
         train(preset, *push, "me/taken")
-    for token, message in (("hf_wrongSecret", "401: Invalid user.*may write there"), ("", "the Hub refuses"),
+    for token, message in (("hf_wrongSecret", "401: Invalid user.*with write access"), ("", "the Hub refuses"),
                            ("hf_Sécret", "contains invalid characters")):  # fmt: skip
         monkeypatch.setenv("HF_TOKEN", token)
         for name in ("me/small", "small"):
@@ -256,13 +256,13 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     assert record["resumes"] == 1 and server.commits[-1] == ("me/small", "exp", "Trained for 4 steps")
     (tmp_path / "run").rename(tmp_path / "moved")
     push_tool.main(["--model", str(tmp_path / "moved"), "--repo", "me/small", "--revision", "exp"])
-    with pytest.raises(InputError, match="the name me/small is taken"):
+    with pytest.raises(InputError, match="me/small contains"):
         train(preset, *push)
     shutil.rmtree(tmp_path / "run")
     server.repositories["me/small"]["main"]["vocab.txt"] = b"of another model"
     train(preset, "--learning_rate", "1e-2")
     model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
-    with pytest.raises(InputError, match="taken"):
+    with pytest.raises(InputError, match="files of something else"):
         push_tool.main(model)
     push_tool.main([*model, "--replace"])
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
@@ -336,7 +336,7 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
     with pytest.raises(InputError, match=r"summary\.json is missing"):
         push_tool.main([*push, str(tmp_path / "none")])
-    with pytest.raises(InputError, match="holds no finished run"):
+    with pytest.raises(InputError, match="has no finished run"):
         push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
 
 

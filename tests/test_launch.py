@@ -51,7 +51,7 @@ def test_the_exit_code_and_the_lines_are_the_script_s(script, root):
 def test_a_process_that_was_killed_is_named(script, root):
     done = launch(script, root, script, "killed")
     assert done.returncode == 137
-    assert done.stderr.startswith("error: the process was killed by SIGKILL; the system's log says why (often memory)")
+    assert done.stderr.startswith("error: the process was killed by SIGKILL, often out of memory")
     assert len(done.stderr.splitlines()) == 1
 
 

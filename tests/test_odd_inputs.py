@@ -49,7 +49,7 @@ def test_all_that_a_shorter_length_asks_for_is_in_one_message():
     for length, fits in ((128, "--doc_stride 32 --max_query_length 16"), (64, "--doc_stride 16 --max_query_length 8")):
         argv = ["--max_seq_length", str(length), "--use_cpu"]
         filled, _ = finetune_squad.read_arguments(argv)
-        with pytest.raises(InputError, match=f"max_seq_length={length} leaves .*; what fits: {fits}$"):
+        with pytest.raises(InputError, match=f"max_seq_length={length} leaves .*: {fits} fits$"):
             finetune_squad.check_arguments(*filled)
         (args, _), _ = finetune_squad.read_arguments([*argv, *fits.split()])
         assert args.doc_stride < length - args.max_query_length - finetune_squad.SPECIAL_TOKENS

@@ -142,7 +142,7 @@ def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, caps
     assert stored.read_bytes() != before and "test 21 questions" in capsys.readouterr().err
     (tmp_path / "data" / "test" / "high" / "100.txt").unlink()
     (tmp_path / "race" / RUN / "best" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"on other test rows, and its weights are gone"):
+    with pytest.raises(InputError, match=r"has no scores on this test set"):
         finetune_race.main(argv)
 
 
@@ -177,7 +177,7 @@ def test_scores_come_from_the_stored_model(flags, tmp_path, data_dir, tokenizer)
 
 def test_a_blank_takes_the_option():
     def text(question, option="the  sea"):
-        return race.Question("x", "high", "a", question, ("",) * 4, 0).with_option(option)
+        return race.RaceExample("x", "high", "a", question, ("",) * 4, 0).with_option(option)
 
     assert text("He likes  _  .") == "He likes the sea ."
     assert text("He likes ____.") == "He likes the sea."  # a single blank, not four
@@ -216,7 +216,7 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
     of = request.getfixturevalue(kind)
     texts = make_documents(5, seed=4, sentences=(1, 6))
     options = ("a boat", "the red cat", "it", "my old dog")
-    questions = [race.Question(str(n), "high", race.fold(t), "Who _?", options, n % 4) for n, t in enumerate(texts)]
+    questions = [race.RaceExample(str(n), "high", race.fold(t), "Who _?", options, n % 4) for n, t in enumerate(texts)]
     made = race.features(questions, of, max_seq_length, 40)
     batch = race.RaceCollator(of, max_seq_length)(made.rows)
     assert batch["labels"].tolist() == [0, 1, 2, 3, 0] and batch["input_ids"].shape[:2] == (5, 4)
@@ -233,7 +233,7 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
             cut.append(len(of(*texts, verbose=False)["input_ids"]) > max_seq_length)
         assert made.articles_cut[number] == any(cut)
     assert made.articles_cut.any() == (max_seq_length < 512)
-    texts = race.Question("x", "high", "It is <mask> or </s>.", "</s>?", options, 0)
+    texts = race.RaceExample("x", "high", "It is <mask> or </s>.", "</s>?", options, 0)
     (row,) = race.features([texts], of, max_seq_length, 40).rows
     assert not set(of.all_special_ids) & set(row["article"].tolist() + row["options"][0].tolist()) - {of.unk_token_id}
     width, longest = batch["input_ids"].shape[2], max(row["length"] for row in made.rows)
@@ -244,7 +244,7 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
 def test_long_options_are_cut_and_counted(tokenizer):
     """The passage is shorter than the question."""
     long = " ".join(make_documents(1, seed=3))
-    question = race.Question("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
+    question = race.RaceExample("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
     made = race.features([question], tokenizer, 64, 24)
     assert made.options_cut.tolist() == [2]
     assert [len(option) for option in made.rows[0]["options"]][:2] == [24, 24]
@@ -279,12 +279,12 @@ ROW = passage(0, "bad")
         ("[]", r"8.txt is not a passage of RACE \(article, questions, options, answers\)"),
         ({**ROW, "answers": ["A", "E", "B"]}, r"middle/8.txt, question 2: .* and answer 'E'"),
         ({**ROW, "answers": ["A", "", "B"]}, r"question 2: .* and answer ''"),
-        ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: .* not options \['a', 'a', 'a'\]"),
-        ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: .* not options 'abcd'"),
+        ({**ROW, "options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, r"question 2: .* has options \['a', 'a', 'a'\]"),
+        ({**ROW, "options": ["abcd", ["a"] * 4, ["a"] * 4]}, r"question 1: .* has options 'abcd'"),
         ({**ROW, "answers": ["A", "B"]}, r"8.txt is not a passage of RACE .*ValueError"),
-        ({**ROW, "article": " \n"}, r"question 1: an article"),
-        ({**ROW, "article": "half \ud83d"}, r"question 1: an article"),
-        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: an article"),
+        ({**ROW, "article": " \n"}, r"question 1: needs an article"),
+        ({**ROW, "article": "half \ud83d"}, r"question 1: needs an article"),
+        ({**ROW, "questions": [None, "b", "c"]}, r"question 1: needs an article"),
     ],
 )
 def test_bad_questions_are_named(tmp_path, content, said):

@@ -155,7 +155,7 @@ def test_tables_show_the_records(ledger, tmp_path, capsys):
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
     assert (stored["scored_examples"], stored["baseline"]["answer"]) == ({"validation": 277}, "yes")
     assert set(stored["resolved_args"]) == {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length"}
-    assert capsys.readouterr().out.splitlines()[-1].endswith("3 lines of 18 run")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("3 of 18 rows run")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
         write_pair(ledger, tmp_path, task, *same)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
     assert "not shown to be better" in verdict and verdict.count("Suggestive") == 1
-    assert "So few seeds could not show it: p, corrected for the tasks, would be 0.06 at best." in verdict  # 7 x 2/252
+    assert "Too few seeds to show it: the least possible p, corrected for the tasks, is 0.06." in verdict  # 7 x 2/252
 
 
 def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypatch):
@@ -233,7 +233,7 @@ def test_bad_input(ledger, tmp_path):
         report(ledger, tmp_path)
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "rte", [0.5])
-    with pytest.raises(InputError, match="is a fine-tuning: say with --name"):
+    with pytest.raises(InputError, match="is a fine-tuning: name its pretrained model"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
     write_pretraining(tmp_path / "killed")
     (tmp_path / "killed" / "loss_curve.png").unlink()

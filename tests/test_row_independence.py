@@ -95,7 +95,9 @@ def test_glue(family):
 
 def test_race(family):
     config, tokenizer, _ = family
-    questions = [race.Question(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)]
+    questions = [
+        race.RaceExample(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)
+    ]
     model = drawn(AutoModelForMultipleChoice.from_config, config)
     collate = race.RaceCollator(tokenizer, 64)
     check(race.features(questions, tokenizer, 64, 30).rows, with_loss(model, collate, finetune_race.choice_loss))
@@ -117,7 +119,7 @@ def test_wnli(family):
 def test_minimal_pairs(family):
     config, tokenizer, _ = family
     model = masked_lm(config)
-    check(TEXTS[:6], lambda rows: list(pseudo_likelihood.score(model, tokenizer, rows, disable_bar=True).T))
+    check(TEXTS[:6], lambda rows: list(pseudo_likelihood.log_likelihoods(model, tokenizer, rows, disable_bar=True).T))
 
 
 def test_the_pipeline_of_the_saved_folder_gives_the_predictions_of_validation(flags, tmp_path, model_dir, data_dir):  # noqa: F811

@@ -140,7 +140,7 @@ def opened(text):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_cell_of_a_table_is_one_cell_without_html(text):
-    raw, _, columns = opened(tables.table(("a", "b"), [(text, "c"), (text, "d")]))
+    raw, _, columns = opened(tables.markdown_table(("a", "b"), [(text, "c"), (text, "d")]))
     assert not raw and columns.count("td_open") == 4 and columns.count("tr_open") == 3
     assert tables.plain("**a** `<b|c>` (d) - e, 3 %") == "**a** `<b|c>` (d) - e, 3 %"
 

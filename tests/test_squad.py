@@ -296,7 +296,7 @@ def test_data_of_the_other_version_are_refused(data_dir):
     with pytest.raises(InputError, match=r"10 questions have no answer .*1-0-c.*v2.0.yaml"):
         squad_files.read_file(data_dir / "train-v2.0.json", version_2=False)
     with pytest.raises(InputError, match=r"none of 1 questions has an answer"):
-        squad_files.checked([squad.Question("x", "Who?", "The river.", ())], "here", version_2=True)
+        squad_files.check_questions([squad.SquadExample("x", "Who?", "The river.", ())], "here", version_2=True)
     with pytest.raises(InputError, match=r"all 20 questions have answers.*v1.1.yaml"):
         squad_files.read_file(data_dir / "train-v1.1.json", version_2=True)
 
@@ -304,16 +304,16 @@ def test_data_of_the_other_version_are_refused(data_dir):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"id": "1-0-b"}, "question id 1-0-b comes twice"),
-        ({"id": 7.5}, "question number 1 has no id that is a string or an integer"),
-        ({"question": "  "}, "question 1-0-a has an empty context, text or answer"),
-        ({"question": "half \ud83d"}, "1-0-a has .* no Unicode string"),
+        ({"id": "1-0-b"}, "duplicate question id 1-0-b"),
+        ({"id": 7.5}, "question number 1 needs an id"),
+        ({"question": "  "}, "question 1-0-a: context, question and answers must"),
+        ({"question": "half \ud83d"}, "1-0-a: .* Unicode strings"),
         ({"answers": []}, "question 1-0-a has 0 answers, which contradicts is_impossible=False"),
         ({"is_impossible": True}, "question 1-0-a has 2 answers, which contradicts is_impossible=True"),
         ({"answers": [{"text": "x"}]}, "1-0-a is not as in SQuAD"),
         ({"answers": [{"text": "x", "answer_start": 4.5}]}, "1-0-a: answer_start=4.5 must be"),
         ({"answers": [{"text": "x", "answer_start": -1}]}, "1-0-a: answer_start=-1 must be"),
-        ({"answers": [{"text": 5, "answer_start": 0}]}, "1-0-a has an empty context, text or answer"),
+        ({"answers": [{"text": 5, "answer_start": 0}]}, "1-0-a: context, question and answers must"),
         ({"answers": {"text": ["x"], "answer_start": []}}, "1-0-a is not as in SQuAD"),
     ],
 )
@@ -370,12 +370,12 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
         for row in entries:
             row["answers"] = [{**answer, "answer_start": 10**6} for answer in row["answers"]]
     write(tmp_path / "train-v2.0.json", made)
-    with pytest.raises(InputError, match="no answer stands at its answer_start"):
+    with pytest.raises(InputError, match="no answer is at its answer_start"):
         finetune_squad.main(flags("2.0", "--data_dir", tmp_path))
 
 
 BAD = {
-    "stride": (["--doc_stride", 60], "leaves 40 tokens .* what fits: --doc_stride 16 --max_query_length 8$"),
+    "stride": (["--doc_stride", 60], "leaves 40 tokens .* --doc_stride 16 --max_query_length 8 fits$"),
     "negative stride": (["--doc_stride", -1], "doc_stride=-1"),
     "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),
     "two sources": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
@@ -411,12 +411,12 @@ def test_presets_are_the_papers(root):
 def test_models_and_tokenizers_whose_first_token_cannot_stand_for_no_answer(tokenizer):
     for config in (BartConfig(), Qwen2Config()):
         with pytest.raises(
-            InputError, match=f"which sees no other in a '{config.model_type}' model: --no_answer null_score"
+            InputError, match=f"which attends to no other in a '{config.model_type}' model: --no_answer null_score"
         ):
             answerability.AutoModelWithAnswerability.from_config(config)
     bare = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), pad_token="<pad>")
     bare.backend_tokenizer.post_processor = processors.Sequence([])
-    question = squad.Question("q", "Where?", "Paris is far.", [])
-    assert squad.windows([question], bare, 32, 8, 16).features
-    with pytest.raises(InputError, match=r"passage_first=true: .* before a pair"):
-        squad.windows([question], bare, 32, 8, 16, passage_first=True)
+    question = squad.SquadExample("q", "Where?", "Paris is far.", [])
+    assert squad.make_windows([question], bare, 32, 8, 16).features
+    with pytest.raises(InputError, match=r"passage_first=true needs a special token"):
+        squad.make_windows([question], bare, 32, 8, 16, passage_first=True)

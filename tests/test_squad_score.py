@@ -93,7 +93,7 @@ def test_odds_above_1_withhold_an_answer_and_are_said(score, capsys):
 @pytest.mark.parametrize(
     ("texts", "odds", "said"),
     [
-        ("[]", None, "predictions.json must hold a JSON object, question id to prediction"),
+        ("[]", None, "predictions.json must be a JSON object, question id to prediction"),
         (TEXTS | {"1": 1}, None, "the prediction of question 1 is 1"),
         (TEXTS | {"other": None}, None, "the prediction of question other is None"),
         (TEXTS, dict.fromkeys(GOLD, "0.5"), "the odds of question 1 is '0.5'"),

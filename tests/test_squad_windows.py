@@ -26,13 +26,13 @@ AWKWARD = [
 @pytest.mark.parametrize("passage_first", [False, True])
 @pytest.mark.parametrize(("case", "context", "answer"), AWKWARD)
 def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_first):
-    question = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
+    question = squad.SquadExample("x", "Where?", context, ((answer, context.index(answer)),))
     for either in (tokenizer, wordpiece):
-        made = squad.windows([question], either, 128, 16, 16, passage_first)
+        made = squad.make_windows([question], either, 128, 16, 16, passage_first)
         (feature,), (offsets,) = made.features, made.offsets
         start, end = feature["start_positions"], feature["end_positions"]
         assert feature["labels"] == 1 and context[offsets[start, 0] : offsets[end, 1]] == answer
-        assert squad.decoded_labels([question], made)["verbatim"] == 1
+        assert squad.decode_labels([question], made)["verbatim"] == 1
         inside = np.flatnonzero(offsets[:, 0] >= 0)
         assert (inside[0] == 1) == passage_first and context[offsets[inside[-1], 1] :].strip() == ""
 
@@ -40,11 +40,11 @@ def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_
 def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
     sentences = make_documents(1, seed=5, sentences=(30, 30))[0].split("\n")
     context, answer = " ".join(sentences), sentences[14]
-    question = squad.Question("x", "Where?", context, ((answer, context.index(answer)),))
-    made = squad.windows([question, question], wordpiece, 64, 12, 16)
+    question = squad.SquadExample("x", "Where?", context, ((answer, context.index(answer)),))
+    made = squad.make_windows([question, question], wordpiece, 64, 12, 16)
     windows = [offsets[offsets[:, 0] >= 0] for offsets in made.offsets]
     count = len(windows) // 2
-    assert count > 5 and made.question.tolist() == [0] * count + [1] * count
+    assert count > 5 and made.question_index.tolist() == [0] * count + [1] * count
     assert all(len(feature["input_ids"]) <= 64 for feature in made.features)
     for before, behind in itertools.pairwise(windows[:count]):
         assert (before[-12:] == behind[:12]).all()
@@ -62,7 +62,7 @@ def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):
 def test_answers_at_the_edges_of_a_window(tokenizer):
     """A window holds answers at its first and last token, and none that reaches a token further."""
     context = " ".join(make_documents(1, seed=6, sentences=(30, 30)))
-    made = squad.windows([squad.Question("x", "Where?", context, ())], tokenizer, 64, 0, 16)
+    made = squad.make_windows([squad.SquadExample("x", "Where?", context, ())], tokenizer, 64, 0, 16)
     first, second = (offsets[offsets[:, 0] >= 0] for offsets in made.offsets[:2])
     for tokens, wanted in (
         (second[:1], [0, 1]),
@@ -71,36 +71,36 @@ def test_answers_at_the_edges_of_a_window(tokenizer):
         (np.concatenate([first[-1:], second[:1]]), [0, 0]),
     ):
         start, end = int(tokens[0, 0]), int(tokens[-1, 1])
-        question = squad.Question("x", "Where?", context, ((context[start:end], start),))
-        again = squad.windows([question], tokenizer, 64, 0, 16)
+        question = squad.SquadExample("x", "Where?", context, ((context[start:end], start),))
+        again = squad.make_windows([question], tokenizer, 64, 0, 16)
         assert [feature["labels"] for feature in again.features[:2]] == wanted
-        assert squad.decoded_labels([question], again)["in_no_window"] == (wanted == [0, 0])
+        assert squad.decode_labels([question], again)["in_no_window"] == (wanted == [0, 0])
 
 
 def test_an_answer_inside_a_token_is_covered_and_counted(tokenizer):
     context = "The teacher sees the river."
     token = next(t for t in tokenizer.tokenize(context) if len(t) > 5)
     piece = token.lstrip("Ġ")[:3]
-    question = squad.Question("x", "Who?", context, ((piece, context.index(piece)),))
-    made = squad.windows([question], tokenizer, 64, 8, 16)
-    found = squad.decoded_labels([question], made)
+    question = squad.SquadExample("x", "Who?", context, ((piece, context.index(piece)),))
+    made = squad.make_windows([question], tokenizer, 64, 8, 16)
+    found = squad.decode_labels([question], made)
     assert found["verbatim"] == 0 and found["in_no_window"] == 0
     assert found["others"] == [("x", piece, token.lstrip("Ġ"))]
 
 
 def test_a_window_of_nothing_but_spaces(tokenizer):
     context = "A table" + "\n" * 200 + "the end."
-    question = squad.Question("x", "Where?", context, (("the end", context.index("the end")),))
-    made = squad.windows([question], tokenizer, 64, 8, 16)
+    question = squad.SquadExample("x", "Where?", context, (("the end", context.index("the end")),))
+    made = squad.make_windows([question], tokenizer, 64, 8, 16)
     assert not all((offsets >= 0).any() for offsets in made.offsets)
-    assert squad.decoded_labels([question], made)["verbatim"] == 1
+    assert squad.decode_labels([question], made)["verbatim"] == 1
     scores = np.zeros((len(made.features), 64, 2), dtype=np.float32)
     assert squad.best_spans([question], made, scores, 3, 5)[0].texts
 
 
 def test_a_question_that_ends_in_a_character_of_several_tokens_is_short_enough(tokenizer):
-    question = squad.Question("x", "a " * 13 + "🎉🎉🎉", "The river.", ())
-    made = squad.windows([question], tokenizer, 64, 39, 20)
+    question = squad.SquadExample("x", "a " * 13 + "🎉🎉🎉", "The river.", ())
+    made = squad.make_windows([question], tokenizer, 64, 39, 20)
     asked = tokenizer.decode(made.features[0]["input_ids"]).split("</s>")[0]
     assert made.questions_cut == 1 and "a a" in asked and "\ufffd" not in asked
     assert len(tokenizer(asked.removeprefix("<s>"), add_special_tokens=False).input_ids) <= 20
@@ -128,7 +128,9 @@ def asked_for_each_word():
             word = rng.choice(words)
             answers.append((word, len(context)))
             context += word + rng.choice(between)
-        questions += [squad.Question(f"{number}-{n}", "Where?", context, (answer,)) for n, answer in enumerate(answers)]
+        questions += [
+            squad.SquadExample(f"{number}-{n}", "Where?", context, (answer,)) for n, answer in enumerate(answers)
+        ]
     return questions
 
 
@@ -147,10 +149,10 @@ def test_words_come_back_whatever_begins_inside_them(split):
         backend.train_from_iterator([question.context for question in questions[::30]], trainer)
         backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), trim, prefix)
         own = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="<s>", sep_token="</s>", pad_token="<pad>")
-        made = squad.windows(questions, own, 40, 12, 16)
-        found = squad.decoded_labels(questions, made)
+        made = squad.make_windows(questions, own, 40, 12, 16)
+        found = squad.decode_labels(questions, made)
         assert (found["verbatim"], found["in_no_window"]) == (150, 0), found["others"][:5]
-        numbered = zip(made.question.tolist(), made.offsets, strict=True)
+        numbered = zip(made.question_index.tolist(), made.offsets, strict=True)
         covered.append({(number, at) for number, offsets in numbered for a, b in offsets for at in range(a, b)})
     assert covered[0] == covered[1] and covered[2] == covered[3]
 
@@ -177,14 +179,14 @@ def by_brute_force(context, offsets, scores, n_best, at_most):
 
 def test_best_spans_equal_a_search_through_all_spans(tokenizer):
     texts = make_documents(6, seed=8, sentences=(2, 12))
-    questions = [squad.Question(str(n), "Who sees it?", text, ()) for n, text in enumerate(texts)]
-    made = squad.windows(questions, tokenizer, 48, 8, 16)
+    questions = [squad.SquadExample(str(n), "Who sees it?", text, ()) for n, text in enumerate(texts)]
+    made = squad.make_windows(questions, tokenizer, 48, 8, 16)
     assert len(made.features) > 10 and len(set(map(len, made.offsets))) > 3
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(len(made.features), 48, 2)).astype(np.float32)
     found = squad.best_spans(questions, made, scores, n_best_size=5, max_answer_length=7)
     for number, spans in enumerate(found):
-        own = np.flatnonzero(made.question == number)
+        own = np.flatnonzero(made.question_index == number)
         offsets = [made.offsets[n] for n in own]
         wanted = by_brute_force(texts[number], offsets, [scores[n] for n in own], 5, 7)
         assert spans.texts == [texts[number][a:b] for _, a, b in wanted] and len(wanted) == 5
@@ -194,8 +196,8 @@ def test_best_spans_equal_a_search_through_all_spans(tokenizer):
 
 def test_the_probability_of_no_answer_over_windows(tokenizer):
     text = make_documents(1, seed=9, sentences=(12, 12))[0]
-    question = squad.Question("x", "Who?", text, ())
-    made = squad.windows([question], tokenizer, 48, 8, 16)
+    question = squad.SquadExample("x", "Who?", text, ())
+    made = squad.make_windows([question], tokenizer, 48, 8, 16)
     scores = np.zeros((len(made.features), 48, 3), dtype=np.float32)
     scores[:, :, 2] = np.linspace(-3, 2, len(scores))[:, None]
     (spans,) = squad.best_spans([question], made, scores, 3, 5, version_2=True)

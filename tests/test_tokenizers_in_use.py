@@ -195,11 +195,11 @@ def test_squad_windows_are_those_of_the_saved_tokenizer(saved, rng):
     """A context of one window; and of several, to the side that the tokenizer truncates at."""
     asked, contexts = texts_of(rng, TEXTS, MARKS), texts_of(rng, TEXTS, MARKS)
     questions = [
-        squad.Question(str(n), question, context, ())
+        squad.SquadExample(str(n), question, context, ())
         for n, (question, context) in enumerate(zip(asked, contexts, strict=True))
     ]
-    check(squad.windows(questions, saved.loaded, 512, 0, 200).features, saved.used(asked, contexts))
-    made = squad.windows(questions, saved.loaded, 200, 4, 180)
+    check(squad.make_windows(questions, saved.loaded, 512, 0, 200).features, saved.used(asked, contexts))
+    made = squad.make_windows(questions, saved.loaded, 200, 4, 180)
     short = {"truncation": "only_second", "max_length": 200, "stride": 4, "return_overflowing_tokens": True}
     check(made.features, saved.used(asked, contexts, **short))
 
@@ -207,7 +207,7 @@ def test_squad_windows_are_those_of_the_saved_tokenizer(saved, rng):
 def test_race_sequences_are_those_of_the_saved_tokenizer(saved, rng):
     texts = [race.fold(text) for text in texts_of(rng, TEXTS, MARKS)]
     options = tuple(race.fold(text) for text in texts_of(rng, 4, MARKS))
-    questions = [race.Question(f"{n}, 1", "high", text, "the _ ?", options, 0) for n, text in enumerate(texts)]
+    questions = [race.RaceExample(f"{n}, 1", "high", text, "the _ ?", options, 0) for n, text in enumerate(texts)]
     for max_seq_length in (512, 90):
         rows = race.features(questions, saved.loaded, max_seq_length, 80).rows
         batch = race.RaceCollator(saved.loaded, max_seq_length)(rows)

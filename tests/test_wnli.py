@@ -42,7 +42,7 @@ def test_rows_of_a_made_up_test_set_find_their_schemas(tmp_path):
     lines = read_text(tmp_path / "glue" / "WNLI" / "test.tsv").splitlines()[1:]
     rows = wnli.align_rows([tuple(line.split("\t")[1:]) for line in lines], schemas, "test.tsv")
     assert [row.schema.idx for row in rows] == order and len(order) == 146
-    assert {row.origin for row in rows} == {wnli.ORIGINS[0]}
+    assert {row.origin for row in rows} == {wnli.SCHEMA_ORIGINS[0]}
     assert sum(row.cost > 0 for row in rows) >= 12  # rows that no literal comparison would find
 
 
@@ -88,7 +88,7 @@ def test_another_phrase_or_pronoun_becomes_a_schema_of_its_own(cellar, hypothesi
     row = aligned(cellar, CELLAR, hypothesis)
     schema = row.schema
     assert (schema.query, schema.text[schema.start : schema.end]) == (query, pronoun)
-    assert row.origin == wnli.ORIGINS[found] and schema.label is None and schema.where == "test.tsv, row 1"
+    assert row.origin == wnli.SCHEMA_ORIGINS[found] and schema.label is None and schema.where == "test.tsv, row 1"
     assert len(row.marked) == (2 if found == 1 else 0)
 
 
@@ -155,5 +155,5 @@ def test_phrases_that_can_name_a_query(phrase, query, extra):
 def test_what_cannot_be_a_row(cellar):
     with pytest.raises(InputError, match=r"test.tsv, row 2: 'No word here.' has no pronoun"):
         wnli.align_rows([(CELLAR, "Alma wanted it."), ("No word here.", "x")], cellar, "test.tsv")
-    with pytest.raises(InputError, match=r"wsc.jsonl has none of its texts; give SuperGLUE's WSC file of the same"):
+    with pytest.raises(InputError, match=r"wsc.jsonl has none of its texts; name SuperGLUE's WSC file of the same"):
         wnli.align_rows([("It rains.", "The sky rains.")], cellar, "test.tsv")

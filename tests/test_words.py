@@ -133,7 +133,7 @@ def test_words_without_pieces_are_counted(wordpiece, capsys, tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     figures = words.main(["--model_name_or_path", str(tmp_path / "model"), "--text_file", str(tmp_path / "text.jsonl")])
     assert 0 < figures["unknown_words"] == sum(not word.isascii() for word in asked) < len(asked)
-    assert f"{figures['unknown_words']} words are [UNK] to this tokenizer" in capsys.readouterr().out
+    assert f"{figures['unknown_words']} words are [UNK] for this tokenizer" in capsys.readouterr().out
 
 
 def test_command_line(tmp_path, config, tokenizer, capsys):
@@ -172,12 +172,12 @@ def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, cap
     for positions in (66, 26):
         config.max_position_embeddings, config.initializer_range = positions, 0.5
         model = transformers.RobertaForMaskedLM(config).eval()
-        parts = [part for window in windows for part in words.divided(tokenizer, window, positions - 2)]
+        parts = [part for window in windows for part in words.split_window(tokenizer, window, positions - 2)]
         assert [part.text[first:end] for part in parts for first, end in part.spans] == asked
         found = words.losses(model, tokenizer, windows)
         assert len(found) == len(parts) > len(windows)
         for part, loss in zip(parts, found, strict=True):
             assert loss.bits == pytest.approx(by_definition(model, tokenizer, part)[0], rel=1e-4)
-    assert "Divided" in caplog.text and "the model has 24 positions" in caplog.text
+    assert "Split  " in caplog.text and "the model has 24 positions" in caplog.text
     with pytest.raises(InputError, match=r"the word 'Nebucha.* has more pieces than the model's 24 positions"):
-        words.divided(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)
+        words.split_window(tokenizer, words.Window(0, "Nebuchadnezzar" * 4, [(0, 56)]), 24)

@@ -182,7 +182,7 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
     stock.load_state_dict(model.state_dict())
     batch = wsc.WscCollator(tokenizer)(features)
     tensors = batch["input_ids"], batch["attention_mask"], batch["targets"]
-    ours, theirs = wsc.score(model, *tensors), wsc.score(stock, *tensors)
+    ours, theirs = wsc.phrase_log_probs(model, *tensors), wsc.phrase_log_probs(stock, *tensors)
     by_hand = []
     for example in features:
         for ids, targets in zip(example["input_ids"], example["targets"], strict=True):

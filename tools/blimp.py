@@ -4,9 +4,9 @@
     python tools/blimp.py --model_name_or_path FacebookAI/roberta-base         # all from the Hub
     python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
 
-Any masked LM with a fast tokenizer, by two scores: each token masked alone, and with the later tokens of its word. The
-control is the same architecture with random weights, as pairs differ in length and chance is not 50. In fp32, or in
-bf16. Writes blimp.json and blimp.png into the checkpoint's folder, or into --output_dir.
+For any masked LM with a fast tokenizer. Two methods: each token masked alone, or with the later tokens of its word. The
+control is the same architecture with random weights: pairs differ in length, so chance is not 50. In fp32 or bf16.
+Writes blimp.json and blimp.png into the checkpoint's folder or --output_dir.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import log_probabilities, weights
-from roberta_recipe.publishing import minimal_pairs, plots
-from roberta_recipe.publishing.tables import table
+from roberta_recipe.publishing import blimp_table, plots
+from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import blimp, pseudo_likelihood
 from roberta_recipe.training import processes
@@ -41,17 +41,20 @@ CHART_NAME = "blimp.png"
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a folder or a Hub id")
-    parser.add_argument("--tokenizer_name", help="tokenizer, where the checkpoint has none")
+    parser.add_argument("--tokenizer_name", help="tokenizer of a checkpoint without one")
     parser.add_argument("--data_dir", help=f"folder of BLiMP's *.jsonl; without it, {blimp.HUB_ID} from the Hub")
-    parser.add_argument("--pairs", type=int, help="the first so many pairs of each paradigm only")
+    parser.add_argument("--pairs", type=int, help="number of pairs per paradigm; default: all")
     parser.add_argument(
         "--methods", nargs="+", choices=pseudo_likelihood.METHODS, default=list(pseudo_likelihood.METHODS),
-        help="scores: each token masked alone (pll), or with the later tokens of its word (within_word)",
+        help="each token masked alone (pll), or with the later tokens of its word (within_word)",
     )  # fmt: skip
     parser.add_argument(
-        "--random_seeds", type=int, default=1, help="controls with random weights; each takes as long as the model"
+        "--random_seeds",
+        type=int,
+        default=1,
+        help="number of controls with random weights; each takes as long as the model",
     )
-    parser.add_argument("--bf16", action="store_true", help="matrix products in bf16; scores move by some 0.01 nats")
+    parser.add_argument("--bf16", action="store_true", help="matrix products in bf16; changes scores by some 0.01 nats")
     parser.add_argument("--output_dir", help="folder for blimp.json and blimp.png")
     values = vars(parser.parse_args(argv))
     name, folder = values["model_name_or_path"], resolve_path(values["model_name_or_path"])
@@ -60,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_output(path: Path, pairs: int, methods: list[str]) -> None:
-    """Raise `InputError` where `path` cannot be written, or holds more results than this run would write."""
+    """Raise `InputError` if `path` cannot be written, or has results on more pairs or methods than this run."""
     durable.check_output_file(path, "output_dir", "name another folder")
     try:
         before = durable.read_sealed(path)
@@ -69,55 +72,55 @@ def check_output(path: Path, pairs: int, methods: list[str]) -> None:
         return
     if more:
         raise InputError(
-            f"{path} has {before['pairs']:,} pairs by {', '.join(before['scores'])}, more than this run would have: "
+            f"{path} has {before['pairs']:,} pairs by {', '.join(before['scores'])}, more than this run: "
             "name another output_dir, or move the file away"
         )
 
 
-def measure(
+def score_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: blimp.Pairs, methods: list[str], bf16: bool
 ) -> dict[str, records.BlimpScores]:
-    """The scores of a model by method."""
+    """A model's scores by method."""
     with torch.inference_mode():
-        scores = pseudo_likelihood.score(model, tokenizer, pairs.sentences, methods, bf16=bf16)
+        scores = pseudo_likelihood.log_likelihoods(model, tokenizer, pairs.sentences, methods, bf16=bf16)
     return {
-        method: blimp.summarise(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
+        method: blimp.accuracies(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
         for method in pseudo_likelihood.METHODS
         if method in methods
     }
 
 
 def report(record: records.BlimpRecord) -> str:
-    """The tables that are printed."""
+    """The printed tables."""
     head = ("phenomenon", *record["scores"], *(f"random, {m}" for m in record["scores"] if record["random_weights"]))
     ties = ", ".join(f"{scores['ties']:,} by {method}" for method, scores in record["scores"].items())
     return "\n\n".join(
         [
-            table(head, by_phenomenon(record)),
-            table(minimal_pairs.HEAD, minimal_pairs.lines({record["model"]: record})),
-            f"Ties, which count half: {ties}. " + minimal_pairs.EXPLAINED,
+            markdown_table(head, by_phenomenon(record)),
+            markdown_table(blimp_table.HEAD, blimp_table.rows({record["model"]: record})),
+            f"Ties, which count half: {ties}. " + blimp_table.EXPLANATION,
         ]
     )
 
 
 def by_phenomenon(record: records.BlimpRecord) -> list[tuple[str, ...]]:
-    """(phenomenon, a score for each method, the control's for each method) in per cent."""
-    found = []
+    """(phenomenon, score by each method, the control's by each method) in per cent."""
+    rows = []
     for name in next(iter(record["scores"].values()))["by_phenomenon"]:
         own = [records.percent(scores["by_phenomenon"][name]) for scores in record["scores"].values()]
         control = [records.percent(_mean(record["random_weights"], method, name)) for method in record["scores"]]
-        found.append((name, *own, *(control if record["random_weights"] else [])))
-    return found
+        rows.append((name, *own, *(control if record["random_weights"] else [])))
+    return rows
 
 
 def _mean(controls: list, method: str, phenomenon: str) -> float | None:
-    """The mean of the controls' scores on a phenomenon, None without a control."""
+    """The controls' mean score on a phenomenon, None without a control."""
     scores = [control[method]["by_phenomenon"][phenomenon] for control in controls]
     return statistics.fmean(scores) if scores else None
 
 
 def plot(record: records.BlimpRecord, path: Path) -> None:
-    """Bars by phenomenon as a PNG: the model with its interval, and random weights."""
+    """PNG with bars by phenomenon: the model with its interval, and random weights."""
     method, scores = next(iter(record["scores"].items()))
     figure, axes = plots.subplots(1, 1, 7, 5.5)
     names = list(scores["by_phenomenon"])[::-1]
@@ -131,7 +134,7 @@ def plot(record: records.BlimpRecord, path: Path) -> None:
         control = [100 * _mean(record["random_weights"], method, name) for name in names]
         axes.barh([p - 0.2 for p in rows], control, 0.4, color="C7", label="random weights")
     axes.set_yticks(list(rows), [name.replace("_", " ") for name in names])
-    axes.set_xlabel(f"acceptable sentence higher, %, by {minimal_pairs.SHOWN[method]}", fontsize=9)
+    axes.set_xlabel(f"acceptable sentence higher, %, by {blimp_table.SHOWN[method]}", fontsize=9)
     axes.set_xlim(0, 100)
     axes.axvline(50, color="grey", linestyle="--", linewidth=0.8)
     axes.grid(alpha=0.3, axis="x")
@@ -147,19 +150,19 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     processes.set_up_process()
     args, started_s = parse(argv), time.monotonic()
     if args.output_dir.exists():
-        durable.make_folder(args.output_dir)  # fails for a file, before the work
+        durable.make_folder(args.output_dir)  # raises for a file, before the work
     pairs = blimp.read(args.data_dir, args.pairs)
     model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
     check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
     name, config = args.model_name_or_path, model.config
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}" + f", partial: {pairs.partial}" * bool(pairs.partial))
-    own, controls = measure(model, tokenizer, pairs, args.methods, args.bf16), []
+    own, controls = score_model(model, tokenizer, pairs, args.methods, args.bf16), []
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")
         set_seed(seed)
         control = log_probabilities.on_device(weights.fresh(AutoModelForMaskedLM, config))
-        controls.append(measure(control, tokenizer, pairs, args.methods, args.bf16))
+        controls.append(score_model(control, tokenizer, pairs, args.methods, args.bf16))
     record: records.BlimpRecord = {
         "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,
         "parameters": model.num_parameters(),

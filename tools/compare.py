@@ -1,10 +1,10 @@
-"""Comparison of two runs: the first step where they differ, and the first cause.
+"""Comparison of two runs: the first step with a difference, and its cause.
 
     python tools/compare.py runs/a runs/b        # or: make compare A=runs/a B=runs/b
 
-A run is an `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. Compared are settings, log
-lines, and the hashes of checkpoints and of the finished model. Exit code: 0 if nothing differs up to the last step of
-the shorter run, 1 if something does, 2 if there is nothing to compare.
+A run is the `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. Compares settings, log
+lines, and the hashes of checkpoints and finished models. Exit code: 0 without differences up to the last step of the
+shorter run, 1 with differences, 2 if there is nothing to compare.
 """
 
 import json
@@ -25,12 +25,12 @@ from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainin
 from roberta_recipe.training.checkpoint import newest_first, read_state
 from roberta_recipe.training.pretraining import MlmArguments
 
-# Causes of a difference at a step, in causal order, with the keys of log lines and checkpoints that show them
+# Causes of a difference at a step, in causal order, with their keys in log lines and checkpoints
 CAUSES: dict[str, tuple[str, ...]] = {
-    "blocks (what was read)": ("blocks_digest", "tokens_seen"),
+    "blocks": ("blocks_digest", "tokens_seen"),
     "masks": ("digest",),
-    "rate": ("learning_rate",),
-    "loss (the weights before this step, or arithmetic)": ("loss",),  # and that of each objective
+    "learning rate": ("learning_rate",),
+    "loss (the weights before this step, or arithmetic)": ("loss",),  # and each objective's
     "gradient (arithmetic)": ("grad_norm", "skipped_steps", "loss_scale"),
     "weights": ("weights",),
     "optimizer": ("optimizer",),
@@ -46,8 +46,8 @@ class RunFolder:
     folder: Path
     fingerprint: dict[str, Any]  # empty before the first checkpoint
     preset: dict[str, Any]
-    layout: dict[str, Any]  # of the newest checkpoint
-    steps: dict[int, dict[str, Any]]  # by step: log entries and hashes
+    layout: dict[str, Any]  # processes and micro-batches, from the newest checkpoint
+    steps: dict[int, dict[str, Any]]  # log entries and hashes by step
     finished: bool
 
     @property
@@ -56,7 +56,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """The run in `folder`. Raises `InputError` where there is none, or a file cannot be read."""
+    """The run in `folder`. Raises `InputError` without a run, or for an unreadable file."""
     finished = (folder / RECORD_NAME).is_file()
     if not finished and not (folder / LOG_NAME).is_file():
         below = ", ".join(sorted(str(path.parent) for path in folder.glob(f"*/{RECORD_NAME}")))
@@ -80,7 +80,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `log.jsonl`, without the unfinished last line of a killed run; empty without the file. Raises
+    """The entries of a `log.jsonl`, except for a killed run's incomplete last line; empty without the file. Raises
     `InputError`."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     with parsing(path, "the log of a run"):
@@ -88,13 +88,13 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def scopes_of_flags() -> dict[str, str]:
-    """`Flag.resume` of each flag of the scripts that the library declares."""
+    """`Flag.resume` by name, of the library's flags."""
     declared = (FinetuneTrainingArguments, FinetuneArguments, MlmTrainingArguments, MlmArguments)
     return {name: flag.resume for cls in declared for name, flag in flags_of(cls).items()}
 
 
 def different_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
-    """The settings that make another run, with their values in both: of the presets, while a run has no checkpoint."""
+    """Different settings that make a different run, with both values; from presets, if a run has no checkpoint."""
     if a.fingerprint and b.fingerprint:
         return _different(a.fingerprint, b.fingerprint)
     scopes = scopes_of_flags()
@@ -107,26 +107,26 @@ def _different(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any
 
 
 def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
-    """The first common step with a difference, and its differences (cause, key, in a, in b) in causal order; None where
-    nothing differs."""
+    """The first common step with a difference, and its differences (cause, key, value in a, in b) in causal order; None
+    without a difference."""
     logged = [sorted(step for step, entry in run.steps.items() if "loss" in entry) for run in (a, b)]
     for step in sorted(a.steps.keys() & b.steps.keys()):
         same_window = len({max((s for s in steps if s < step), default=0) for steps in logged}) == 1
-        of_a, of_b = a.steps[step], b.steps[step]
-        found = []
-        for key in of_a.keys() & of_b.keys():
+        entry_a, entry_b = a.steps[step], b.steps[step]
+        differences = []
+        for key in entry_a.keys() & entry_b.keys():
             cause = cause_of(key)
-            is_mean = cause == cause_of("loss")  # of the steps since the line before
-            if cause and of_a[key] != of_b[key] and (same_window or not is_mean):
-                found.append((cause, key, of_a[key], of_b[key]))
-        if found:
+            is_mean = cause == cause_of("loss")  # over the steps since the previous line
+            if cause and entry_a[key] != entry_b[key] and (same_window or not is_mean):
+                differences.append((cause, key, entry_a[key], entry_b[key]))
+        if differences:
             order = [*CAUSES, "validation"]
-            return step, sorted(found, key=lambda difference: (order.index(difference[0]), difference[1]))
+            return step, sorted(differences, key=lambda difference: (order.index(difference[0]), difference[1]))
     return None
 
 
 def cause_of(key: str) -> str | None:
-    """The cause that a key of a log line shows; None for a key of speed and the like."""
+    """The cause of a difference in a log line's key; None for speed and the like."""
     if key.startswith("eval_"):
         return None if key.endswith(_OF_SPEED) else "validation"
     if key.endswith("_loss") and key != "train_loss":
@@ -135,7 +135,7 @@ def cause_of(key: str) -> str | None:
 
 
 def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
-    """(whether nothing differs, the lines to print). Raises `InputError` where the runs have no step in common."""
+    """(whether the runs are the same, the lines to print). Raises `InputError` for runs without a common step."""
     common = a.steps.keys() & b.steps.keys()
     compared = {key for step in common for key in a.steps[step].keys() & b.steps[step].keys() if cause_of(key)}
     settings, difference = different_settings(a, b), first_difference(a, b)
@@ -159,7 +159,7 @@ def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
         return False, [*lines, f"different: from step {step:,} on, first in the {found[0][0]}"]
     last = max(common, default=0)
     if settings:
-        return False, [*lines, f"different: in settings; nothing else that both have differs up to step {last:,}"]
+        return False, [*lines, f"different: settings only, up to step {last:,}"]
     what = "weights and log" if "weights" in compared else "log (no hashes of weights in common)"
     shorter = min((a, b), key=lambda run: run.last_step)
     until = "" if a.last_step == b.last_step else f", where {shorter.folder} ends"
@@ -171,7 +171,7 @@ def _values(a: Any, b: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> bool:
-    """RunFolder the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
+    """Run the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="output_dir of a run")
     same, lines = compare(*map(read_run, map(resolve_path, parser.parse_args(argv).runs)))
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> bool:
 
 
 def command(argv: list[str] | None = None) -> None:
-    """End with the verdict as exit code."""
+    """Exit with the verdict as exit code."""
     raise SystemExit(0 if main(argv) else 1)
 
 

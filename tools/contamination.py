@@ -1,14 +1,13 @@
-r"""Contamination: n-grams of the evaluation sets in the pretraining corpus, by source, with examples.
+r"""Contamination check: n-grams of evaluation sets in the pretraining corpus, by source, with examples.
 
     python tools/contamination.py --corpus presets/corpus/roberta_160gb.yaml --glue_dir glue \
         --squad_file dev-v1.1.json --race_dir RACE --output contamination.json              # or: make contamination
 
-With `--held_out`, the corpus's held-out documents are sets too: those with most of their n-grams in the training text
-are near-duplicates; `--leave_out FILE` lists them, for `leave_out: FILE` in the corpus preset.
+With `--held_out`, the corpus's held-out documents are checked too: those with most of their n-grams in the training
+text are near-duplicates; `--leave_out FILE` lists them, for `leave_out: FILE` in the corpus preset.
 
-Word n-grams of each set are looked up in every document (GPT-3, arXiv 2005.14165, appendix C: 13-grams, lower case, no
-punctuation). A hit is compared word by word, so no hash collision counts. The corpus is streamed once, at about 7 MB/s
-a core; memory holds the n-grams of the evaluation sets.
+As in GPT-3 (arXiv 2005.14165, appendix C): word 13-grams, lower case, no punctuation. Hash matches are verified word by
+word. The corpus is streamed once, at about 7 MB/s per core; memory holds the evaluation sets' n-grams.
 """
 
 import argparse
@@ -35,42 +34,42 @@ from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import glue, race
 from roberta_recipe.tasks.squad_files import read_file
 
-MOSTLY = 0.8  # of a text's n-grams
-HELD_OUT = "held out "  # begins the name of a set of held-out documents
+MOSTLY = 0.8  # share of n-grams from which a text is a near-duplicate
+HELD_OUT = "held out "  # name prefix of sets of held-out documents
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _LETTER = r"\p{L}\p{N}\p{M}_"
 _WORD = regex.compile(rf"(?V1)[[{_LETTER}]&&[{_UNSPACED}]]\p{{M}}*|[[{_LETTER}]--[{_UNSPACED}]]+")
-_NOT_LATIN = re.compile("[\u0300-\u1fff\u20d0-\u20ff\u2c00-\U0010ffff]")  # has all marks, and such scripts
-_FACTOR = np.int64(0x5851F42D4C957F2D)  # odd: the hash of an n-gram is a polynomial of its words' hashes
-_EXAMPLES = 3  # of each set
+_NOT_LATIN = re.compile("[\u0300-\u1fff\u20d0-\u20ff\u2c00-\U0010ffff]")  # with combining marks and unspaced scripts
+_FACTOR = np.int64(0x5851F42D4C957F2D)  # odd; an n-gram's hash is a polynomial in its words' hashes
+_EXAMPLES = 3  # per set
 
 
 @dataclass
 class Text:
-    """A text of an evaluation set, and its n-grams that the corpus has."""
+    """A text of an evaluation set, and its n-grams in the corpus."""
 
-    of: str  # name of the set
+    of: str  # the set's name
     id: str
     words: list[str]
-    found: dict[str, set[int]] = field(default_factory=dict)  # source -> first words of n-grams
+    found: dict[str, set[int]] = field(default_factory=dict)  # source -> positions of n-grams
 
     def positions(self) -> set[int]:
-        """The first words of the n-grams that any source has."""
+        """Positions of the n-grams in any source."""
         return set().union(*self.found.values())
 
     def share(self, length: int) -> float:
-        """The share of its n-grams that the corpus has; 0 for a text without n-grams."""
+        """Share of its n-grams in the corpus; 0 for a text without n-grams."""
         return len(self.positions()) / max(len(self.words) - length + 1, 1)
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words without punctuation; single characters in scripts without blanks between words."""
+    """Lower-case words without punctuation; in unspaced scripts, single characters."""
     text = text.lower()
-    return _WORD.findall(text) if _NOT_LATIN.search(text) else re.findall(r"\w+", text)  # the second is faster
+    return _WORD.findall(text) if _NOT_LATIN.search(text) else re.findall(r"\w+", text)  # the latter is faster
 
 
 def ngram_hashes(words: list[str], length: int) -> np.ndarray:
-    """(words - length + 1,) int64; hashes differ between processes."""
+    """(words - length + 1,) int64 hashes, which differ between processes."""
     hashes = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
     count = len(words) - length + 1
     total = np.zeros(max(count, 0), dtype=np.int64)
@@ -81,7 +80,7 @@ def ngram_hashes(words: list[str], length: int) -> np.ndarray:
 
 
 class Index:
-    """The n-grams of the evaluation texts, to look up those of documents."""
+    """Look-up index of the evaluation texts' n-grams."""
 
     def __init__(self, texts: list[Text], length: int):
         self.texts, self.length = texts, length
@@ -91,14 +90,14 @@ class Index:
         order = np.argsort(every, kind="stable")
         self.hashes = every[order]
         self.owner = np.repeat(np.arange(len(texts), dtype=np.int32), counts)[order]
-        # a table of the low bits: most n-grams of a corpus are not in it, and the look-up costs a tenth of a search
+        # pre-filter by the low bits: ten times cheaper than the search, and it excludes most n-grams of a corpus
         self.bits = np.int64((1 << max(len(every) * 16, 2).bit_length()) - 1)
         self.seen = np.zeros(int(self.bits) + 1, dtype=bool)
         self.seen[every & self.bits] = True
         self.position = np.concatenate([*map(np.arange, counts), np.zeros(0, dtype=np.int64)]).astype(np.int32)[order]
 
     def look_up(self, document: str, source: str) -> None:
-        """Add the n-grams of a document to `Text.found`."""
+        """Add a document's matching n-grams to `Text.found`."""
         words = words_of(document)
         hashes = ngram_hashes(words, self.length)
         maybe = np.flatnonzero(self.seen[hashes & self.bits])
@@ -110,29 +109,29 @@ class Index:
                 entry += 1
 
 
-def summarise(texts: Iterable[Text], length: int, sources: list[str]) -> dict[str, dict[str, Any]]:
-    """By set: counts of texts (all, too short for an n-gram, with an n-gram in the corpus, in each source, with most of
-    their n-grams there), and the worst examples."""
+def count_by_set(texts: Iterable[Text], length: int, sources: list[str]) -> dict[str, dict[str, Any]]:
+    """By set: counts of texts (all, too short for an n-gram, with an n-gram in the corpus, with most of them, by
+    source), and the worst examples."""
     sets: dict[str, list[Text]] = {}
     for text in texts:
         sets.setdefault(text.of, []).append(text)
-    found = {}
-    for name, of_set in sets.items():
-        asked = [text for text in of_set if len(text.words) >= length]
-        hits = sorted((text for text in asked if text.found), key=lambda text: -text.share(length))
-        found[name] = {
-            "texts": len(of_set),
-            "too_short": len(of_set) - len(asked),
+    counts = {}
+    for name, members in sets.items():
+        long_enough = [text for text in members if len(text.words) >= length]
+        hits = sorted((text for text in long_enough if text.found), key=lambda text: -text.share(length))
+        counts[name] = {
+            "texts": len(members),
+            "too_short": len(members) - len(long_enough),
             "with_an_ngram": len(hits),
             "mostly": sum(text.share(length) >= MOSTLY for text in hits),
             "by_source": {source: sum(source in text.found for text in hits) for source in sources},
             "examples": [_example(text, length) for text in hits[:_EXAMPLES]],
         }
-    return found
+    return counts
 
 
 def _example(text: Text, length: int) -> dict[str, Any]:
-    """A text with the first run of overlapping n-grams that the corpus has, at most 40 words of it."""
+    """A text's first run of overlapping n-grams in the corpus, at most 40 words."""
     positions = text.positions()
     first = last = min(positions)
     while last + 1 in positions:
@@ -146,20 +145,22 @@ def _example(text: Text, length: int) -> dict[str, Any]:
     }
 
 
-def table(summary: dict[str, dict[str, Any]], length: int) -> str:
-    """The summary as text, a line for each set."""
-    lines = [f"{'':<44}{'texts':>8}{'asked':>8}{f'{length}-gram':>9}{'mostly':>8}  by source"]
+def format_counts(summary: dict[str, dict[str, Any]], length: int) -> str:
+    """The printed table, a line per set."""
+    lines = [f"{'':<44}{'texts':>8}{'checked':>8}{f'{length}-gram':>9}{'mostly':>8}  by source"]
     for name, row in summary.items():
-        asked = row["texts"] - row["too_short"]
+        checked = row["texts"] - row["too_short"]
         sources = ", ".join(f"{source} {count:,}" for source, count in row["by_source"].items() if count)
         name = name if len(name) < 44 else f"...{name[-40:]}"
-        lines.append(f"{name:<44}{row['texts']:>8,}{asked:>8,}{row['with_an_ngram']:>9,}{row['mostly']:>8,}  {sources}")
+        lines.append(
+            f"{name:<44}{row['texts']:>8,}{checked:>8,}{row['with_an_ngram']:>9,}{row['mostly']:>8,}  {sources}"
+        )
     return "\n".join(lines)
 
 
 def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str | None) -> Iterator[Text]:
-    """Every sentence, context, question and passage of the sets; answers and options are too short to count. Raises
-    `InputError` where a set cannot be read."""
+    """Sentences, contexts, questions and articles of the evaluation sets; answers and options are too short. Raises
+    `InputError` for an unreadable set."""
     if glue_dir:
         for name, task in {**glue.TASKS, "ax": glue.AX}.items():
             for split, (file, _) in task.splits.items():
@@ -170,7 +171,7 @@ def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str
                             yield Text(f"{name} {split}", f"row {number}", words_of(text))
     for path in squad_files:
         questions = read_file(Path(path), version_2=None)
-        contexts = {question.context: question.id for question in reversed(questions)}  # id of its first
+        contexts = {question.context: question.id for question in reversed(questions)}  # the first question's id
         for context, name in contexts.items():
             yield Text(f"{path} contexts", f"context of {name}", words_of(context))
         for question in questions:
@@ -187,19 +188,19 @@ def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str
 
 
 def held_out_texts(corpus: Corpus) -> Iterator[Text]:
-    """The held-out documents of each source; their ids are those of `leave_out`."""
+    """The held-out documents of each source, with the ids of `leave_out`."""
     for source in corpus.sources:
         for document in documents(corpus, source, "validation", seed=0):
             yield Text(f"{HELD_OUT}{source.name}", text_hash(document), words_of(document))
 
 
 def near_duplicates(texts: list[Text], length: int) -> list[str]:
-    """The ids of the held-out documents with most of their n-grams in the training text."""
+    """Ids of the held-out documents with most of their n-grams in the training text."""
     return sorted(text.id for text in texts if text.of.startswith(HELD_OUT) and text.share(length) >= MOSTLY)
 
 
 def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
-    """Look up every document of the corpus; returns the number of documents of each source."""
+    """Look up the corpus's documents; returns their number by source."""
     counts = {}
     for source in corpus.sources:
         number = 0
@@ -215,24 +216,24 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", required=True, help="corpus preset")
-    parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files: its validation and test sets are used")
+    parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files (validation and test sets)")
     parser.add_argument("--squad_file", nargs="*", default=[], help="files in SQuAD's JSON format")
     parser.add_argument("--race_dir", help="folder of RACE's official files, training set included")
-    parser.add_argument("--held_out", action="store_true", help="the corpus's held-out documents too")
-    parser.add_argument("--leave_out", help="JSON file for the near-duplicates of --held_out")
-    parser.add_argument("--ngram", type=int, default=13, help="words of an n-gram; shorter texts do not count")
-    parser.add_argument("--max_documents", type=int, help="of each source; without it, all")
+    parser.add_argument("--held_out", action="store_true", help="check the corpus's held-out documents too")
+    parser.add_argument("--leave_out", help="JSON file to list the near-duplicates of --held_out in")
+    parser.add_argument("--ngram", type=int, default=13, help="words per n-gram; shorter texts are not checked")
+    parser.add_argument("--max_documents", type=int, help="documents per source; default: all")
     parser.add_argument("--output", help="JSON file of all counts and examples")
     args = parser.parse_args(argv)
     if args.ngram < 1:
         raise InputError(f"ngram={args.ngram} must be at least 1")
     if args.leave_out and not args.held_out:
-        raise InputError("leave_out goes with held_out")
+        raise InputError(f"leave_out={args.leave_out} needs --held_out")
     return args
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command line `argv`; prints the table, and returns all counts and examples. Raises `InputError`."""
+    """Run the command line `argv`; prints the table and returns counts and examples. Raises `InputError`."""
     set_up_logging()
     args = parse(argv)
     for name, path in (("leave_out", args.leave_out), ("output", args.output)):
@@ -240,7 +241,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             durable.check_output_file(Path(path), name)
     corpus = read_corpus(args.corpus)
     if args.leave_out:
-        # the preset's present list names documents of the new one
+        # the new list replaces the preset's
         corpus = dataclasses.replace(corpus, leave_out=None)
     corpus = resolve(corpus)
     texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
@@ -250,8 +251,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     index = Index(texts, args.ngram)
     logger.info(f"{counted(len(texts), 'text')}, {counted(len(index.hashes), f'{args.ngram}-gram')}")
     counts = look_up_corpus(index, corpus, args.max_documents)
-    summary = summarise(texts, args.ngram, list(counts))
-    print(table(summary, args.ngram))
+    summary = count_by_set(texts, args.ngram, list(counts))
+    print(format_counts(summary, args.ngram))
     for name, row in summary.items():
         for example in row["examples"][:1]:
             where = f"{example['id']} ({example['share']:.0%}, {', '.join(example['sources'])})"

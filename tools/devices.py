@@ -1,11 +1,11 @@
-"""GPUs that a run can be estimated for: memory, peak rate, price."""
+"""GPU data sheet: memory, peak FLOP/s, price."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: memory in bytes (the data sheet's GB as 10^9), peak FLOP/s, whether it has bf16, price in USD an hour."""
+    """A GPU: memory in bytes (GB as 10^9), peak FLOP/s, bf16 support, price in USD per hour."""
 
     memory_bytes: float
     peak_flops: float
@@ -13,10 +13,9 @@ class Device:
     gpu_hour_price: float
 
 
-# Dense FLOP/s of the tensor cores in bf16 or fp16, from NVIDIA's data sheets. Prices are an assumption, they change
-# weekly and differ threefold between providers: AWS list prices of an instance / its GPUs, in the US (H200, H100,
-# A100-40GB: capacity blocks of 2025; A10G, L40S, L4, V100, T4: on demand), RunPod's of spring 2026 where AWS has no
-# such card by itself (H100-PCIe, A100-80GB, RTX), Lambda's for A10.
+# Dense tensor-core FLOP/s in bf16 or fp16, from NVIDIA's data sheets. Prices are assumptions, they change weekly and
+# differ threefold between providers: AWS, US, instance price / GPUs (H200, H100, A100-40GB: capacity blocks of 2025;
+# A10G, L40S, L4, V100, T4: on demand), RunPod, spring 2026 (H100-PCIe, A100-80GB, RTX), Lambda (A10).
 DEVICES = {
     "H200": Device(141e9, 989e12, True, 5.41),
     "H100": Device(80e9, 989e12, True, 4.92),

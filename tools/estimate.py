@@ -1,10 +1,10 @@
-"""Cost estimate of a pretraining recipe: parameters, epochs, FLOPs, memory per GPU, days, dollars, by arithmetic alone.
+"""Cost estimate of a pretraining recipe: parameters, epochs, FLOPs, memory per GPU, days, dollars.
 
     python tools/estimate.py --config presets/mlm/roberta_base.yaml --hardware 8xH200
 
-Nothing is trained and no text is read; local files without a size in the corpus preset count by their size. The paper
-(section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day": 7.6% of their peak by the
-FLOPs counted here (`PAPER_UTILISATION`).
+Pure arithmetic: nothing is trained, no text is read. The corpus size comes from its preset, else from its local files.
+The paper (section 5) pretrains large for 100K steps "using 1024 V100 GPUs for approximately one day", 7.6% of their
+peak by the FLOPs counted here (`PAPER_UTILISATION`).
 """
 
 import functools
@@ -34,17 +34,17 @@ from roberta_recipe.settings import did_you_mean, setting
 from roberta_recipe.training import batch, launch_checks, optimizers, pretraining
 from tools.devices import DEVICES, Device
 
-SHAPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # families with layers of one shape
+MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # the same layer shapes
 
-# Share of the peak that training reaches. This recipe's base at 512 in bf16 on one H200 (results/gpu_h200.json): 21%
-# with dropout, 28% compiled without it (21% and 29% counting padding). NVIDIA's own BERT-large at 512
-# (DeepLearningExamples, README of TensorFlow2/LanguageModeling/BERT; 80 predictions a sequence: 1.02 TFLOP by our
-# formula) does 96.5, 749.7 and 22,506 sequences/s on 1, 8 and 256 A100: 32%, 31% and 29%.
+# Achieved share of the peak FLOP/s. This recipe's base at 512 in bf16 on one H200 (results/gpu_h200.json): 21% with
+# dropout, 28% compiled without it (21% and 29% counting padding). NVIDIA's BERT-large at 512 (DeepLearningExamples,
+# README of TensorFlow2/LanguageModeling/BERT; 80 predictions a sequence: 1.02 TFLOP by our formula): 96.5, 749.7 and
+# 22,506 sequences/s on 1, 8 and 256 A100, 32%, 31% and 29%.
 DEFAULT_UTILISATION = 0.2
 PAPER_UTILISATION = 0.076  # 100K x 8192 x 512 tokens x 2.010 GFLOP / (1024 x 125 TFLOP/s x 86,400 s)
 
-BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE: an assumption, for a corpus without a token cache
-FITS = 0.95  # usable share of the card's memory (ours); CUDA's context, cuBLAS, NCCL, fragmentation take the rest
+BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
+FITS = 0.95  # usable share of GPU memory, an assumption; CUDA context, cuBLAS, NCCL and fragmentation take the rest
 GIB = 2**30
 
 
@@ -57,11 +57,11 @@ class Hardware:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """`8xH200`, or `H200` for one; upper or lower case. Raises `InputError`."""
+    """Parse `8xH200`, or `H200` for one, in any case. Raises `InputError`."""
     count, name = re.fullmatch(r"(?:([1-9]\d*)\s*[xX]\s*)?(.*)", text.strip()).groups()
     known = {key.upper(): key for key in DEVICES}
     if name.upper() not in known:
-        longer = [key for key in known if key.startswith(name.upper())]  # A100: of 40 or 80 GB
+        longer = [key for key in known if key.startswith(name.upper())]  # A100: 40 or 80 GB
         hint = did_you_mean(name.upper(), longer or known)
         raise InputError(
             f"hardware={text!r}: unknown GPU {name!r}{hint}; write 8xH200, with one of {', '.join(DEVICES)}"
@@ -70,55 +70,55 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def parameter_count(config: PreTrainedConfig, trained_for: Sequence[str] = ("mlm",)) -> int:
-    """Parameters of the model of these objectives; the decoder shares the embedding's weights."""
+    """Parameters of the model with the heads of these objectives; decoder and embedding share their weights."""
     return _counts(type(config), config.to_json_string(use_diff=False), tuple(trained_for))[0]
 
 
-@functools.lru_cache(maxsize=16)  # a table asks twenty times, for a second each
+@functools.lru_cache(maxsize=16)  # a second each
 def _counts(config_class: type[PreTrainedConfig], as_json: str, trained_for: tuple[str, ...]) -> tuple[int, int]:
-    """Parameters: all, and those of `optimizers.matrices_of_layers`."""
+    """(parameters, those of `optimizers.matrices_of_layers`)."""
     config = config_class.from_dict(json.loads(as_json))
-    with torch.device("meta"):  # no memory, no numbers
+    with torch.device("meta"):  # allocates no memory
         cls = masked_lm.masked_lm_class(config, config.model_type, objectives.named(trained_for))
         model = weights.fresh(cls, config)
         return model.num_parameters(), sum(weight.numel() for weight in optimizers.matrices_of_layers(model))
 
 
-# What autograd keeps (`activation_bytes`): bytes of an element that matrices read or write; copies of the layer's
-# input; bytes of an element of the residual stream, which LayerNorm reads; bytes a channel of the head, a predicted
-# position. In fp32 and in pure half precision the three projections share the layer's input. Under autocast the
-# residual stream is fp32, and each projection casts it for itself: only weights are cast once.
-_KEPT = {"fp32": (4, 1, 4, 16), "autocast": (2, 3, 4, 10), "half": (2, 1, 2, 8)}
+# Activations saved for the backward pass: bytes per element of a matrix product's operands; saved copies of the layer's
+# input; bytes per element of the residual stream, which LayerNorm saves; bytes per head channel and predicted position.
+# In fp32 and in pure half precision the three projections share the layer's input; under autocast the residual stream
+# is fp32, and each projection saves its own cast.
+_SAVED_BYTES = {"fp32": (4, 1, 4, 16), "autocast": (2, 3, 4, 10), "half": (2, 1, 2, 8)}
 
 
 def activation_bytes(config: PreTrainedConfig, tokens: int, kind: str, mask_bytes: int = 1) -> tuple[int, int]:
-    """Bytes that autograd keeps for one layer, and for the embeddings, of a micro-batch of `tokens`, without the head.
+    """Bytes saved for the backward pass of a layer, and of the embeddings, by a micro-batch of `tokens`, without head.
 
-    `kind` is fp32, autocast (`Trainer`'s bf16 and fp16) or half (DeepSpeed's). A layer in half precision comes to
-    34 bytes a token and channel, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) without their attention
-    matrix: fused attention keeps query, key, value, output, one fp32 a head and row, and on CUDA a random state for
-    its dropout. CUDA keeps a dropout mask in 1 byte an element, the CPU (`mask_bytes`) in the activation's own type.
+    `kind` is fp32, autocast (`Trainer`'s bf16 and fp16) or half (DeepSpeed's). A layer in half precision takes 34 bytes
+    per token and channel, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) without the attention matrix:
+    fused attention saves query, key, value, output, and one fp32 per head and row. A dropout mask takes 1 byte per
+    element on CUDA, on a CPU (`mask_bytes`) the size of the activation's type.
     """
-    element, inputs, stream, _ = _KEPT[kind]
+    element, inputs, stream, _ = _SAVED_BYTES[kind]
     hidden, mask = config.hidden_size, mask_bytes if config.hidden_dropout_prob else 0
-    channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, what the FFN reads
+    channel = (inputs + 5) * element + 2 * stream + 2 * mask  # 5: q, k, v, output, FFN input
     inner = 2 * element * config.intermediate_size  # before and after GELU
     rows = 4 * config.num_attention_heads + 16  # log-sum-exp; mean and deviation of two LayerNorms
-    indices = 33  # three of int64, one LayerNorm, the positions of labels
+    indices = 33  # three of int64, one LayerNorm, the label positions
     embeddings = (stream + mask) * masked_lm.embedding_width(config) + indices
     return tokens * (channel * hidden + inner + rows), tokens * embeddings
 
 
-def _states(config: PreTrainedConfig, trained_for: Sequence[str], optim: str) -> int:
-    """Numbers in the optimizer's state."""
+def _optimizer_elements(config: PreTrainedConfig, trained_for: Sequence[str], optim: str) -> int:
+    """Number of elements in the optimizer state."""
     count, matrices = _counts(type(config), config.to_json_string(use_diff=False), tuple(trained_for))
-    of = optimizers.TABLE[optim]
-    return of.states * count + ((of.matrix_states or of.states) - of.states) * matrices
+    optimizer = optimizers.TABLE[optim]
+    return optimizer.states * (count - matrices) + (optimizer.matrix_states or optimizer.states) * matrices
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the peak, by use, and on the host for each process (what is offloaded)."""
+    """Peak bytes on one GPU by use, and offloaded bytes on the host per process."""
 
     parameters: int
     gradients: int
@@ -134,17 +134,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Zero:
-    """The keys of a DeepSpeed configuration that change memory; stage 0 is `Trainer` without DeepSpeed."""
+    """DeepSpeed settings that affect memory; stage 0 is `Trainer` without DeepSpeed."""
 
     stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    fp32_accumulation: bool = False  # data_types.grad_accum_dtype: fp32; without it gradients add up in half precision
-    reduce_bucket_size: int = 500_000_000  # elements of the buffer that gradients are reduced through: its default
+    fp32_accumulation: bool = (
+        False  # data_types.grad_accum_dtype: fp32; otherwise gradients accumulate in half precision
+    )
+    reduce_bucket_size: int = 500_000_000  # elements of the gradient-reduction buffer: DeepSpeed's default
 
     @classmethod
     def from_deepspeed(cls, settings: dict, hidden_size: int) -> "Zero":
-        """From the JSON of a DeepSpeed configuration, "auto" as transformers resolves it."""
+        """From a DeepSpeed configuration, with "auto" as transformers resolves it."""
         zero = settings.get("zero_optimization", {})
         bucket = zero.get("reduce_bucket_size", cls.reduce_bucket_size)
         return cls(
@@ -169,39 +171,38 @@ def memory_per_gpu(
     objective: Sequence[str] = ("mlm",),
     optim: str = "adamw_torch",
 ) -> Memory:
-    """Peak memory of a backward pass that adds to gradients already there; `precision` is fp32, bf16 or fp16.
+    """Peak memory of a backward pass that accumulates into existing gradients; `precision` is fp32, bf16 or fp16.
 
-    ZeRO after Rajbhandari et al. 2020 (arXiv 1910.02054, section 3: with Adam 2 + 2 + 12 bytes a parameter), with what
-    DeepSpeed 0.19 does: gradients are reduced through a buffer, and stage 3 keeps parameters gathered that it needs
-    again soon.
+    ZeRO follows Rajbhandari et al. 2020 (arXiv 1910.02054, section 3: with Adam 2 + 2 + 12 bytes per parameter) and
+    DeepSpeed 0.19: gradients are reduced through a buffer, and stage 3 keeps recently used parameters gathered.
     """
     half, count = precision != "fp32", parameter_count(config, objective)
     width = masked_lm.embedding_width(config)
-    states = 4 * _states(config, objective, optim)
-    own = math.ceil(count / processes)  # parameters of a process's partition
+    states = 4 * _optimizer_elements(config, objective, optim)
+    own = math.ceil(count / processes)  # parameters in a process's shard
     host = casts = 0
     if zero.stage == 0:
-        if half:  # autocast's copies of the weights of matrices, which autograd holds on to; all else is fp32
-            layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's share weights
+        if half:  # autocast's half-precision copies of weight matrices, saved for the backward pass; the rest is fp32
+            layers = getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's layers share weights
             layers = 1 if activation_checkpointing else layers
             head = width * (config.hidden_size + config.vocab_size)
             casts = 2 * (layers * masked_lm.layer_weights(config) + head)
         parameters = 4 * count + casts
-        gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are a copy (gradient_as_bucket_view: false)
+        gradients = 4 * count * (2 if processes > 1 else 1)  # DDP's buckets are copies (gradient_as_bucket_view=False)
         optimizer = states
     else:
         element = 2 if half else 4
         accumulated = 4 if zero.fp32_accumulation else element
-        parameters = element * count  # whole at stage 3 too: released where not used within 10^9 others
+        parameters = element * count  # at stage 3 too: released only if not reused within 10^9 parameters
         gradients = element * zero.reduce_bucket_size
-        optimizer = 4 * own + math.ceil(states / processes)  # fp32 master weights, and the states
+        optimizer = 4 * own + math.ceil(states / processes)  # fp32 master weights and states
         if zero.stage == 1:
             gradients = accumulated * (count + zero.reduce_bucket_size)
-            if zero.fp32_accumulation and precision == "bf16":  # an optimizer of its own: no buffer, both gradients
+            if zero.fp32_accumulation and precision == "bf16":  # BF16_Optimizer: no buffer, both gradients
                 gradients = (accumulated + element) * count
         elif not zero.offload_optimizer:
             gradients += accumulated * own
-        if zero.offload_optimizer:  # with fp32 gradients, accumulated gradients, and below stage 3 a staging copy
+        if zero.offload_optimizer:  # plus fp32 and accumulated gradients and, below stage 3, a staging copy
             host += optimizer + (4 + accumulated + (element if zero.stage < 3 else 0)) * own
             optimizer = 0
         if zero.offload_parameters:
@@ -209,16 +210,16 @@ def memory_per_gpu(
         elif zero.stage == 3:
             parameters += element * own
     kind = "fp32" if not half else "half" if zero.stage else "autocast"
-    tokens, (_, _, stream, head) = micro_batch * seq_len, _KEPT[kind]
+    tokens, (element, _, stream, head) = micro_batch * seq_len, _SAVED_BYTES[kind]
     layer, embeddings = activation_bytes(config, tokens, kind)
-    kept = stream * tokens * config.hidden_size if activation_checkpointing else layer
-    activations = embeddings + config.num_hidden_layers * kept
-    # What comes on top of them is largest at the loss: logits, their gradient and a few rows in fp32. Small
-    # micro-batches peak at the end, where all is gone but two terms of the embedding's gradient, the decoder's and the
-    # lookup's, and their sum; with checkpoints, a layer is recomputed while the decoder's term waits.
-    predicted, element = math.ceil(tokens * mlm_probability), _KEPT[kind][0]
+    saved = stream * tokens * config.hidden_size if activation_checkpointing else layer
+    activations = embeddings + config.num_hidden_layers * saved
+    # The peak is at the loss: logits, their gradient and a few fp32 rows. With small micro-batches it is at the end of
+    # the backward pass: the decoder's and the lookup's gradient of the embedding and their sum; with activation
+    # checkpointing, also a recomputed layer beside the decoder's gradient.
+    predicted = math.ceil(tokens * mlm_probability)
     rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
-    # of several heads: the logits and the layers of each, and the hidden states that they read
+    # several heads: logits, layers and hidden states of each
     layers = [len(of.layers(config.hidden_size, width)) for of in objectives.named(objective).values()]
     heads = sum(map(bool, layers))
     logits = element * config.vocab_size * (heads + 1)
@@ -231,17 +232,14 @@ def memory_per_gpu(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A recipe on a machine. `tokens_per_pass`: of the corpus, where known, else from `corpus_bytes`.
+    """A recipe on a machine. Raises `InputError` for an out-of-range utilisation, and for bf16 on a GPU without it."""
 
-    Raises `InputError` for a utilisation out of range, and where the GPU has no bf16.
-    """
-
-    config: PreTrainedConfig  # vocab_size with the rows of padding
-    hardware: Hardware  # one process a GPU
+    config: PreTrainedConfig  # with padded vocab_size
+    hardware: Hardware  # one process per GPU
     seq_len: int
     mlm_probability: float
     micro_batch: int  # sequences
-    accumulation: int  # micro-batches of each process for an optimizer step
+    accumulation: int  # gradient accumulation steps
     max_steps: int
     precision: str  # fp32, bf16, fp16
     gpu_hour_price: float  # USD
@@ -252,7 +250,7 @@ class Estimate:
     utilisation: float = DEFAULT_UTILISATION
     tokens_per_pass: float | None = None
     corpus_bytes: float | None = None
-    max_train_samples: int | None = None  # blocks of a pass, where the corpus has more
+    max_train_samples: int | None = None  # blocks per pass, if the corpus has more
 
     def __post_init__(self):
         if not 0 < self.utilisation <= 1:
@@ -270,12 +268,12 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """At most: every block full."""
+        """Upper bound: every block full."""
         return self.blocks * self.seq_len
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the corpus, or the blocks of it that are trained on; None where its size is not known."""
+        """Passes over the corpus, or over its first `max_train_samples` blocks; None if its size is unknown."""
         corpus_tokens = self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN
         known = [tokens for tokens in (corpus_tokens, (self.max_train_samples or 0) * self.seq_len) if tokens]
         return self.tokens / min(known) if known else None
@@ -296,18 +294,9 @@ class Estimate:
 
     @property
     def memory(self) -> Memory:
-        return memory_per_gpu(
-            self.config,
-            micro_batch=self.micro_batch,
-            seq_len=self.seq_len,
-            mlm_probability=self.mlm_probability,
-            precision=self.precision,
-            processes=self.hardware.count,
-            zero=self.zero,
-            activation_checkpointing=self.activation_checkpointing,
-            objective=self.objective,
-            optim=self.optim,
-        )
+        names = ("micro_batch", "seq_len", "mlm_probability", "precision", "zero", "activation_checkpointing")
+        shared = {name: getattr(self, name) for name in (*names, "objective", "optim")}
+        return memory_per_gpu(self.config, processes=self.hardware.count, **shared)
 
     @property
     def fits(self) -> bool:
@@ -315,7 +304,7 @@ class Estimate:
 
     @property
     def largest_that_fits(self) -> int:
-        """The largest power of two that fits and divides a process's share of the batch; 0 where not even 1 fits."""
+        """The largest micro-batch that fits, a power of two that divides a process's share of the batch; 0: none."""
         size, share = 0, self.micro_batch * self.accumulation
         while share % (more := 2 * size or 1) == 0 and replace(self, micro_batch=more).fits:
             size = more
@@ -329,20 +318,20 @@ class EstimateArguments:
     _argument_group_name = "estimate"
 
     hardware: str = setting("8xH200", "GPUs, such as 1024xV100-32GB.", "start")
-    utilisation: float = setting(DEFAULT_UTILISATION, "Share of the GPUs' peak that is reached.", "start")
-    gpu_hour_price: float | None = setting(None, "Dollars; without it, a list price of the GPU.", "start")
+    utilisation: float = setting(DEFAULT_UTILISATION, "Achieved share of the GPUs' peak FLOP/s.", "start")
+    gpu_hour_price: float | None = setting(None, "USD; default: a list price of the GPU.", "start")
 
 
 def main(argv: list[str] | None = None) -> Estimate:
-    """Run the command line `argv`: print what the preset costs. Raises `InputError`."""
+    """Run the command line `argv`: print and return the estimate. Raises `InputError`."""
     set_up_logging()
-    cost = read_estimate(sys.argv[1:] if argv is None else argv)
-    print(table(cost))
-    return cost
+    estimate = read_estimate(sys.argv[1:] if argv is None else argv)
+    print(format_estimate(estimate))
+    return estimate
 
 
 def corpus_bytes(corpus: Corpus) -> float | None:
-    """Bytes of the text by the sizes in the preset, else by its files; None for text that has neither."""
+    """Bytes of text, from the sizes in the corpus preset or from its local files; None without either."""
     sizes = [source.size_gb for source in corpus.sources]
     if all(sizes):
         return 1e9 * sum(sizes)
@@ -350,8 +339,8 @@ def corpus_bytes(corpus: Corpus) -> float | None:
 
 
 def _text_bytes(corpus: Corpus) -> int | None:
-    """Bytes of the training files: the uncompressed text column of Parquet files, else the file sizes; None where a
-    file is remote or compressed."""
+    """Bytes of the training files: the uncompressed text column of Parquet files, else the file size; None if a file is
+    remote or compressed."""
     total = 0
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
@@ -370,25 +359,22 @@ def _text_bytes(corpus: Corpus) -> int | None:
 
 
 def read_estimate(argv: list[str]) -> Estimate:
-    """The estimate of a command line, under the ZeRO stage of `--deepspeed`. Raises `InputError`."""
-    argv = [*argv, "--use_cpu", "true"]  # this machine may have no GPU, and bf16 would be refused
+    """The estimate for a command line, with the ZeRO stage of `--deepspeed`. Raises `InputError`."""
+    argv = [*argv, "--use_cpu", "true"]  # accepts bf16 on a machine without a GPU
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_data(args)
     pretraining.check_model(args)
     source = args.config_name or args.model_name_or_path
     config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
-    if config.model_type not in SHAPES:
-        raise InputError(
-            f"{source!r} is a {config.model_type!r} model; the estimate knows the layers of {', '.join(SHAPES)}"
-        )
+    if config.model_type not in MODEL_TYPES:
+        raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
     multiple = args.pad_vocab_to_multiple_of or 1
     config.vocab_size = math.ceil(config.vocab_size / multiple) * multiple
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
     price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
-    at_once = micro_batch * hardware.count
-    sequences = args.global_batch_size or at_once * training_args.gradient_accumulation_steps
-    in_cache = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
+    sequences = args.global_batch_size or micro_batch * hardware.count * training_args.gradient_accumulation_steps
+    cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
     return Estimate(
         config=config,
         hardware=hardware,
@@ -404,18 +390,18 @@ def read_estimate(argv: list[str]) -> Estimate:
         optim=training_args.optim,
         utilisation=chosen.utilisation,
         gpu_hour_price=price,
-        tokens_per_pass=in_cache,
-        corpus_bytes=None if in_cache else corpus_bytes(pretraining.read_corpus(args)),
+        tokens_per_pass=cached_tokens,
+        corpus_bytes=None if cached_tokens else corpus_bytes(pretraining.read_corpus(args)),
         max_train_samples=args.max_train_samples,
     )
 
 
-def table(estimate: Estimate) -> str:
-    """The estimate as a table, a unit in every line."""
+def format_estimate(estimate: Estimate) -> str:
+    """The printed estimate."""
     config, memory, device, largest = estimate.config, estimate.memory, estimate.device, estimate.largest_that_fits
     stage = f"ZeRO {estimate.zero.stage}" if estimate.zero.stage else "plain data parallelism"
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "total")
-    epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown, as the size of the corpus is"
+    epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown (no corpus size)"
     if estimate.max_train_samples:
         epochs += f" of at most {estimate.max_train_samples:,} blocks"
     elif estimate.corpus_bytes and not estimate.tokens_per_pass:
@@ -424,9 +410,9 @@ def table(estimate: Estimate) -> str:
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"
     advice = f"lower per_device_train_batch_size={estimate.micro_batch} to {largest}"
     if not largest:
-        advice = "not even 1 sequence does; take a higher ZeRO stage, offload, activation_checkpointing, a larger GPU"
+        advice = "not even 1 sequence fits; use a higher ZeRO stage, offload, activation_checkpointing or a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
-    note = " (the peak of half precision: fp32 takes longer)" if estimate.precision == "fp32" else ""
+    note = " (half-precision peak: fp32 takes longer)" if estimate.precision == "fp32" else ""
     time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
@@ -446,15 +432,15 @@ def table(estimate: Estimate) -> str:
         f"Time        {time} at {estimate.utilisation:.1%} of {estimate.hardware.count} x "
         f"{device.peak_flops / 1e12:,.0f} TFLOP/s{note}",
         f"Cost        ${estimate.cost:,.2f} at ${estimate.gpu_hour_price:,.2f} a GPU hour",
-        "\nUtilisation and price are assumptions: --utilisation (of a run: mfu of its log x matrix_rate of its record "
-        "/ the rate above; base at 512 on one H200 comes to 21%, compiled without dropout to 28%; the paper's 1024 "
-        f"V100 to {PAPER_UTILISATION:.1%}), --gpu_hour_price.",
+        "\nUtilisation and price are assumptions: --utilisation (measured: mfu in a run's log x matrix_rate in its "
+        "record / the rate above; base at 512 on one H200: 21%, compiled without dropout 28%; the paper's 1024 V100: "
+        f"{PAPER_UTILISATION:.1%}), --gpu_hour_price.",
     ]
     return "\n".join(lines)
 
 
 def _in_unit(value: float, units: dict[str, float], digits: int) -> str:
-    """`value` in the largest of the units, largest first, of which it is at least one; else in the last."""
+    """`value` in the largest unit not above it, else in the smallest; `units`: largest first."""
     name = next((name for name, unit in units.items() if value >= unit), list(units)[-1])
     return f"{value / units[name]:,.{digits}f} {name}"
 

@@ -1,12 +1,11 @@
-"""Validation loss of a checkpoint on the held-out text of a pretraining preset, in all and by source. Only an
-incomplete token cache is written.
+"""Validation loss of a checkpoint on the held-out text of a pretraining preset, in total and by source.
 
     python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
         --model_name_or_path FacebookAI/roberta-base
 
-The text is tokenized by the checkpoint's tokenizer, whatever the preset names, or by `--tokenizer_name`. With several
-GPUs, `accelerate launch tools/evaluate.py ...`. Blocks and masks are the same for every run on this text, so
-the figures equal what `train_mlm.py` prints at its end.
+Uses the checkpoint's tokenizer, not the preset's, or `--tokenizer_name`. On several GPUs: `accelerate launch
+tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of `train_mlm.py`. Writes
+nothing except missing shards of a token cache.
 """
 
 import dataclasses
@@ -32,19 +31,19 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
+    """The checkpoint's tokenizer. Raises `InputError` if it has none for a masked LM."""
     try:
         return tokenization.load_tokenizer(checkpoint)
     except InputError as error:
         raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
-            f"training: --tokenizer_name NAME ({error})"
+            f"model_name_or_path={checkpoint!r} has no tokenizer for a masked LM; name the one of its training: "
+            f"--tokenizer_name NAME ({error})"
         ) from None
 
 
 def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that the command line names, else the checkpoint's own; a warning where both are there and differ.
-    Raises `InputError`."""
+    """The tokenizer `named`, with a warning if it differs from the checkpoint's, else the checkpoint's. Raises
+    `InputError`."""
     if named is None:
         return own_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(named)

@@ -1,12 +1,12 @@
-"""Display of the training blocks of a step: source, text, masks and targets as the model sees them.
+"""Viewer of a step's training blocks: source, text, masks and targets as the model sees them.
 
     python tools/explain.py --output_dir runs/mine --step 400 --show_blocks 2
     python tools/explain.py --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
 
-The first reads the settings of a run (`preset.yaml` in its folder); a flag on top gives the present place of its text,
-tokenizer or token cache. The second is for a run that has not started. The printed blocks and masks are the run's, or
-an error says why they cannot be reproduced. With a token cache, any step is immediate; without it, text is read up to
-the step from where the run's chunk index ends. Only that index is written.
+The first uses a run's `preset.yaml`; flags override it, such as a new path of its text, tokenizer or token cache. The
+second is for a run that has not started. Blocks and masks are exactly the run's, or an error explains why they cannot
+be reproduced. With a token cache, any step is immediate; without it, text is read from the end of the run's chunk index
+up to the step. Writes nothing but that index.
 """
 
 import argparse
@@ -38,14 +38,13 @@ from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
-from roberta_recipe.training.data_loading import step_record
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
 from tools.compare import read_log
 
 LEGEND = (
-    "[target → shown]: a predicted position, and the token that the model sees there. `</s>` ends a sentence; a second "
-    "`</s>`, or any in contiguous blocks, ends a document."
+    "[target → shown]: a predicted position with its target and input token. `</s>` ends a sentence; a second `</s>`, "
+    "or any in contiguous blocks, ends a document."
 )
 
 
@@ -55,13 +54,13 @@ class ExplainArguments:
 
     _argument_group_name = "explain"
 
-    step: int = setting(1, "Optimizer step of the run, from 1 on.", "start")
+    step: int = setting(1, "Optimizer step, from 1 on.", "start")
     show_blocks: int = setting(5, "Blocks of the step to show.", "start")
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the command line `argv`: print the first blocks of a step; returns their columns as the model sees them.
-    Raises `InputError`, and `RunError` where the run's log has the hash of other blocks."""
+    """Run the command line `argv`: print the first blocks of a step and return them as the model sees them. Raises
+    `InputError`, and `RunError` if the run's log has another hash."""
     set_up_logging()
     folder, (explain, args, training_args) = read_arguments(sys.argv[1:] if argv is None else argv)
     states = [checkpoint.read_state(path) for path in reversed(checkpoint.newest_first(folder))] if folder else []
@@ -69,10 +68,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if folder and (folder / RECORD_NAME).is_file():
         needed = ("fingerprint", "skipped_blocks", "steps")
         known.append(read_record(folder / RECORD_NAME, needed, "its steps cannot be explained"))
-    if known:  # a preset may leave it to the number of processes
+    if known:  # a preset may derive it from the number of processes
         args = dataclasses.replace(args, global_batch_size=known[-1]["fingerprint"].get("global_batch_size"))
     if args.global_batch_size is None:
-        raise InputError("neither the preset nor a checkpoint has the global_batch_size: name it")
+        raise InputError("the preset and the checkpoints have no global_batch_size: set --global_batch_size")
     corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
     corpus = hash_files(corpus, cache_folder=args.token_cache or folder) if folder else corpus
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
@@ -92,15 +91,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
-    """The run's folder (None for one that has not started), and the filled dataclasses: the flags of its preset, with
-    those of `argv` on top."""
+    """The run's folder (None for a run that has not started), and the arguments: its preset, overridden by `argv`."""
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--output_dir", type=Path)
     named.add_argument("--config")
     found, _ = named.parse_known_args(argv)
     folder = None if found.config else found.output_dir
     preset = ["--config", str(folder / PRESET_NAME)] if folder else []
-    # a preset's bf16 is for the training machine
+    # accepts bf16 on a machine without a GPU
     argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, own=(ExplainArguments,))
     explain, args, training_args = filled
@@ -115,18 +113,21 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
 def build_reader(
     folder: Path | None, args: MlmArguments, training_args: MlmTrainingArguments, corpus: Corpus, tokenizer
 ) -> Reader:
-    """The provider of the run's chunks. Raises `InputError` for a token cache that another tokenizer has packed."""
+    """The run's chunk reader. Raises `InputError` for a token cache of another tokenizer."""
     seed = pretraining.data_seed(training_args)
     if not args.token_cache:
         return pretraining.text_reader(args, corpus, tokenizer, seed, folder)
     reader = pretraining.cache_reader(args, corpus, seed)
     if reader.fingerprint()["tokenizer"] != tokenization.tokenizer_fingerprint(tokenizer):
-        raise InputError(f"tokenizer_name={args.tokenizer_name} has not packed token_cache={args.token_cache}")
+        raise InputError(
+            f"token_cache={args.token_cache} was packed with another tokenizer than tokenizer_name="
+            f"{args.tokenizer_name}: name the run's"
+        )
     return reader
 
 
 def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
-    """Raise `InputError` where settings that blocks and masks depend on differ from those of the run."""
+    """Raise `InputError` for settings of blocks and masks that differ from the run's."""
     for entry in known:
         before = {name: entry["fingerprint"].get(name) for name in now}
         if changed := durable.differences(before, now):
@@ -138,7 +139,7 @@ def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any
 
 
 def check_positions(folder: Path | None, batch_size: int, states: list[dict[str, Any]]) -> None:
-    """Raise `InputError` where the run did not consume its blocks in order from the first on."""
+    """Raise `InputError` if the run did not consume its blocks in order."""
     for state in states:
         skipped = order.union(range(*part) for part in state["skipped_blocks"])
         if state["position"] != order.position_after(0, state["step"] * batch_size, skipped):
@@ -151,16 +152,16 @@ def check_positions(folder: Path | None, batch_size: int, states: list[dict[str,
 def print_step(
     folder: Path | None, args: MlmArguments, explain: ExplainArguments, blocks: TrainBlocks, collator: MlmCollator
 ) -> list[dict[str, Any]]:
-    """Print the first blocks of a step and return them; where the log has the hash of this step alone, compare it."""
+    """Print and return the first blocks of a step, verified with the hash in the log if it has one for this step."""
     size, step = args.global_batch_size, explain.step
     shown = min(explain.show_blocks, size)
     first = order.position_after(0, (step - 1) * size, blocks.skipped)
     wanted = logged_digest(folder, step) if folder else None
     positions = order.unskipped(first, shown if wanted is None else size, blocks.skipped)
     if not args.token_cache:
-        logger.info(f"Reading text up to block {first:,}, from where the run's chunk index ends")
-    found = list(blocks.blocks([positions]))
-    if wanted is not None and step_record(found, collator(found))[-1] % DIGEST_MODULUS != wanted:
+        logger.info(f"Reading text up to block {first:,}, from the end of the run's chunk index")
+    examples = list(blocks.blocks([positions]))
+    if wanted is not None and step_record(examples, collator(examples))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
             f"{folder / LOG_NAME}: step {step} saw other blocks or masks than these settings give: was the run resumed "
             "despite changes, or by another version of this recipe?"
@@ -171,14 +172,14 @@ def print_step(
     whole = order.in_words(order.unskipped(first, size, blocks.skipped))
     print(f"step {step:,} of {folder or 'a new run'}: blocks {whole}, {shown} of {size} shown; {checked}")
     print(LEGEND + "\n")
-    for position, block in zip(itertools.chain.from_iterable(positions), found[:shown], strict=False):
+    for position, block in zip(itertools.chain.from_iterable(positions), examples[:shown], strict=False):
         print(f"block {position:,}   {describe(block, collator, blocks.reader.corpus)}")
-    return collator.seen_by_model(found[:shown])
+    return collator.seen_by_model(examples[:shown])
 
 
 def logged_digest(folder: Path, step: int) -> int | None:
-    """The hash of a step's blocks and masks: the difference of two log lines, of this step and the one before; None
-    where the log lacks one."""
+    """Hash of a step's blocks and masks, the difference between its log line and the previous step's; None if one is
+    missing."""
     digests = {entry["step"]: int(entry["digest"], 16) for entry in read_log(folder / LOG_NAME) if "digest" in entry}
     if step not in digests or (step > 1 and step - 1 not in digests):
         return None
@@ -186,7 +187,7 @@ def logged_digest(folder: Path, step: int) -> int | None:
 
 
 def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
-    """A block's source, file, columns of whole numbers, and text as the model sees it."""
+    """A block's source and file, counts, and text as the model sees it."""
     [seen], tokenizer = collator.seen_by_model([block]), collator.tokenizer
     number, file, index = order.place_of(block.id)
     source = corpus.sources[number]
@@ -203,7 +204,7 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
 
 
 def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a block with its special tokens, a line a sentence, and a mark at each predicted position."""
+    """A block's text with special tokens, a sentence per line, predicted positions marked."""
     is_end = ids == tokenization.boundary_ids(tokenizer)["eos_id"]
     ends = np.flatnonzero(predicted | is_end).tolist()
     text, start = "", 0
@@ -221,7 +222,7 @@ def _marked(ids: np.ndarray, shown: np.ndarray, predicted: np.ndarray, tokenizer
 
 
 def _token(number: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a token; for a part of a character, its name in the vocabulary."""
+    """A token's text; its vocabulary entry if it is part of a character."""
     text = tokenizer.decode([int(number)], clean_up_tokenization_spaces=False)
     return tokenizer.convert_ids_to_tokens(int(number)) if "\ufffd" in text or not text.strip() else _printable(text)
 
@@ -232,5 +233,5 @@ def _printable(text: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe when it has enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
     exit_on_error(main)

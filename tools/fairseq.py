@@ -1,12 +1,12 @@
-r"""Conversion of RoBERTa checkpoints between fairseq and Hugging Face (names, shapes: fairseq/models/roberta/model.py).
+r"""Converter of RoBERTa checkpoints between fairseq and Hugging Face (fairseq/models/roberta/model.py).
 
     python tools/fairseq.py to_hf --checkpoint roberta.base/model.pt --dict roberta.base/dict.txt \
         --encoder encoder.json --bpe vocab.bpe --output_dir from_fairseq
     python tools/fairseq.py to_fairseq --model_name_or_path from_fairseq --output_dir fairseq_model
 
-The logits are the same both ways (`benchmarks/against_fairseq.py`), or the conversion is refused: every setting that
-changes what fairseq computes is checked. fairseq has no token types, so their single vector is added to the positions,
-and no rows of the embedding without a token, so they are left out. In fairseq, the folder loads with
+The logits are the same both ways (`benchmarks/against_fairseq.py`), or the conversion is refused: all settings that
+affect fairseq's logits are checked. For fairseq, the token-type vector is added to the position embeddings, and the
+embedding's padding rows are dropped. Load the folder in fairseq with
 
     RobertaModel.from_pretrained("fairseq_model", gpt2_encoder_json="fairseq_model/encoder.json",
                                  gpt2_vocab_bpe="fairseq_model/vocab.bpe")
@@ -61,8 +61,8 @@ _LM_HEAD, _HEADS = "encoder.lm_head.", "classification_heads."
 _TOKENS, _POSITIONS = f"{_BODY}embed_tokens.weight", f"{_BODY}embed_positions.weight"
 _LM_DECODER = f"{_LM_HEAD}weight"
 
-# fairseq's settings that change the logits (base_architecture, TransformerEncoder, MultiheadAttention), with the value
-# that Hugging Face's RoBERTa computes. A setting that is absent has this value in fairseq too.
+# fairseq's settings that affect the logits (base_architecture, TransformerEncoder, MultiheadAttention), with the only
+# value that Hugging Face's RoBERTa supports, also fairseq's default.
 _BODY_SETTINGS = {
     "encoder_normalize_before": False,
     "layernorm_embedding": True,
@@ -78,7 +78,7 @@ _BODY_SETTINGS = {
     "ffn_blocks_to_remove": -1,
 }
 _HEAD_SETTINGS = {"pooler_activation_fn": "tanh", "spectral_norm_classification_head": False}
-# equal functions; of two names for one, the last is today's
+# equivalent functions; of two fairseq names, the last is current
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_new",
@@ -101,8 +101,8 @@ _SPECIAL = tokenization.LEADING_TOKENS  # 0 to 3 in both
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights under today's names, and the model's settings: `args`, or today's `cfg` (empty without either). Runs no
-    code of the pickle: raises `InputError` for other content than plain values, tensors and `argparse.Namespace`."""
+    """Weights under current names, and the model settings from `args` or, in newer files, `cfg` (else empty). Executes
+    no pickled code. Raises `InputError` for content other than plain values, tensors and `argparse.Namespace`."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -110,17 +110,17 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
         resave = _RESAVE.format(path=path, plain=path.with_name(f"plain_{path.name}"))
         raise InputError(
-            f"checkpoint={path} cannot be read without running its code: {reason.strip()}. If you trust it, save its "
-            f"weights and settings where fairseq is installed, and convert plain_{path.name}:\n{resave}"
+            f"checkpoint={path} cannot be read without its code: {reason.strip()}. If you trust it, save weights "
+            f"and settings where fairseq is installed, and convert plain_{path.name}:\n{resave}"
         ) from None
-    found = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq prefers args, too
-    settings = vars(found) if isinstance(found, argparse.Namespace) else found
-    settings = {name: value for name, value in settings.items() if value is not None}  # a DictConfig has None: unset
+    stored = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq's precedence
+    settings = vars(stored) if isinstance(stored, argparse.Namespace) else stored
+    settings = {name: value for name, value in settings.items() if value is not None}  # None: unset
     return modern(content["model"]), settings
 
 
 def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of any release under the names of the last release (its `upgrade_state_dict`)."""
+    """Weights of any release under the last release's names (its `upgrade_state_dict`)."""
     renamed = {}
     for name, tensor in weights.items():
         name = re.sub(r"^decoder\.", "encoder.", name).replace(".emb_layer_norm.", ".layernorm_embedding.")
@@ -134,31 +134,31 @@ def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def to_hugging_face(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> PreTrainedModel:
     """`RobertaForMaskedLM`, or with a `head` of `classification_heads` `RobertaForSequenceClassification`. Raises
-    `InputError` for settings that Hugging Face's RoBERTa does not compute and for weights of other modules, and
-    `RuntimeError` for weights that are missing or of another shape."""
-    config = config_of(weights, settings, head)
-    found, left, names = {}, [], module_names(config.num_hidden_layers, head)
+    `InputError` for unsupported settings and unknown weights, and `RuntimeError` for missing weights or other
+    shapes."""
+    config = build_config(weights, settings, head)
+    state, left, names = {}, [], module_names(config.num_hidden_layers, head)
     for name, tensor in weights.items():
         module, _, kind = name.rpartition(".")
         if module in names:
-            found[f"{names[module]}.{kind}"] = tensor.float()
+            state[f"{names[module]}.{kind}"] = tensor.float()
         else:
             left.append(name)
     if strange := [name for name in left if not name.startswith((_HEADS, _LM_HEAD))]:
-        raise InputError(f"{len(strange)} weights are not RoBERTa's, {strange[0]} among them")
+        raise InputError(f"{len(strange)} weights are not RoBERTa's, such as {strange[0]}: name another")
     if left:
         logger.info(f"left out: {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in left}))}")
-    found["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
-    if "lm_head.decoder.bias" in found:
-        found["lm_head.bias"] = found["lm_head.decoder.bias"]  # the same parameter
+    state["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
+    if "lm_head.decoder.bias" in state:
+        state["lm_head.bias"] = state["lm_head.decoder.bias"]  # tied
     model = (RobertaForSequenceClassification if head else RobertaForMaskedLM)(config)
-    model.load_state_dict(found)
+    model.load_state_dict(state)
     model.tie_weights()
     return model.eval()
 
 
 def module_names(layers: int, head: str | None) -> dict[str, str]:
-    """fairseq's name of each module -> Hugging Face's: of the body, and of `head` or the masked-LM head."""
+    """fairseq's module names -> Hugging Face's, for the body and `head` or the masked-LM head."""
     names = {f"{_BODY}{ours}": f"roberta.{theirs}" for ours, theirs in _OUTSIDE.items()}
     for layer in range(layers):
         before, after = f"{_BODY}layers.{layer}.", f"roberta.encoder.layer.{layer}."
@@ -169,12 +169,14 @@ def module_names(layers: int, head: str | None) -> dict[str, str]:
     return names | {"encoder.lm_head": "lm_head.decoder"}
 
 
-def config_of(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> RobertaConfig:
-    """A config: sizes from the weights' shapes, the rest from the settings. Raises `InputError` for a setting that
-    Hugging Face's RoBERTa does not compute."""
+def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: str | None) -> RobertaConfig:
+    """The config: sizes from the weights' shapes, the rest from the settings. Raises `InputError` for an unsupported
+    setting."""
     if not settings:
-        raise InputError("the checkpoint has no settings (args or cfg), which say its attention heads and activation")
-    activation = activation_of(settings, head)
+        raise InputError(
+            "the checkpoint has no settings (args or cfg) for attention heads and activation: name another"
+        )
+    activation = hidden_activation(settings, head)
     try:
         vocab_size, hidden = weights[_TOKENS].shape
         positions = len(weights[_POSITIONS])
@@ -211,9 +213,9 @@ def config_of(weights: dict[str, torch.Tensor], settings: dict[str, Any], head: 
     return config
 
 
-def activation_of(settings: dict[str, Any], head: str | None) -> str:
-    """Hugging Face's name of the activation. Raises `InputError` for every setting that changes the logits and that
-    Hugging Face's RoBERTa does not compute: its classification head has tanh, its masked-LM head has GELU."""
+def hidden_activation(settings: dict[str, Any], head: str | None) -> str:
+    """Hugging Face's name of the activation. Raises `InputError` for settings of the logits that Hugging Face's RoBERTa
+    does not support: its classification head uses tanh, its masked-LM head GELU."""
     for name, wanted in {**_BODY_SETTINGS, **(_HEAD_SETTINGS if head else {})}.items():
         value = settings.get(name, wanted)
         if value != wanted and (value or wanted):
@@ -226,8 +228,8 @@ def activation_of(settings: dict[str, Any], head: str | None) -> str:
 
 
 def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
-    """Whether the masked-LM head's output matrix is the embedding. Raises `InputError` where the head is empty, or
-    where the settings say that the two are tied and they differ."""
+    """Whether the masked-LM decoder is tied to the embedding. Raises `InputError` for an empty head, and for weights
+    that differ despite tied settings."""
     dense = weights.get(f"{_LM_HEAD}dense.weight")
     if dense is not None and not dense.any():
         raise InputError("the masked-LM head is empty (to_fairseq writes it so for a classifier): name a --head")
@@ -239,10 +241,10 @@ def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
 
 
 def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None) -> dict[str, torch.Tensor]:
-    """Weights under fairseq's names; the token type's vector is added to all positions, rows beyond `vocab_size` are
-    left out. A classifier becomes the head `head`, MNLI's with its labels in fairseq's order, beside an empty masked-LM
-    head. Raises `InputError` for what fairseq's RoBERTa does not compute."""
-    refuse_other_arithmetic(model, head)
+    """Weights under fairseq's names, with the token-type vector added to the positions and without rows beyond
+    `vocab_size`. A classifier becomes the head `head` (MNLI's labels in fairseq's order) beside an empty masked-LM
+    head. Raises `InputError` for what fairseq's RoBERTa does not support."""
+    check_supported(model, head)
     state = {name: tensor.detach().cpu().float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
     names = {theirs: ours for ours, theirs in module_names(model.config.num_hidden_layers, head).items()}
@@ -252,7 +254,7 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
         if module in names:
             rows = vocab_size if module == "lm_head.decoder" else len(tensor)
             weights[f"{names[module]}.{kind}"] = tensor[:rows].clone()
-        elif name != "lm_head.bias":  # the decoder's is computed with
+        elif name != "lm_head.bias":  # tied to the decoder's
             hint = "" if head else "; name a head, e.g. mnli"
             raise InputError(f"fairseq's RoBERTa has no module for {name}{hint}")
     weights[_TOKENS] = weights[_TOKENS][:vocab_size].clone()
@@ -269,10 +271,10 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
     return weights
 
 
-def refuse_other_arithmetic(model: PreTrainedModel, head: str | None) -> None:
-    """Raises `InputError` where a model computes other than fairseq's RoBERTa."""
+def check_supported(model: PreTrainedModel, head: str | None) -> None:
+    """Raise `InputError` for a config that fairseq's RoBERTa does not support."""
     config = model.config
-    activations = _ACTIVATIONS.values() if head else ("gelu",)  # fairseq's masked-LM head has the layers' activation
+    activations = _ACTIVATIONS.values() if head else ("gelu",)  # fairseq's masked-LM head uses the layers' activation
     if config.hidden_act not in activations:
         raise InputError(f"hidden_act={config.hidden_act!r}: fairseq computes {', '.join(dict.fromkeys(activations))}")
     wanted = {"layer_norm_eps": 1e-5, "pad_token_id": 1, "is_decoder": False, "add_cross_attention": False}
@@ -285,8 +287,8 @@ def refuse_other_arithmetic(model: PreTrainedModel, head: str | None) -> None:
 
 
 def empty_lm_head(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A masked-LM head with equal logits for all tokens: fairseq loads no model without a head, and a classifier of
-    Hugging Face has none. `tokens` (vocab_size, hidden) is the embedding."""
+    """A masked-LM head with equal logits for all tokens, for a classifier: fairseq loads no model without a head.
+    `tokens` (vocab_size, hidden) is the embedding."""
     vocab_size, hidden = tokens.shape
     return {
         _LM_DECODER: tokens,
@@ -299,13 +301,13 @@ def empty_lm_head(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrainedTokenizerBase:
-    """Hugging Face's tokenizer from fairseq's files: a row of dict.txt is the number of a token in encoder.json
-    (GPT-2's vocabulary), in the order of the embedding. Raises `InputError` for a row that is no token."""
+    """Hugging Face's tokenizer from fairseq's files. Rows of dict.txt are numbers of tokens in encoder.json (GPT-2's
+    vocabulary), in embedding order. Raises `InputError` for a row without a token."""
     tokens = {str(number): token for token, number in read_input_json(encoder_json).items()}
     vocab = {token: number for number, token in enumerate(_SPECIAL)}
     for number, line in enumerate(read_text(dict_txt).splitlines(), 1):
         symbol = line.rsplit(" ", 1)[0]
-        if symbol not in tokens and not symbol.startswith("madeupword"):  # fills up to a multiple of 8
+        if symbol not in tokens and not symbol.startswith("madeupword"):  # padding to a multiple of 8
             raise InputError(f"{dict_txt}, line {number}: {symbol!r} is no token of {encoder_json}")
         vocab[tokens.get(symbol, symbol)] = len(vocab)
     lines = read_text(bpe).replace("\r\n", "\n").split("\n")
@@ -314,8 +316,8 @@ def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrained
 
 
 def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """dict.txt, encoder.json and vocab.bpe from which fairseq gives every token the same id. Raises `InputError` for a
-    tokenizer that is not GPT-2's BPE under RoBERTa's ids."""
+    """Write dict.txt, encoder.json and vocab.bpe with the same token ids. Raises `InputError` for a tokenizer other
+    than GPT-2's BPE with RoBERTa's ids."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if [token for token, _ in ordered[:4]] != list(_SPECIAL) or ordered[-1][0] != tokenizer.mask_token:
@@ -339,9 +341,9 @@ def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
 
 
-def checkpoint_of(model: PreTrainedModel, vocab_size: int, head: str | None) -> dict[str, Any]:
-    """The content of model.pt for fairseq's loaders: weights, model settings, an empty training history. `head` and
-    `vocab_size` as in `to_fairseq`."""
+def build_checkpoint(model: PreTrainedModel, vocab_size: int, head: str | None) -> dict[str, Any]:
+    """The content of model.pt: weights, model settings, and an empty training history, which fairseq's loaders need;
+    parameters as in `to_fairseq`."""
     config, weights = model.config, to_fairseq(model, vocab_size, head)
     positions = config.max_position_embeddings - config.pad_token_id - 1
     pooler_dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
@@ -394,7 +396,7 @@ def convert_to_fairseq(args: argparse.Namespace) -> None:
     tokenizer, folder = tokenization.load_tokenizer(args.model_name_or_path), Path(args.output_dir)
     if len(tokenizer) > model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
-    checkpoint = checkpoint_of(model, len(tokenizer), args.head)
+    checkpoint = build_checkpoint(model, len(tokenizer), args.head)
     durable.make_folder(folder)
     write_vocabulary(tokenizer, folder)
     torch.save(checkpoint, folder / "model.pt")
@@ -406,8 +408,8 @@ def convert_to_fairseq(args: argparse.Namespace) -> None:
 
 
 def load_hugging_face(name: str, head: str | None) -> PreTrainedModel:
-    """The masked-LM model, or with a `head` the classifier, of a Hugging Face checkpoint, in float32. Raises
-    `InputError` where there is none of that kind: a head that it lacks is never drawn at random."""
+    """The masked-LM model or, with a `head`, the classifier of a Hugging Face checkpoint, in float32. Raises
+    `InputError` if the checkpoint lacks this head."""
     config = read_config(name)
     if config.model_type != "roberta":
         raise InputError(f"{name!r} is a {config.model_type!r} model, and fairseq's is 'roberta'")
@@ -427,8 +429,8 @@ def main(argv: list[str] | None = None) -> None:
     to_hf.add_argument("--dict", help="dict.txt beside model.pt")
     to_hf.add_argument("--encoder", help="encoder.json of GPT-2")
     to_hf.add_argument("--bpe", help="vocab.bpe of GPT-2")
-    to_hf.add_argument("--tokenizer_name", help="a tokenizer of the same ids, in place of dict, encoder and bpe")
-    to_hf.add_argument("--head", help="a classification head, e.g. mnli; without it, the masked-LM head")
+    to_hf.add_argument("--tokenizer_name", help="tokenizer with the same ids, in place of dict, encoder and bpe")
+    to_hf.add_argument("--head", help="classification head, e.g. mnli; default: the masked-LM head")
     to_hf.set_defaults(convert=convert_to_hf)
     back = commands.add_parser("to_fairseq", help="a Hugging Face RoBERTa as fairseq's model.pt")
     back.add_argument("--model_name_or_path", required=True)

@@ -1,11 +1,11 @@
-"""Table 5 of the paper (section 5.1) with a row of the finished GLUE tasks, and their submission to the GLUE server.
+"""GLUE results beside the paper's Table 5 (section 5.1), and the submission for the GLUE server.
 
     python tools/glue_table.py --folder runs/glue                     # or: make glue-all
     python tools/glue_table.py --folder runs/glue --submission        # or: make glue-submission
 
-A task is finished where `<folder>/<task>/summary.json` is. A star marks a task that differs from its preset
-(presets/glue) or from section 5.1; a line below the table names the differences. The submission,
-`<folder>/submission.zip`, needs the files of every task, which `finetune_glue.py --do_predict` writes.
+Reads `<folder>/<task>/summary.json` of finished tasks. A star marks differences from the preset (presets/glue) or from
+section 5.1, which are listed below the table. `<folder>/submission.zip` needs the predictions of all tasks
+(`finetune_glue.py --do_predict`).
 """
 
 import argparse
@@ -22,11 +22,11 @@ from roberta_recipe.log import counted
 from roberta_recipe.record import SUMMARY_NAME, Summary, percent, picked_setting, read_record
 from roberta_recipe.settings import RecipeParser, load_yaml
 from roberta_recipe.tasks import glue
-from roberta_recipe.tasks.summaries import lines_of_tests
+from roberta_recipe.tasks.summaries import test_set_lines
 
 PAPER_SEEDS = 5  # section 5.1
 PRESETS = ROOT / "presets" / "glue"
-# keys of a preset that are not compared: the model, and flags outside of the protocol; with --sweep, the grid's own
+# preset keys that are not part of the protocol; with --sweep, the grid's too
 _NOT_PROTOCOL = ("model_name_or_path", "output_dir", "seeds", "spacy_model", "report_to", "logging_steps", "eval_steps")
 _NOT_PROTOCOL += ("per_device_train_batch_size", "per_device_eval_batch_size", "save_strategy", "save_total_limit")
 _OF_GRID = ("learning_rate", "global_batch_size", "max_steps", "warmup_steps")
@@ -35,10 +35,10 @@ COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
-    parser.add_argument("--folder", required=True, help="folder of the tasks, each in a folder of its name")
-    parser.add_argument("--sweep", action="store_true", help="the tasks as --sweep ran them")
+    parser.add_argument("--folder", required=True, help="folder with a folder per task")
+    parser.add_argument("--sweep", action="store_true", help="results of --sweep")
     parser.add_argument("--submission", action="store_true", help="zip the predictions of all tasks")
-    parser.add_argument("--other_rows", action="store_true", help="accept other numbers of rows than GLUE's")
+    parser.add_argument("--other_rows", action="store_true", help="accept row counts other than GLUE's")
     return parser.parse_args(argv)
 
 
@@ -56,9 +56,9 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
         missing = "not run" if row is ours else "-"
         print(f"{title:<24}" + "".join(f"{row.get(name, missing):>9}" for name in COLUMNS))
     for name, found in differing.items():
-        print(f"* {name}, not beside Table 5: {'; '.join(found)}")
+        print(f"* {name}, not comparable with Table 5: {'; '.join(found)}")
     for name, summary in summaries.items():
-        for line in lines_of_tests(summary):
+        for line in test_set_lines(summary):
             print(f"{name}: {line}")
     if args.submission:
         tasks = {**glue.TASKS, "ax": glue.AX}
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
 
 
 def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
-    """The summary of each task in `<folder>/<task>/<below>`. Raises `InputError` without any or for a wrong folder."""
+    """The summaries in `<folder>/<task>/<below>` by task. Raises `InputError` without any, or for another task's."""
     paths = {name: Path(folder, name, below, SUMMARY_NAME) for name in COLUMNS}
     needed = ("settings", "picked", "task", "dataset", "resolved_args")
     advice = "move its folder away to run it again"
@@ -85,7 +85,7 @@ def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
 
 
 def _differs(summary: Summary, sweep: bool) -> list[str]:
-    """Differences from the protocol of Table 5 and from the task's preset, in words."""
+    """Differences from Table 5's protocol and from the task's preset, as text."""
     found, args = [], summary["resolved_args"]
     if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
         found.append(f"the median of {counted(seeds, 'seed')}, the paper's is of {PAPER_SEEDS}")
@@ -102,8 +102,8 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
 
 
 def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: Path, official_rows: bool) -> list[str]:
-    """Zip the eleven files for the GLUE server, with header, order, rows and labels checked; returns their names.
-    `folders`: of each task's files. Raises `InputError` that names missing and faulty files."""
+    """Check and zip the eleven files for the GLUE server; returns their names. `folders`: of predictions by task.
+    Raises `InputError` with the missing and invalid files."""
     files, faults = {}, []
     for name, task in tasks.items():
         for split, file in task.submission.items():
@@ -112,7 +112,9 @@ def zip_submission(tasks: dict[str, glue.Task], folders: dict[str, Path], path: 
             fault = _fault(task, source, task.splits[split][1] if official_rows else None)
             faults += [f"{source}: {fault}"] if fault else []
     if faults:
-        raise InputError(f"no submission: {len(faults)} of {len(files)} files are not in order. " + "; ".join(faults))
+        raise InputError(
+            f"no submission: {len(faults)} of {len(files)} files are missing or invalid. " + "; ".join(faults)
+        )
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, source in files.items():
             archive.write(source, file)

@@ -1,10 +1,10 @@
-"""`accelerate launch` with the script's exit code, its output alone, and Ctrl-C passed on.
+"""Launcher: `accelerate launch` with the script's exit code, clean output, and signal forwarding.
 
     python tools/launch.py train_mlm.py --config presets/mlm/roberta_base.yaml
     python tools/launch.py --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
 
-The flags are accelerate's, and accelerate starts the processes. By itself it prints its defaults, and a traceback after
-a script's error, turns every exit code into 1, and orphans the script at Ctrl-C.
+The flags are accelerate's. Plain `accelerate launch` prints its defaults and a traceback after a script's error, turns
+every exit code into 1, and orphans the script at Ctrl-C.
 """
 
 import logging
@@ -26,22 +26,22 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
 from roberta_recipe.launcher import resume_hint
 
-_TO_SAVE_S = 600  # for the processes to finish and save their step; torchrun's default is 30
-_OF_SIGNAL = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_SHUTDOWN_TIMEOUT_S = 600  # for saving a checkpoint; torchrun's default is 30
+_SIGNAL_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Launch the command line `argv`. Raises `InputError` where accelerate fails, `RunError` where a process was
-    killed, and `SystemExit` with the script's exit code."""
-    logging.disable(logging.ERROR)  # of accelerate and torchrun; fatal errors are exceptions
+    """Launch the command line `argv`. Raises `InputError` if accelerate fails, `RunError` if a process was killed, and
+    `SystemExit` with the script's exit code."""
+    logging.disable(logging.ERROR)  # accelerate and torchrun raise their fatal errors
     parser = launch_command_parser()
     parser.usage = "python tools/launch.py [accelerate's flags] SCRIPT [its flags]"
     parser.description = __doc__.splitlines()[0]
     args = parser.parse_args(argv)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has sent it to the script too
+        signal.signal(signal.SIGINT, lambda *_: None)  # the script gets it from the terminal too
     signal.signal(signal.SIGTERM, _pass_on)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TO_SAVE_S))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         rank, failure = error.get_first_failure()
         _end(failure.exitcode, f"process {rank}")
     except SignalException as error:
-        raise SystemExit(Stopped.EXIT_CODES[_OF_SIGNAL.get(error.sigval, "SIGTERM")]) from None
+        raise SystemExit(Stopped.EXIT_CODES[_SIGNAL_NAMES.get(error.sigval, "SIGTERM")]) from None
     except Exception as error:
         raise InputError(f"accelerate cannot launch this: {first_line(error)}") from None
 
@@ -61,11 +61,11 @@ def _pass_on(number: int, _: Any) -> None:
 
 
 def _end(code: int, which: str) -> None:
-    """End with the script's exit code; report a signal, which the script could not."""
+    """Exit with the script's exit code, or raise `RunError` for a process killed by a signal."""
     if code >= 0:
         raise SystemExit(code)
     error = RunError(
-        f"{which} was killed by {signal.Signals(-code).name}; the system's log says why (often memory). Checkpoints "
+        f"{which} was killed by {signal.Signals(-code).name}, often out of memory (see the system log). Checkpoints "
         f"are complete. {resume_hint()}"
     )
     error.exit_code = 128 - code

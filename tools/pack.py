@@ -1,10 +1,10 @@
-"""Tokenize and pack a pretraining preset's corpus once, into its token cache.
+"""Builder of the token cache: tokenizes and packs a pretraining preset's corpus.
 
     python tools/pack.py --config presets/mlm/roberta_base.yaml --token_cache tokens --num_proc 16
     python tools/pack.py ... --machine 2/4       # the second of four machines, on one file system
 
-No GPU is needed. Formats of pairs are packed in ten versions, one a pass in turn, as BERT's data were: ten times the
-disk and the time. A file is packed where its shard is missing, has another size, or was found damaged by a run.
+Needs no GPU. Pair formats are packed ten times, for ten different passes, as BERT's data were: ten times the disk space
+and time. Only files with a missing or damaged shard are packed.
 """
 
 import sys
@@ -30,14 +30,14 @@ class PackArguments:
 
     _argument_group_name = "packing"
 
-    num_proc: int | None = setting(None, "Processes that pack; without it, one for each core.", "start")
+    num_proc: int | None = setting(None, "Worker processes; default: one per core.", "start")
     machine: str = setting("1/1", "This machine's share of the files: 2/4 is the second of four.", "start")
 
 
 def main(argv: list[str] | None = None) -> bool:
     """Run the command line `argv`; returns whether the cache is complete. Raises `InputError` and `RunError`."""
     set_up_logging()
-    # a preset's bf16 is for the training machine
+    # accepts bf16 on a machine without a GPU
     argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]
     (packing, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
     pretraining.check_data(args)
@@ -55,12 +55,12 @@ def main(argv: list[str] | None = None) -> bool:
         cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
         pretraining.announce_cache(args.token_cache, cache)
     else:
-        logger.info(f"The share of machine {packing.machine} is packed, others are missing: {args.token_cache}")
+        logger.info(f"Machine {packing.machine} has packed its share, others are missing: {args.token_cache}")
     return complete
 
 
 def share_of_machine(text: str) -> tuple[int, int]:
-    """(machine from 0, number of machines) of "2/4". Raises `InputError`."""
+    """Parse "2/4" into (machine from 0, number of machines). Raises `InputError`."""
     machine, _, machines = text.partition("/")
     if not (machine.isdecimal() and machines.isdecimal() and 1 <= int(machine) <= int(machines)):
         raise InputError(f"machine={text!r} must read like 2/4, from 1/4 to 4/4")

@@ -1,9 +1,9 @@
-"""Push a finished run's files and model card to the Hugging Face Hub; the repository is made where there is none.
+"""Upload of a finished run and its model card to the Hugging Face Hub.
 
     python tools/push.py --model runs/mine --repo me/mine        # or: make push MODEL=... REPO=...
-    python tools/push.py --model runs/mine --repo me/mine --dry_run                # only show it
+    python tools/push.py --model runs/mine --repo me/mine --dry_run                # print files and card only
 
-The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
+A missing repository is created. The token comes from `hf auth login` or HF_TOKEN; it is never printed or written.
 """
 
 import sys
@@ -24,16 +24,14 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging()
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--model", required=True, help="output_dir of a finished run")
-    parser.add_argument("--repo", required=True, help="name on the Hub; without a slash, a repository of your own")
-    parser.add_argument("--results", nargs="*", default=[], help="folders fine-tuned from it, for its card")
+    parser.add_argument("--repo", required=True, help="repository name; without a slash, in your own namespace")
+    parser.add_argument("--results", nargs="*", default=[], help="folders of models fine-tuned from it, for its card")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--revision", help="branch to push to")
-    parser.add_argument("--license", help="of the weights, as the Hub abbreviates it: mit, apache-2.0, ...")
-    parser.add_argument(
-        "--language", nargs="+", help="of the text, as two letters (en), where it is not that of the run"
-    )
-    parser.add_argument("--replace", action="store_true", help="delete what the repository holds of something else")
-    parser.add_argument("--dry_run", action="store_true", help="print files and card, and push nothing")
+    parser.add_argument("--license", help="licence of the weights: mit, apache-2.0, ...")
+    parser.add_argument("--language", nargs="+", help="language codes of the text (en); default: the run's")
+    parser.add_argument("--replace", action="store_true", help="delete the repository's other files")
+    parser.add_argument("--dry_run", action="store_true", help="print files and card without pushing")
     args = parser.parse_args(argv)
     model, results = resolve_path(args.model), [resolve_path(folder) for folder in args.results]
     metadata = {name: value for name in ("license", "language") if (value := getattr(args, name))}
@@ -43,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         print(Path(folder, "README.md").read_text(encoding="utf-8"))
         print("\n".join(f"{path.stat().st_size:>14,}  {path.name}" for path in files))
         return
-    hub.find_model(model)  # refuses a folder without a finished run, before anything is asked of the Hub
+    hub.find_model(model)  # raises for a folder without a finished run, before any request
     run_id = hub.run_id(model)
     repo, ours = hub.open_repo(args.repo, run_id, args.private or None, args.revision, replace=args.replace)
     publisher = hub.Publisher(repo, run_id, args.revision)

@@ -1,4 +1,4 @@
-"""Significance tests between settings over seeds, and their verdicts (docs/statistics.md)."""
+"""Significance tests between settings over seeds, and verdicts (docs/statistics.md)."""
 
 import itertools
 import math
@@ -7,28 +7,28 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-LEVEL = 0.05  # p, corrected for the comparisons beside it, up to which a difference is called one
-PAIRS = 8  # seeds from which on scores are compared in pairs; five pairs give p = 0.06 at best, eight 0.008
-UNEQUAL = 4  # standard deviations of two groups this many times apart: Welch's t must agree with the permutations
-MOST_SEEDS = 16  # of a setting of a list, whose tests go through all arrangements
-_MOST_SPLITS = 1 << 20  # of two groups; where there are more, as many are drawn at random
-_DRAWN = 1 << 17
+LEVEL = 0.05  # significance level of the corrected p
+PAIRS = 8  # number of seeds from which tests are paired; five pairs give p = 0.06 at best, eight 0.008
+UNEQUAL = 4  # ratio of standard deviations above which Welch's t-test must agree with the permutation test
+MOST_SEEDS = 16  # per setting of a list: the paired test enumerates all 2^n signs
+_MOST_SPLITS = 1 << 20  # permutations to enumerate; for more, a random sample is drawn
+_DRAWN = 1 << 17  # size of the sample
 Verdict = Literal["reproduced", "reversed", "better", "worse", "within noise", "unequal noise", "too few seeds"]
 
 
 class Comparison(NamedTuple):
-    """Scores of several seeds against those of a first setting."""
+    """Scores over seeds compared with those of a baseline."""
 
     difference: float  # of means
     error: float | None  # its standard error; None for a single seed
-    p: float  # two-sided, of this comparison alone
-    least_p: float  # that so many seeds could give at best
-    welch_p: float | None = None  # of two groups whose standard deviations are more than `UNEQUAL` times apart
+    p: float  # two-sided, uncorrected
+    least_p: float  # the least p for this number of seeds
+    welch_p: float | None = None  # if standard deviations differ by more than `UNEQUAL` times
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
-    """The mean over seeds, and its standard error: standard deviation (n - 1) / sqrt(n); None for a single seed, and
-    where a score is no number."""
+    """Mean over seeds and its standard error, standard deviation (n - 1) / sqrt(n); None for a single seed and for
+    non-finite scores."""
     mean = float(np.mean(scores))
     if len(scores) < 2 or not math.isfinite(mean):
         return mean, None
@@ -36,8 +36,8 @@ def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
 
 
 def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
-    """`scores` against `first`, both in the order of the same seeds: by `sign_flip_p` from `PAIRS` seeds on, else by
-    `permutation_p`. The number of seeds decides, and nothing that was measured."""
+    """Compare `scores` with `first`, both in the order of the same seeds: paired (`sign_flip_p`) from `PAIRS` seeds on,
+    else unpaired (`permutation_p`)."""
     count = len(scores)
     if len(first) != count:
         raise ValueError(f"{count} scores and {len(first)} are not of the same seeds")
@@ -51,19 +51,17 @@ def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
 
 
 def compare_seeds(scores: dict[int, float], first: dict[int, float]) -> tuple[float, float, float | None]:
-    """(p, the least that so many seeds could give, Welch's p where noise is unequal) of scores by seed: `compare`'s
-    where both sides have the same seeds, and not too many; else by `permutation_p`."""
+    """(p, the least possible p, Welch's p for unequal noise) of scores by seed: of `compare` for the same seeds, up to
+    `MOST_SEEDS`, else of `permutation_p`."""
     if scores.keys() == first.keys() and len(scores) <= MOST_SEEDS:
-        found = compare([scores[seed] for seed in sorted(scores)], [first[seed] for seed in sorted(scores)])
-        return found[2:]
+        return compare([scores[seed] for seed in sorted(scores)], [first[seed] for seed in sorted(scores)])[2:]
     ours, theirs = [*scores.values()], [*first.values()]
     return permutation_p(ours, theirs), least_p(len(scores), len(first)), welch_p_if_unequal(ours, theirs)
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p of the difference of means: the share of all ways to split the scores into two groups of these sizes
-    that differ at least as much; of 2^17 ways that are drawn, and of the way that it is, where there are more than
-    2^20."""
+    """Two-sided p of a permutation test on the difference of means: the share of splits of the scores into groups of
+    these sizes that differ at least as much. Over all splits or, above 2^20, over the observed and 2^17 random ones."""
     scores, size = np.array([*first, *second], dtype=float), len(first)
     if math.comb(len(scores), size) <= _MOST_SPLITS:
         chosen = np.array(list(itertools.combinations(range(len(scores)), size)))  # the first is `first`
@@ -76,15 +74,15 @@ def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def least_p(first: int, second: int) -> float:
-    """The least p that `permutation_p` gives for groups of these sizes: 0.10 for three and three, 0.008 for five."""
+    """The least p of `permutation_p` for groups of these sizes: 0.10 for three and three, 0.008 for five."""
     splits = math.comb(first + second, first)
     return (2 if first == second else 1) / splits if splits <= _MOST_SPLITS else 1 / (_DRAWN + 1)
 
 
 def welch_p_if_unequal(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Two-sided p of Welch's t-test where the standard deviations differ by more than `UNEQUAL` times, which
-    permutations do not allow for; else None. P(|T| > t) by the trapezoidal rule over atan(T / sqrt(degrees of
-    freedom)), whose density is cos^(degrees - 1)."""
+    """Two-sided p of Welch's t-test if standard deviations differ by more than `UNEQUAL` times (the permutation test
+    assumes equal ones), else None. P(|T| > t) by the trapezoidal rule over x = atan(T / sqrt(degrees of freedom)), with
+    density cos(x)^(degrees - 1)."""
     counts = np.array([len(first), len(second)])
     if counts.min() < 2:
         return None
@@ -94,14 +92,14 @@ def welch_p_if_unequal(first: Sequence[float], second: Sequence[float]) -> float
     errors = deviations**2 / counts
     degrees = errors.sum() ** 2 / (errors**2 / (counts - 1)).sum()
     t = abs(np.mean(first) - np.mean(second)) / math.sqrt(errors.sum())
-    beyond, all_of_it = (np.linspace(start, math.pi / 2, 10_001) for start in (math.atan(t / math.sqrt(degrees)), 0.0))
-    areas = [np.trapezoid(np.cos(angles) ** (degrees - 1), angles) for angles in (beyond, all_of_it)]
+    tail, whole = (np.linspace(start, math.pi / 2, 10_001) for start in (math.atan(t / math.sqrt(degrees)), 0.0))
+    areas = [np.trapezoid(np.cos(angles) ** (degrees - 1), angles) for angles in (tail, whole)]
     return float(areas[0] / areas[1])
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of a mean difference of pairs, exact: the share of all ways to give the differences signs whose sum
-    is at least as far from 0."""
+    """Exact two-sided p of a paired sign-flip test: the share of sign assignments to the differences that sum to at
+    least as far from 0."""
     values = np.array(differences, dtype=float)
     signs = 1 - 2 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)  # the first are all +1
     sums = np.abs(signs @ values)
@@ -109,18 +107,17 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def least_paired_p(pairs: int) -> float:
-    """The least p that `sign_flip_p` gives for so many pairs: 0.06 for five, 0.008 for eight."""
+    """The least p of `sign_flip_p` for this number of pairs: 0.06 for five, 0.008 for eight."""
     return 2.0 ** (1 - pairs)
 
 
 def _rounding(values: np.ndarray) -> float:
-    """Below this, two sums of `values` are equal but for rounding."""
+    """Tolerance for rounding in sums of `values`."""
     return 1e-12 * float(np.abs(values).sum())
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p of each comparison of a table, corrected for all of them: the chance that any is called a difference where
-    none is one stays at the level (Holm 1979, in the order of `ps`)."""
+    """p-values with Holm's correction (1979), in the order of `ps`: bounds the family-wise error rate."""
     corrected, before = [0.0] * len(ps), 0.0
     for rank, number in enumerate(sorted(range(len(ps)), key=lambda number: ps[number])):
         before = corrected[number] = max(before, min(1.0, (len(ps) - rank) * ps[number]))
@@ -134,8 +131,8 @@ def verdict(
     claim: Literal["better", "worse"] | None = None,
     welch_p: float | None = None,
 ) -> Verdict:
-    """The verdict on a comparison: from its corrected `p`, the `least` p that so many seeds could give, and Welch's p
-    where noise is unequal. `gain`: above 0 where the score is better; `claim`: the direction that the source claims."""
+    """The verdict on a comparison from its corrected `p`, the `least` possible p, and Welch's p for unequal noise.
+    `gain`: positive if the score is better; `claim`: the source's direction."""
     if least > LEVEL:
         return "too few seeds"
     if p > LEVEL:

@@ -1,11 +1,11 @@
-"""The official scores of a predictions.json, as JSON.
+"""SQuAD's official metrics of a predictions.json, as JSON.
 
     python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
     ... --predictions span_predictions.json --version_2_with_negative --null_odds null_odds.json   # and a dev-v2.0.json
 
-Every figure equals the official script's (evaluate-v1.1.py, evaluate-v2.0.py) to the last digit. A question without a
-prediction is wrong in 1.1, and an error in 2.0, as in the official script. With null_odds, the best scores over all
-thresholds are added; equal odds keep the order of that file, and a question above 1 counts as unanswered in the others.
+Equal to the official scripts (evaluate-v1.1.py, evaluate-v2.0.py) to the last digit. As there, a missing prediction is
+wrong in 1.1 and an error in 2.0; null_odds adds the best scores over all thresholds, with ties in file order, and
+questions with odds above 1 are unanswered in the other scores.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
-from roberta_recipe.tasks.squad_scores import WITHHELD_ABOVE, score_1, score_2
+from roberta_recipe.tasks.squad_scores import NO_ANSWER_ABOVE, score_1, score_2
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -37,19 +37,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_odds(path: str, names: list[str]) -> dict[str, float]:
-    """The odds of no answer of the questions `names`, in the order of the file. Raises `InputError`."""
+    """The odds of no answer for the questions `names`, in file order. Raises `InputError`."""
     odds, missing, _ = squad_files.read_answers(Path(path), names, "odds", (int, float))
     if missing:
         raise InputError(
             f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad_files.listed(missing)})"
         )
     if undefined := [name for name in names if math.isnan(odds[name])]:
-        raise InputError(
-            f"{path}: the odds of {squad_files.listed(undefined)} are NaN, which has no order; give a number"
-        )
-    if above := [name for name in names if odds[name] > WITHHELD_ABOVE]:
+        raise InputError(f"{path}: the odds of {squad_files.listed(undefined)} are NaN; give a number")
+    if above := [name for name in names if odds[name] > NO_ANSWER_ABOVE]:
         logger.warning(
-            f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {WITHHELD_ABOVE:g} "
+            f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {NO_ANSWER_ABOVE:g} "
             f"({squad_files.listed(above)}); as in the official script, they are unanswered in all but the best scores"
         )
     return odds

@@ -1,16 +1,16 @@
-"""Loss on masked whole words, in bits a word and a character: comparable across vocabularies, formats and families.
+"""Loss on masked whole words in bits per word and per character, comparable across vocabularies and model families.
 
     python tools/words.py --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
     python tools/words.py --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
 
-A document is cut into windows of 64 words; 15% of the words of each are masked, all their pieces at once, and the loss
-is summed over the pieces. The choice of words depends on the text alone, so every masked LM with a fast tokenizer has
-the same targets; a model of few positions has less context around them. Words are runs of letters and their accents
-with no letter, digit, underscore or apostrophe beside them, which no common tokenizer joins with their neighbours;
-exceptions, and unknown words, are counted. An uncased model need not tell Paris from paris, and has an easier task.
+Documents are split into windows of 64 words; 15% of the words of each are masked, with all their pieces, and the loss
+is summed over pieces. The words are chosen by the text alone, so the targets are the same for every masked LM with a
+fast tokenizer; a model with few positions has less context. Words are runs of letters without adjacent digits,
+underscores or apostrophes, which common tokenizers do not join with their neighbours; exceptions and unknown words are
+counted. The task is easier for an uncased model.
 
-Each window is read twice: as written, and as FULL-SENTENCES (paper, section 4.2), each sentence tokenized by itself
-with a separator behind it. A model is trained on one of the two; the better reading counts.
+Each window is read twice: as written, and as FULL-SENTENCES (paper, section 4.2), each sentence tokenized by itself and
+followed by a separator. A model is trained on one of them; the better reading counts.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from roberta_recipe.settings import RecipeParser
 from roberta_recipe.standard_error import error_of_ratio, with_error
 from roberta_recipe.training import processes
 
-SHARE = 0.15  # of the words of a window
+SHARE = 0.15  # of a window's words
 WINDOW = 64  # words
-WINDOWS = 16  # of a document at most: a book does not outweigh a library
+WINDOWS = 16  # maximum per document, against long books
 _LETTER, _OTHER = r"\p{L}\p{Nl}\p{No}", r"\p{Nd}_'’"
 _WORD = regex.compile(rf"(?<![{_LETTER}\p{{M}}{_OTHER}])[{_LETTER}][{_LETTER}\p{{M}}]*(?![{_LETTER}\p{{M}}{_OTHER}])")
 _LOGITS_AT_ONCE = 1 << 26
@@ -51,7 +51,7 @@ _TOKENS_AT_ONCE = 1 << 13
 
 
 class Window(NamedTuple):
-    """Consecutive words of a document, with the words that are masked."""
+    """Consecutive words of a document, and which of them are masked."""
 
     document: int
     text: str
@@ -59,32 +59,32 @@ class Window(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss of a model on the masked words of a window, with counts."""
+    """A model's loss on a window's masked words, with counts."""
 
     document: int
     bits: float
     words: int
     characters: int
     pieces: int
-    joined: int  # words with a piece that reaches beyond the word
+    joined: int  # words with a piece that extends beyond the word
     unknown: int  # words with an unknown token
-    short_bits: float  # of the words of one piece, which every masking unit trains
+    short_bits: float  # of one-piece words, which every masking unit trains
     short_words: int
 
 
-# Token ids of a text, and the [first, end) characters of each; empty for special tokens.
+# Token ids of a text, and the [first, end) characters of each, empty for special tokens.
 Encoded = tuple[list[int], list[tuple[int, int]]]
 Reading = Callable[[PreTrainedTokenizerBase, str], Encoded]
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """The text as the tokenizer reads it."""
+    """The text encoded as it is."""
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     return list(encoded["input_ids"]), encoded["offset_mapping"]
 
 
 def sentences_apart(tokenizer: PreTrainedTokenizerBase, text: str, language: str = "en") -> Encoded:
-    """The sentences as in `packing.full_sentences` of one document."""
+    """The sentences encoded as in `packing.full_sentences`."""
     special, begin = boundary_ids(tokenizer), 0
     ids, spans = [special["bos_id"]], [(0, 0)]
     for sentence in split_sentences(text, language):
@@ -97,7 +97,7 @@ def sentences_apart(tokenizer: PreTrainedTokenizerBase, text: str, language: str
 
 
 def windows_of(texts: Iterable[str]) -> Iterator[Window]:
-    """At most `WINDOWS` windows of each document, white space normalised; draws are seeded by the document's text."""
+    """At most `WINDOWS` windows per document, with whitespace normalised; draws are seeded by the document's text."""
     for number, text in enumerate(texts):
         words = text.split()
         draws = np.random.Generator(np.random.Philox(key=int(text_hash(" ".join(words)), 16)))
@@ -112,11 +112,11 @@ def windows_of(texts: Iterable[str]) -> Iterator[Window]:
 
 
 class MaskedWindow(NamedTuple):
-    """A window with its words masked, for one tokenizer."""
+    """A tokenized window with its words masked."""
 
     ids: list[int]
     targets: dict[int, int]  # position -> original id
-    short: set[int]  # positions of the words of one piece
+    short: set[int]  # positions of one-piece words
     joined: int  # as in `Loss`
     unknown: int
 
@@ -136,18 +136,18 @@ def masked(tokenizer: PreTrainedTokenizerBase, window: Window, reading: Reading 
     return MaskedWindow(ids, targets, short, joined, unknown)
 
 
-def divided(
+def split_window(
     tokenizer: PreTrainedTokenizerBase, window: Window, positions: int, reading: Reading = as_written
 ) -> list[Window]:
-    """`window`, halved as often as its pieces exceed the model's positions: the same masked words with less context.
-    Raises `InputError` where a single word is too long."""
+    """`window`, halved until it fits the model's positions: the same masked words with less context. Raises
+    `InputError` for a word that is too long."""
     text, spans = window.text, window.spans
     if not spans:
         return []
     if len(reading(tokenizer, text)[0]) <= positions:
         return [window]
     blanks = [match.start() for match in re.finditer(" ", text)]
-    # at a blank, or within a long word (an address) outside of the masked ones
+    # at a blank, or inside a long unmasked word, such as an address
     cuts = blanks or [at for at in range(1, len(text)) if not any(first < at < end for first, end in spans)]
     if not cuts:
         raise InputError(f"the word {text[:40]!r} has more pieces than the model's {positions} positions")
@@ -155,18 +155,20 @@ def divided(
     start = cut + bool(blanks)
     of_right = [(first - start, end - start) for first, end in spans if first >= start]
     halves = (text[:cut], spans[: len(spans) - len(of_right)]), (text[start:], of_right)
-    return [part for half in halves for part in divided(tokenizer, Window(window.document, *half), positions, reading)]
+    return [
+        part for half in halves for part in split_window(tokenizer, Window(window.document, *half), positions, reading)
+    ]
 
 
 def losses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], reading: Reading = as_written
 ) -> list[Loss]:
-    """The loss of each window; windows of similar length share a batch."""
+    """The loss of each window, in batches of similar length."""
     if limit := weights.max_positions(model.config):
         whole = len(windows)
-        windows = [part for window in windows for part in divided(tokenizer, window, limit, reading)]
+        windows = [part for window in windows for part in split_window(tokenizer, window, limit, reading)]
         if len(windows) > whole:
-            logger.info(f"Divided     {whole:,} windows into {len(windows):,}: the model has {limit} positions")
+            logger.info(f"Split       {whole:,} windows into {len(windows):,}: the model has {limit} positions")
     asked = [masked(tokenizer, window, reading) for window in windows]
     found: dict[int, Loss] = {}
     with Bar(total=len(windows), unit=" windows", desc="Masked words", mininterval=1, leave=False) as bar:
@@ -186,7 +188,7 @@ def losses(
 
 
 def _loss(window: Window, asked: MaskedWindow, bits: torch.Tensor) -> Loss:
-    """`bits`: of each masked position, in order."""
+    """`bits`: per masked position, in order."""
     short = torch.tensor([position in asked.short for position in sorted(asked.targets)])
     characters = sum(end - first for first, end in window.spans)
     counts = len(window.spans), characters, len(bits), asked.joined, asked.unknown
@@ -195,7 +197,7 @@ def _loss(window: Window, asked: MaskedWindow, bits: torch.Tensor) -> Loss:
 
 
 def _batches(asked: list[MaskedWindow], vocab_size: int) -> Iterator[list[int]]:
-    """Indices of windows of similar length, within the limits of tokens and logits."""
+    """Indices of windows of similar length, within the limits on tokens and logits."""
     batch: list[int] = []
     targets = 0
     for number in sorted(range(len(asked)), key=lambda number: -len(asked[number].ids)):
@@ -209,7 +211,7 @@ def _batches(asked: list[MaskedWindow], vocab_size: int) -> Iterator[list[int]]:
 
 
 def summarise(found: list[Loss]) -> dict[str, Any]:
-    """The figures with their standard errors over documents."""
+    """The metrics, with standard errors over documents."""
     table = np.array([loss[1:] for loss in found])
     _, document = np.unique([loss.document for loss in found], return_inverse=True)
     by_document = np.zeros((document.max() + 1, table.shape[1]))
@@ -230,10 +232,10 @@ def summarise(found: list[Loss]) -> dict[str, Any]:
     }
 
 
-def measure(
+def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], language: str
 ) -> dict[str, Any]:
-    """The figures of the better reading, of each reading, and a hash of the windows."""
+    """The metrics of the better reading, of both readings, and a hash of the windows."""
     readings = {"as written": as_written, "sentences apart": functools.partial(sentences_apart, language=language)}
     found = {name: summarise(losses(model, tokenizer, windows, reading)) for name, reading in readings.items()}
     better = min(found, key=lambda name: found[name]["bits_per_word"])
@@ -242,7 +244,7 @@ def measure(
 
 
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
-    """The windows of `max_documents` held-out documents of each source, and the language. Raises `InputError`."""
+    """Windows of `max_documents` held-out documents per source, and the language. Raises `InputError`."""
     if args.text_file:
         corpus = resolve(corpus_of_files(args.text_file, args.text_file, "text"))
     else:
@@ -260,11 +262,13 @@ def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
-    parser.add_argument("--model_name_or_path", required=True, help="a masked LM, with its tokenizer")
-    parser.add_argument("--corpus", help="corpus preset, for its held-out documents")
-    parser.add_argument("--text_file", nargs="+", help="in place of corpus: held-out text, JSONL or Parquet")
-    parser.add_argument("--max_documents", type=int, default=500, help="of each source, by a hash of their text")
-    parser.add_argument("--output", help="JSON file of the figures")
+    parser.add_argument("--model_name_or_path", required=True, help="masked LM with a tokenizer: a folder or a Hub id")
+    parser.add_argument("--corpus", help="corpus preset; its held-out documents are used")
+    parser.add_argument("--text_file", nargs="+", help="held-out text, JSONL or Parquet, in place of --corpus")
+    parser.add_argument(
+        "--max_documents", type=int, default=500, help="held-out documents per source, chosen by a hash"
+    )
+    parser.add_argument("--output", help="JSON file for the metrics")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.text_file):
         raise InputError("name corpus or text_file, one of the two")
@@ -274,14 +278,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command line `argv`; prints and returns the figures. Raises `InputError`."""
+    """Run the command line `argv`; prints and returns the metrics. Raises `InputError`."""
     set_up_logging()
     processes.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))
     model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path)
-    figures = measure(model, tokenizer, *read_windows(args))
+    figures = evaluate(model, tokenizer, *read_windows(args))
     word, character = (
         with_error(figures[f"bits_per_{unit}"], figures[f"bits_per_{unit}_error"]) for unit in ("word", "character")
     )
@@ -294,7 +298,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"bits a word by reading of the windows: {', '.join(others)}; the lower counts")
     for key, reason in (("joined_words", "joined with other text"), ("unknown_words", tokenizer.unk_token)):
         if figures[key]:
-            print(f"{figures[key]:,} words are {reason} to this tokenizer: not quite comparable")
+            print(f"{figures[key]:,} words are {reason} for this tokenizer: not quite comparable")
     if args.output:
         durable.write_sealed(Path(args.output), {"model_name_or_path": args.model_name_or_path, **figures})
     return figures

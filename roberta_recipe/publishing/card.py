@@ -1,7 +1,6 @@
-"""Model cards (Mitchell et al. 2019, arXiv 1810.03993): Jinja templates filled from run records, with the scores in the
-Hub's `model-index` form.
+"""Model cards (Mitchell et al. 2019, arXiv 1810.03993) from Jinja templates and run records, with `model-index` scores.
 
-A task describes its dataset (`record.DatasetCard`), and each flag declares whether the card shows it (`args.Flag`).
+The dataset entry comes from the task (`record.DatasetCard`), the hyperparameters from the flags (`setting(shown=...)`).
 """
 
 import json
@@ -15,8 +14,8 @@ from roberta_recipe import record as records
 from roberta_recipe.hardware import Machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted
-from roberta_recipe.publishing import minimal_pairs
-from roberta_recipe.publishing.tables import plain, table
+from roberta_recipe.publishing import blimp_table
+from roberta_recipe.publishing.tables import markdown_table, plain
 from roberta_recipe.standard_error import perplexity_with_error, with_error
 
 ROBERTA_TOKENS = 2.1e12  # Table 9: 500K steps of 8K sequences of 512 tokens
@@ -48,17 +47,17 @@ def pretrained(
     blimp_record: records.BlimpRecord | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """The card of a pretraining run: `config` is its config.json, `summaries` are of fine-tunings from it, `metadata`
-    is for the card's YAML head."""
+    """The card of a pretraining run. `config`: its config.json, `summaries`: of models fine-tuned from it, `metadata`:
+    for the card's YAML header."""
     args = record["resolved_args"]
-    if args.get("train_file"):  # without the machine's path
+    if args.get("train_file"):  # without local paths
         corpus = ", ".join(Path(name).name for name in args["train_file"])
     else:
         corpus = Path(args["corpus"]).stem
     results = _text_results(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
-        measured = {f"eval_{key}": value for key, value in source.items()}
-        results += _text_results(f"{corpus}/{name}", f"{corpus}: {name}", measured)
+        metrics = {f"eval_{key}": value for key, value in source.items()}
+        results += _text_results(f"{corpus}/{name}", f"{corpus}: {name}", metrics)
     results += [result for summary in summaries for result in _task_results(summary)]
     tokens = record["tokens_seen"]
     return _card(
@@ -67,8 +66,8 @@ def pretrained(
         corpus=corpus, tokens_seen=f"{tokens / 1e9:,.1f} B" if tokens >= 1e10 else f"{tokens / 1e6:,.1f} M",
         roberta_tokens=ROBERTA_TOKENS,
         corpus_rows=_corpus_rows(record), text_rows=_text_rows(record), score_rows=_score_rows(summaries),
-        blimp_head=minimal_pairs.HEAD, blimp_explained=minimal_pairs.EXPLAINED,
-        blimp_rows=minimal_pairs.lines({repo.split("/")[-1]: blimp_record}) if blimp_record else [],
+        blimp_head=blimp_table.HEAD, blimp_explained=blimp_table.EXPLANATION,
+        blimp_rows=blimp_table.rows({repo.split("/")[-1]: blimp_record}) if blimp_record else [],
     )  # fmt: skip
 
 
@@ -80,8 +79,7 @@ def fine_tuned(
     revision: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """The card of the best run of a protocol: `record` is that run's, `summary` is of all seeds (None while others
-    are training)."""
+    """The card of a fine-tuning's best run. `record`: of that run, `summary`: of all seeds, None before they finish."""
     dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
     language = {"language": "en"} if hub_id else {}  # GLUE, SQuAD and RACE
@@ -94,13 +92,13 @@ def fine_tuned(
 
 
 def announced(repo: str, **metadata: Any) -> ModelCard:
-    """The card of a run that begins."""
+    """The card of a run in training."""
     data = ModelCardData(library_name="transformers", **metadata)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
 
 
 def scored_on(summary: records.Summary, metric: str = "") -> str:
-    """The split and the number of examples of the scores, or of a single metric."""
+    """The split and number of examples behind a summary's scores, or behind a single metric."""
     counts = summary["scored_examples"]
     if metric in counts:
         return f"{next(iter(counts))}, {counted(counts[metric], 'example')}"
@@ -108,23 +106,23 @@ def scored_on(summary: records.Summary, metric: str = "") -> str:
     return "; ".join(f"{split}, {counted(count, 'example')}" for split, count in splits.items())
 
 
-def of_baseline(summary: records.Summary, metric: str) -> str:
-    """The majority answer and its score; "-" where there is none."""
+def baseline_cell(summary: records.Summary, metric: str) -> str:
+    """The majority baseline's score and answer, "-" without one."""
     baseline = summary["baseline"]
     value = baseline["metrics"].get(metric) if baseline else None
     return "-" if value is None else f"{records.percent(value)} (always {baseline['answer']})"
 
 
-def device_of(hardware: Machine) -> str:
+def device_name(hardware: Machine) -> str:
     """The GPUs of a run, or its processor and cores."""
     cores = hardware["cpu_cores"]
     on_cpu = f"{counted(cores, 'core')} of {hardware.get('processor') or hardware['machine']}"
     return ", ".join(hardware["gpus"]) or on_cpu
 
 
-def _is_of_hub(record: records.RunRecord) -> bool:
-    """Whether a run started from a model of the Hub. A fine-tuning records the Hub's commit, or a shorter hash of a
-    folder; continued pretraining has the name only."""
+def _starts_from_hub(record: records.RunRecord) -> bool:
+    """Whether a run started from a Hub model. Fine-tuning records the Hub's commit hash, or a shorter one of a local
+    folder; continued pretraining records the name only."""
     name, weights = record["resolved_args"].get("model_name_or_path") or "", record["fingerprint"].get("weights")
     if weights not in (None, "None"):
         return bool(_HUB_COMMIT.fullmatch(weights))
@@ -142,14 +140,14 @@ def _card(
     metadata: dict[str, Any],
     **facts: Any,
 ) -> ModelCard:
-    """The card by a template of this folder; `facts` are those of one kind of run."""
+    """The card from a template in this folder; `facts`: variables of this kind of run."""
     args, name = record["resolved_args"], repo.split("/")[-1]
     head = "For" + config["architectures"][0].partition("For")[2]
     start = args.get("model_name_or_path")
-    if start and _is_of_hub(record):
+    if start and _starts_from_hub(record):
         metadata = {"base_model": None if args.get("random_weights") else start, **metadata}
     elif start:
-        start = Path(start).name  # without the machine's path
+        start = Path(start).name  # without local paths
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=_PIPELINES.get(head),
@@ -161,7 +159,7 @@ def _card(
     used = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
     training = (
         f"{counted(record['steps'], 'step')}, {record['tokens_seen']:,} tokens, {record['train_seconds'] / 3600:.2f} "
-        f"hours on {device_of(record['hardware'])}, {record['tokens_per_second']:,} tokens/s. Made with {used}"
+        f"hours on {device_name(record['hardware'])}, {record['tokens_per_second']:,} tokens/s. Made with {used}"
         + (f"; commit {record['commit']}." if record["commit"] else ".")
     )
     shape = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
@@ -171,12 +169,13 @@ def _card(
         source=json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else ""),
         shape=[*shape, ("parameters", f"{record['parameters']:,}")],
         settings=[(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)],
-        training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain, table=table, **facts,
+        training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain, table=markdown_table,
+        **facts,
     )  # fmt: skip
 
 
 def _corpus_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
-    """Share, tokens and passes of each source."""
+    """Name, share, tokens, passes and held-out tokens of each source."""
     train, held_out = record["counts"]["train"], record["counts"]["validation"]
     return [
         (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0)),
@@ -186,14 +185,14 @@ def _corpus_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
 
 
 def _passes(passes: float) -> str:
-    """Passes over a source; an integer until the source has been read to its end once."""
+    """Passes over a source: exact once it has been read to its end, before that an integer lower bound."""
     if isinstance(passes, float):
         return f"{passes:.2f}"
     return f"{passes} to {passes + 1}" if passes else "less than 1"
 
 
 def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
-    """Loss and perplexity of all held-out text and of each source."""
+    """Loss and perplexity on all held-out text and on each source."""
     metrics = record["metrics"]
     whole = {name: metrics.get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error")}
     whole |= {"unigram_entropy": record["unigram_entropy"], "blocks": records.validation_blocks(record)}
@@ -205,11 +204,11 @@ def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
 
 
 def _score_rows(summaries: list[records.Summary]) -> list[tuple[Any, ...]]:
-    """Lines below `SCORE_HEAD`: each summary's validation splits together, then its test splits."""
+    """Rows of the table with the header `SCORE_HEAD`: each summary's validation score, then its test splits."""
     rows = []
     for summary in summaries:
         dataset, metric, tests = summary["dataset"], summary["metric"], summary.get("tests", {})
-        scored = [(scored_on(summary), records.picked_setting(summary), of_baseline(summary, metric))]
+        scored = [(scored_on(summary), records.picked_setting(summary), baseline_cell(summary, metric))]
         scored += [(f"{split}, {counted(of['examples'], 'example')}", of, "") for split, of in tests.items()]
         for where, scores, baseline in scored:
             medians = {name: value for name, value in scores["medians"].items() if name in dataset["hub_metrics"]}
@@ -237,7 +236,7 @@ def _text_results(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalRe
 
 
 def _task_results(summary: records.Summary) -> list[EvalResult]:
-    """The published medians of the picked setting; a dataset that is not on the Hub is called `local/...`."""
+    """The picked setting's medians for the model-index; a dataset that is not on the Hub is named `local/...`."""
     scores, dataset = records.picked_setting(summary), summary["dataset"]
     return [
         EvalResult(
@@ -256,7 +255,7 @@ def _task_results(summary: records.Summary) -> list[EvalResult]:
 
 
 def _summary_of_one(record: records.FinetuneRecord) -> records.Summary:
-    """A single run in the form of a summary."""
+    """The summary of a single run."""
     args, value = record["resolved_args"], record["metrics"][record["metric"]]
     scores: records.SettingScores = {
         "learning_rate": args["learning_rate"],

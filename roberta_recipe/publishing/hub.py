@@ -1,7 +1,7 @@
-"""Pushing a run to the Hugging Face Hub: weights, tokenizer and records, with a model card made from the records.
+"""Uploads of a run to the Hugging Face Hub: weights, tokenizer, records and model card.
 
-With `--push_to_hub`, a run is pushed at its end, and while it trains by `--hub_strategy`; `tools/push.py` pushes a
-finished run. The token is that of `hf auth login` or HF_TOKEN; it is never printed and never written.
+With `--push_to_hub`, a run is pushed at its end, and during training by `--hub_strategy`; `tools/push.py` pushes a
+finished run. The token comes from `hf auth login` or HF_TOKEN; it is never printed or written.
 """
 
 import functools
@@ -28,37 +28,37 @@ from roberta_recipe.log import logger
 from roberta_recipe.publishing import card
 from roberta_recipe.training.checkpoint import newest_first
 
-RETRY_AFTER_S = (2, 8, 30)  # the Hub client retries only uploads of large files
+RETRY_AFTER_S = (2, 8, 30)  # huggingface_hub retries uploads of large files only
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _REFUSALS = (hub_errors.OfflineModeIsEnabled, hub_errors.LocalTokenNotFoundError, PermissionError, ValueError)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
 _RUN_FILES = (records.PRESET_NAME, records.RECORD_NAME, records.CURVE_NAME, records.LOG_NAME, records.BLIMP_NAME)
-PUBLISHED = (*_MODEL, *_RUN_FILES, records.SUMMARY_NAME, "README.md")  # patterns of a finished run's files
-_MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # made by the Hub's form for a new repository
+PUBLISHED = (*_MODEL, *_RUN_FILES, records.SUMMARY_NAME, "README.md")  # file patterns of a finished run
+_MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # files of a new repository
 _LAST = "last-checkpoint"
 _OTHER_VERSION = "push it with that version"
 _SUMMARY_FIELDS = ("settings", "picked", "dataset", "shown_args", "scored_examples")  # shown on a card
-_RUN_ID = "recipe_run"  # key in the card's metadata: the run that a repository belongs to
+_RUN_ID = "recipe_run"  # card metadata key: the run in this repository
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Publisher:
-    """Uploads a run's folders to its repository, which exists and may be written to (`open_repo`)."""
+    """Uploads a run's folders to its repository, opened by `open_repo`."""
 
     repo: str
-    run_id: str  # as `run_id` gives it
+    run_id: str
     revision: str | None = None
     strategy: HubStrategy = HubStrategy.END
-    always: bool = False  # while an upload runs, wait and then upload (True), or skip this one (False)
+    always: bool = False  # during an upload, wait for it (True) or skip this one (False)
     pending: futures.Future | None = None  # the newest background upload
     checkpoint: Path | None = None  # the folder that it reads
-    api: HfApi = field(default_factory=HfApi)  # uploads in the background run in its only thread, in order
+    api: HfApi = field(default_factory=HfApi)  # background uploads share one thread, in order
 
     def announce(self) -> None:
-        """Upload a card with the run's id. Raises `InputError` and `RunError`."""
+        """Upload an "in training" card with the run's id. Raises `InputError` and `RunError`."""
         text = str(card.announced(self.repo, **{_RUN_ID: self.run_id})).encode()
         where = {"repo_id": self.repo, "revision": self.revision, "path_in_repo": "README.md"}
         upload = functools.partial(self.api.upload_file, path_or_fileobj=text, commit_message="In training", **where)
@@ -67,8 +67,8 @@ class Publisher:
     def push(
         self, folder: Path, message: str, results: Sequence[Path] = (), replace: bool = False, **metadata: Any
     ) -> None:
-        """Upload the finished run in `folder` (`prepare`); `replace` deletes the repository's other files. Raises
-        `InputError` and `RunError`."""
+        """Upload the finished run in `folder`; `replace` deletes the repository's other files. Raises `InputError` and
+        `RunError`."""
         self.wait()
         model = prepare(self.repo, folder, results, revision=self.revision, **{_RUN_ID: self.run_id}, **metadata)
         others = {**_top_level(PUBLISHED), "delete_patterns": "*" if replace else f"{_LAST}/*"}
@@ -76,7 +76,7 @@ class Publisher:
         logger.info(f"Pushed      {self.api.endpoint}/{self.repo}")
 
     def push_run(self, folder: Path, message: str) -> futures.Future | None:
-        """Upload the best run of a protocol so far in the background; returns the upload, which reads `folder`."""
+        """Upload a fine-tuning's best run so far in the background; returns the upload, which reads `folder`."""
         if self.strategy == HubStrategy.END:
             return None
         model = prepare(self.repo, folder, revision=self.revision, **{_RUN_ID: self.run_id})
@@ -84,7 +84,7 @@ class Publisher:
         return self.pending
 
     def push_checkpoint(self, folder: Path, step: int) -> None:
-        """Upload a whole checkpoint in the background, by `hub_strategy`."""
+        """Upload a checkpoint in the background, by `hub_strategy`."""
         if self.strategy == HubStrategy.END or (self.checkpoint and self.is_pushing() and not self.always):
             return
         self.wait()
@@ -95,7 +95,7 @@ class Publisher:
             self._start(folder, f"{message}, checkpoint", path_in_repo=target)
 
     def is_pushing(self) -> bool:
-        """Whether a background upload is running; the process ends after it."""
+        """Whether a background upload is running."""
         return self.pending is not None and not self.pending.done()
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class Publisher:
 
 
 def _top_level(patterns: Sequence[str]) -> dict[str, list[str]]:
-    """Arguments of `upload_folder` for files outside of subfolders: its patterns match across slashes."""
+    """`upload_folder` arguments that exclude subfolders: its patterns match across slashes."""
     return {"allow_patterns": [*patterns], "ignore_patterns": ["*/*"]}
 
 
@@ -123,14 +123,14 @@ def _warn_of_failure(upload: futures.Future) -> None:
 
 
 class PublishCheckpoints(TrainerCallback):
-    """Uploads each complete checkpoint except the last, which the push at the end of the run contains. `limit`:
-    `save_total_limit`. Must come after the callbacks that decide on saving."""
+    """Uploads each checkpoint except the last, which the final push contains. `limit`: `save_total_limit`. Add it after
+    the callbacks that decide on saving."""
 
     def __init__(self, publisher: Publisher, limit: int | None):
         self.publisher, self.limit = publisher, limit
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Wait for an upload whose checkpoint the next save deletes."""
+        """Wait for the upload of a checkpoint that the next save deletes."""
         deleted = newest_first(args.output_dir)[self.limit - 1 :] if self.limit else []
         if control.should_save and self.publisher.checkpoint in deleted:
             self.publisher.wait()
@@ -142,8 +142,8 @@ class PublishCheckpoints(TrainerCallback):
 
 
 def publisher(training_args: TrainingArguments) -> Publisher | None:
-    """The publisher of a run with `push_to_hub` on rank 0, before training; None elsewhere. Raises `InputError` where
-    the Hub refuses the token or the name."""
+    """The publisher of a run with `push_to_hub`, on rank 0; None otherwise. Raises `InputError` if the Hub refuses the
+    token or the name."""
     if not training_args.publishes or training_args.process_index:
         return None
     output_dir = Path(training_args.output_dir)
@@ -157,7 +157,7 @@ def publisher(training_args: TrainingArguments) -> Publisher | None:
 
 
 def run_id(output_dir: Path) -> str:
-    """A run's random id, stored in its folder and in its repository's card. Raises `InputError` for a damaged file."""
+    """A run's random id, stored in its folder and in the repository's card. Raises `InputError` for a damaged file."""
     path = output_dir / records.HUB_NAME
     if not path.is_file():
         durable.make_folder(output_dir)
@@ -173,12 +173,9 @@ def run_id(output_dir: Path) -> str:
 def open_repo(
     name: str, own_id: str, private: bool | None = None, revision: str | None = None, replace: bool = False
 ) -> tuple[str, bool]:
-    """(full name of the repository `name`, whether it holds the run `own_id`). The repository is made where there is
-    none; `revision` becomes a branch of it.
-
-    Raises `InputError` for a bad name, a token that is missing, wrong or may not write there, and a repository that
-    already holds something else, unless `replace`.
-    """
+    """(full name of the repository, whether it contains the run `own_id`). A missing repository is created, `revision`
+    as its branch. Raises `InputError` for a bad name, a missing or wrong token, one without write access, and a
+    repository with other content, unless `replace`."""
     if re.search(r"[^!-~]", get_token() or ""):
         raise InputError("the token contains invalid characters; copy it again (hf auth login, or HF_TOKEN)")
     api = HfApi()
@@ -191,7 +188,7 @@ def open_repo(
             api.create_repo(repo, private=private, exist_ok=True)
             info = api.repo_info(repo)
         if private and not info.private:
-            raise InputError(f"{repo} is there already, and public: leave private out, or name another repository")
+            raise InputError(f"{repo} exists and is public: leave private out, or name another repository")
         api.auth_check(repo, write=True)
         try:
             files = set(api.list_repo_files(repo, revision=revision))
@@ -203,8 +200,8 @@ def open_repo(
         ours = _run_id_in(api, repo, revision) == own_id
         if files - _MADE_BY_HUB and not ours and not replace:
             raise InputError(
-                f"the name {repo} is taken: the repository holds {len(files)} files of something else; name another, "
-                'or a new branch of it (--hub_revision), or push the finished run with make push ... ARGS="--replace"'
+                f"{repo} contains {len(files)} files of something else; name another repository or a new branch of it "
+                '(--hub_revision), or push the finished run with make push ... ARGS="--replace"'
             )
         return ours
 
@@ -220,52 +217,50 @@ def _run_id_in(api: HfApi, repo: str, revision: str | None) -> str | None:
 
 
 def _with_retries(call: Callable[[], Result], repo: str) -> Result:
-    """`call()`, retried where the connection breaks or the Hub is busy. Raises `InputError` where the Hub or its client
-    refuses, with its words and never the token, and `RunError` after the last retry."""
+    """`call()` with retries on connection errors and a busy Hub. Raises `InputError` if the Hub or its client refuses,
+    with its message and never the token, and `RunError` after the last retry."""
     for wait_s in (*RETRY_AFTER_S, None):
         try:
             return call()
         except InputError:
             raise
         except Exception as error:
-            # an error in a thread of the client is the cause of a RuntimeError
+            # the client's threads wrap errors in a RuntimeError
             cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
             status = cause.response.status_code if isinstance(cause, hub_errors.HfHubHTTPError) else None
-            said = first_line(cause) if status is None else f"{status}: {cause.server_message or first_line(cause)}"
+            reason = first_line(cause) if status is None else f"{status}: {cause.server_message or first_line(cause)}"
             if isinstance(cause, _REFUSALS) or (status and status not in _RETRIED_STATUS):
                 raise InputError(
-                    f"the Hub refuses {repo} ({said}): pushing needs a valid name and a token that may write there (hf "
+                    f"the Hub refuses {repo} ({reason}): pushing needs a valid name and a token with write access (hf "
                     "auth login, or HF_TOKEN)"
                 ) from None
             if not isinstance(cause, (hub_errors.HTTPError, ConnectionError, TimeoutError)):
                 raise
         if wait_s is None:
-            raise RunError(f"the Hub cannot be reached for {repo} ({said}); nothing here is lost: make push later")
-        logger.warning(f"Hub         {said}; retry in {wait_s} s")
+            raise RunError(f"the Hub cannot be reached for {repo} ({reason}); the run is saved: make push later")
+        logger.warning(f"Hub         {reason}; retry in {wait_s} s")
         time.sleep(wait_s)
 
 
 def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
-    """(folder of the weights, folder of the record, summary of a protocol) of a finished run.
-
-    `folder` is that of a pretraining run, of a fine-tuning (its best run is used), or of a single run of it. Raises
-    `InputError` where the folder has no finished run, or its weights are damaged.
-    """
+    """(folder of the weights, folder of the record, summary) of a finished run: of pretraining, of a fine-tuning (its
+    best run), or of one of its runs (without summary). Raises `InputError` without a finished run, or with damaged
+    weights."""
     summary, run_folder = None, folder
     if (folder / records.SUMMARY_NAME).is_file():
         summary = records.read_record(folder / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION)
         run_folder = folder / Path(records.picked_setting(summary)["best_run"]).name
     model = run_folder / records.BEST_NAME if (run_folder / records.BEST_NAME).is_dir() else run_folder
     if not (run_folder / records.RECORD_NAME).is_file() or not (model / "model.safetensors").is_file():
-        raise InputError(f"{folder} holds no finished run with weights: name a run's output_dir")
+        raise InputError(f"{folder} has no finished run with weights: name a run's output_dir")
     if (model != run_folder or (model / durable.MANIFEST).is_file()) and (damage := durable.damage(model)):
-        raise InputError(f"{model} is damaged, and is not pushed: {damage}. Copy it again, or run it again")
+        raise InputError(f"{model} is damaged and not pushed: {damage}. Copy it again, or run it again")
     return model, run_folder, summary
 
 
 def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any) -> Path:
-    """The model folder of the finished run in `folder`, completed for `repo`: its records beside the weights, and its
-    card as README.md, with the summaries of fine-tunings from it in the folders `results`."""
+    """Copy a finished run's records beside its weights and write its card for `repo` as README.md; returns the folder.
+    `results`: folders of models fine-tuned from it, for the card."""
     model, run_folder, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
     needed = ("resolved_args", "shown_args", "fingerprint")

@@ -1,4 +1,4 @@
-"""Plots of loss and scores over steps, from run records."""
+"""Plots of loss and metrics over steps, from run records."""
 
 import math
 from pathlib import Path
@@ -8,15 +8,15 @@ from roberta_recipe.record import FinetuneRecord, PretrainingRecord
 
 
 def subplots(rows: int, columns: int, width: float, height: float, **others: Any) -> tuple[Any, Any]:
-    """(figure, axes) of `width` x `height` inches, without pyplot: no backend is chosen, no figure stays open."""
-    from matplotlib.figure import Figure  # half a second
+    """(figure, axes) of `width` x `height` inches, without pyplot and its global state."""
+    from matplotlib.figure import Figure  # a slow import
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **others)
 
 
 def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
-    """Training and validation loss over steps, the unigram entropy, and BLiMP where it was measured, as a PNG."""
+    """PNG of training and validation loss over steps, the unigram entropy, and BLiMP if measured."""
     figure, axes = subplots(1, 1, 8, 4.5)
     curves, entropy = record["loss_at_steps"], record["unigram_entropy"]
     train, validation = columns(curves["train"]), columns(curves["validation"])
@@ -28,7 +28,7 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
         steps, scores = columns(points)
         right.plot(steps, times_100(scores), color="tab:green", marker="s", markersize=3)
         right.set_ylabel("BLiMP, mean over paradigms (%)")
-        axes.set_zorder(1)  # the legend above both
+        axes.set_zorder(1)  # draw the legend above both axes
         axes.patch.set_visible(False)
         axes.plot([], [], color="tab:green", marker="s", markersize=3, label="BLiMP (right)")
     axes.set(xlabel="optimizer step", ylabel="masked-LM loss (nats)")
@@ -40,11 +40,11 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
 
 
 def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> None:
-    """Training loss, and the validation `metric` times 100, of fine-tuning runs over steps, as a PNG."""
+    """PNG of training loss and validation `metric` x 100 over steps, of fine-tuning runs."""
     figure, (left, right) = subplots(1, 2, 10, 4)
     for record in records:
         args, losses = record["resolved_args"], record["loss_at_steps"]["train"]
-        label = f"seed {args['seed']}, rate {args['learning_rate']:g}, batch {args['global_batch_size']}"
+        label = f"seed {args['seed']}, lr {args['learning_rate']:g}, batch {args['global_batch_size']}"
         left.plot(*columns(losses), linewidth=1, alpha=0.8, **_markers(losses))
         steps, scores = columns(record["score_at_steps"])
         right.plot(steps, times_100(scores), marker="o", markersize=3, label=label)
@@ -62,7 +62,7 @@ def times_100(scores: list[float | None]) -> list[float]:
 
 
 def _markers(points: list[list[float]]) -> dict[str, Any]:
-    """Point markers for a short curve: a line through one point is invisible."""
+    """Point markers for a short curve: a line of one point is invisible."""
     return {"marker": "o", "markersize": 3} if len(points) <= 20 else {}
 
 

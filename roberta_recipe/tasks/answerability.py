@@ -1,7 +1,7 @@
 """SQuAD 2.0's answerability classifier beside the span head (paper, section 5.2).
 
-The model is the stock question-answering class with one more module. Its checkpoint is the stock class's, with the
-classifier's weights in a separate file (`FILE`).
+The model is the stock question-answering class with one more module. Its checkpoint is the stock one plus the file
+`FILE` with the classifier's weights.
 """
 
 import functools
@@ -26,12 +26,12 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
 
 FILE = "answerability.safetensors"
-_PREFIX = "answerability."  # of the classifier's weights in the model's state
+_PREFIX = "answerability."  # in the model's state dict
 
 
 @dataclass
 class JointOutput(QuestionAnsweringModelOutput):
-    """The stock output with the classifier's logit."""
+    """The stock output and the classifier's logit."""
 
     answerable: torch.Tensor | None = None  # (batch,)
 
@@ -55,27 +55,27 @@ class Answerability(torch.nn.Module):
 
 
 class WithAnswerability:
-    """A mixin before a stock question-answering class (`joint_class`): the same model with the classifier."""
+    """Mixin that adds the classifier to a stock question-answering class (`joint_class`)."""
 
-    _keys_to_ignore_on_load_missing: ClassVar = [rf"^{_PREFIX}"]  # they are in `FILE`
+    _keys_to_ignore_on_load_missing: ClassVar = [rf"^{_PREFIX}"]  # stored in `FILE`
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.answerability = Answerability(config)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """As the stock class, except for the classifier, which draws its weights in its constructor, after the rest."""
+        """The stock initialisation; the classifier initialises its weights in its constructor, after the rest."""
         own = self.answerability.modules() if hasattr(self, "answerability") else ()
         if module not in own:
             super()._init_weights(module)
 
     def forward(self, *args, **kwargs) -> JointOutput:
-        """The stock class's output, and `answerable` (batch,)."""
+        """The stock output and `answerable` (batch,)."""
         output = super().forward(*args, **{**kwargs, "output_hidden_states": True})
         return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1]))
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs) -> None:
-        """The stock class's checkpoint, and `FILE` beside it."""
+        """Save the stock checkpoint, and `FILE` beside it."""
         state = self.state_dict() if state_dict is None else state_dict
         stock = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX)}
         if is_main_process:
@@ -86,24 +86,25 @@ class WithAnswerability:
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *args, fresh_classifier: bool = False, **kwargs) -> Any:
-        """As the stock class, with the classifier's weights from `FILE`, or fresh. Raises `InputError` where `FILE` is
-        missing, damaged or of another size."""
+        """Load the stock checkpoint, and the classifier from `FILE` unless `fresh_classifier`. Raises `InputError` if
+        `FILE` is missing, damaged or of another size."""
         loaded = super().from_pretrained(name, *args, **kwargs)
         model = loaded[0] if kwargs.get("output_loading_info") else loaded
-        # the loader has created the classifier without drawing its weights
+        # the loader leaves the classifier's weights uninitialised
         model.answerability = Answerability(model.config).to(model.device, model.dtype).eval()
         if not fresh_classifier:
-            file = find(name, **kwargs)
+            file = cached_classifier(name, **kwargs)
             try:
                 model.answerability.load_state_dict(load_file(file or Path(name, FILE)))
             except (OSError, RuntimeError, SafetensorError) as error:
-                raise InputError(f"no classifier for this model in {Path(name, FILE)}: {error}") from None
+                raise InputError(
+                    f"no classifier for this model in {Path(name, FILE)}: {error}; copy the checkpoint again"
+                ) from None
         return loaded
 
 
-def find(name: str | Path, **kwargs) -> str | None:
-    """The path of the classifier's file of a checkpoint (a folder or a Hub id), or None; `kwargs` as in
-    `from_pretrained`."""
+def cached_classifier(name: str | Path, **kwargs) -> str | None:
+    """Local path of a checkpoint's `FILE`, None without it; `name` and `kwargs` as in `from_pretrained`."""
     source = {key: kwargs[key] for key in ("cache_dir", "revision", "token") if key in kwargs}
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     return cached_file(str(name), FILE, **source, **optional)
@@ -111,12 +112,12 @@ def find(name: str | Path, **kwargs) -> str | None:
 
 @functools.cache
 def joint_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`stock` with the classifier, under the same name, which becomes the architecture in config.json."""
+    """`stock` with the classifier, under the same name: config.json names it as the architecture."""
     return type(stock.__name__, (WithAnswerability, stock), {})
 
 
 class AutoModelWithAnswerability:
-    """Makes and loads models as `AutoModelForQuestionAnswering` does, each with the classifier."""
+    """`AutoModelForQuestionAnswering` with the classifier."""
 
     @staticmethod
     def from_config(config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
@@ -125,22 +126,22 @@ class AutoModelWithAnswerability:
 
     @staticmethod
     def from_pretrained(name: str | Path, *, config: PreTrainedConfig, **kwargs) -> Any:
-        """The classifier is the checkpoint's where there is one, else fresh."""
-        fresh = find(name, **kwargs) is None
-        logger.info(f"Classifier  {'fresh' if fresh else 'kept'}")
+        """Load a checkpoint, with its classifier or, without one, a fresh classifier."""
+        fresh = cached_classifier(name, **kwargs) is None
+        logger.info(f"Classifier  {'fresh' if fresh else 'from the checkpoint'}")
         cls = joint_class(_stock_class(config))
         return cls.from_pretrained(name, config=config, fresh_classifier=fresh, **kwargs)
 
 
 def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The question-answering class of a config. Raises `ValueError` where transformers has none, and `InputError` for a
-    decoder, whose first token does not see the rest."""
+    """The question-answering class of a config. Raises `ValueError` if transformers has none, and `InputError` for a
+    decoder: its first token does not attend to the others."""
     if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
         raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
-    decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
-    if config.is_encoder_decoder or decodes:
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    if config.is_encoder_decoder or is_decoder:
         raise InputError(
-            f"no_answer=classifier reads the first token, which sees no other in a {config.model_type!r} model: "
+            f"no_answer=classifier reads the first token, which attends to no other in a {config.model_type!r} model: "
             "--no_answer null_score"
         )
     return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]

@@ -1,9 +1,9 @@
-"""BLiMP (Warstadt et al. 2020, arXiv 1912.00582): 67 paradigms of 1,000 minimal pairs of sentences, one acceptable and
-one not; a model is right where the acceptable sentence has the higher score. It is not in RoBERTa's paper; it shows
-early how much grammar a small model has learnt (BabyLM: Warstadt et al. 2023).
+"""BLiMP (Warstadt et al. 2020, arXiv 1912.00582): accuracy on 67 paradigms of 1,000 minimal pairs, an acceptable and an
+unacceptable sentence each. Not in RoBERTa's paper; it shows early how much grammar a small model has learnt (BabyLM:
+Warstadt et al. 2023).
 
-A masked LM's score is its pseudo-log-likelihood (`pseudo_likelihood`). Chance is not 50%: pairs differ in length, which
-alone gives 33 to 70 by paradigm, so the control is the same architecture with random weights on the same pairs.
+Scores are pseudo-log-likelihoods (`pseudo_likelihood`). Chance is not 50%: length alone gives 33 to 70 by paradigm, so
+the control is the same architecture with random weights.
 """
 
 import functools
@@ -24,8 +24,8 @@ from roberta_recipe.tasks import pseudo_likelihood
 
 HUB_ID = "nyu-mll/blimp"
 PAIRS = 1000  # in each official paradigm
-PAIRS_WHILE_TRAINING = 100  # of each paradigm: a standard error of 0.5 points of the mean over paradigms
-TIE_NATS = 1e-4  # closer scores differ by fp32 rounding only, and count half
+PAIRS_WHILE_TRAINING = 100  # per paradigm: a standard error of 0.5 points of the mean over paradigms
+TIE_NATS = 1e-4  # a tie, which counts half: closer scores differ by fp32 rounding only
 
 # The paper's 12 phenomena (table 2 there). The files' 13th term, `s-selection`, is argument structure.
 PARADIGMS: dict[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ class Pairs(NamedTuple):
 
     @property
     def partial(self) -> str:
-        """The difference from the official 67 x 1,000 pairs; empty where there is none."""
+        """The difference from the official 67 x 1,000 pairs, empty without one."""
         low, high = min(self.counts.values()), max(self.counts.values())
         each = f"{low:,} pairs a paradigm" if low == high else f"{low:,} to {high:,} pairs a paradigm"
         differences = [each] * ((low, high) != (PAIRS, PAIRS))
@@ -93,26 +93,23 @@ class Pairs(NamedTuple):
 
 
 def read(data_dir: str | None, limit: int | None = None) -> Pairs:
-    """The pairs in a folder's official *.jsonl, or (None) on the Hub; the first `limit` of each paradigm.
-
-    The first are as good as a sample, as the official pairs were generated independently, and comparable: everybody's
-    first 100 are the same. Raises `InputError`.
-    """
+    """The first `limit` pairs of each paradigm (the official pairs are in random order), from a folder's official
+    *.jsonl or, with None, from the Hub. Raises `InputError`."""
     if limit is not None and limit < 1:
         raise InputError(f"pairs={limit} must be at least 1; leave it out for all {PAIRS:,} of each paradigm")
     pairs: dict[str, list[tuple[str, str]]] = {}
-    for where, row in _rows_of_folder(resolve_path(data_dir)) if data_dir else _rows_of_hub():
+    for where, row in _folder_rows(resolve_path(data_dir)) if data_dir else _hub_rows():
         with parsing(where, "a row of BLiMP (UID, sentence_good, sentence_bad)"):
             uid, good, bad = (row[name].strip() for name in ("UID", "sentence_good", "sentence_bad"))
         if uid not in PHENOMENON or not (good and bad):
             raise InputError(f"{where}: {row} has an empty sentence, or is in none of BLiMP's paradigms; fix the row")
         pairs.setdefault(uid, []).append((row["sentence_good"], row["sentence_bad"]))
     chosen = {uid: pairs[uid][:limit] for uid in PHENOMENON if uid in pairs}
-    flat = [pair for of_paradigm in chosen.values() for pair in of_paradigm]
-    return Pairs([good for good, _ in flat], [bad for _, bad in flat], {uid: len(c) for uid, c in chosen.items()})
+    flat = [pair for rows in chosen.values() for pair in rows]
+    return Pairs([good for good, _ in flat], [bad for _, bad in flat], {uid: len(rows) for uid, rows in chosen.items()})
 
 
-def _rows_of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
+def _folder_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     """(file and line, row) of each line."""
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
@@ -126,15 +123,15 @@ def _rows_of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
 
 
-def _rows_of_hub() -> Iterator[tuple[str, Any]]:
+def _hub_rows() -> Iterator[tuple[str, Any]]:
     for uid in PHENOMENON:
         rows = load_from_hub(HUB_ID, uid, split="train", instead="--data_dir, a folder of BLiMP's *.jsonl")
         yield from ((f"{HUB_ID} {uid}, row {number}", row) for number, row in enumerate(rows))
 
 
 def outcomes(pairs: Pairs, scores: Sequence[float]) -> dict[str, np.ndarray]:
-    """By paradigm, (pairs,): 1 where the acceptable sentence has the higher score, 0.5 for a tie, else 0; `scores` are
-    of `pairs.sentences`."""
+    """(pairs,) by paradigm: 1 if the acceptable sentence has the higher score, 0.5 for a tie, else 0. `scores`: of
+    `pairs.sentences`."""
     score = dict(zip(pairs.sentences, scores, strict=True))
     margins = np.array([score[good] - score[bad] for good, bad in zip(pairs.good, pairs.bad, strict=True)])
     right = np.where(np.abs(margins) < TIE_NATS, 0.5, (margins > 0).astype(float))
@@ -142,12 +139,11 @@ def outcomes(pairs: Pairs, scores: Sequence[float]) -> dict[str, np.ndarray]:
     return dict(zip(pairs.counts, np.split(right, ends), strict=True))
 
 
-def summarise(by_pair: dict[str, np.ndarray], samples: int = 1000, seed: int = 0) -> BlimpScores:
-    """Accuracies (0 to 1) by paradigm and phenomenon, their two means, and 95% intervals, as a record holds them.
+def accuracies(by_pair: dict[str, np.ndarray], samples: int = 1000, seed: int = 0) -> BlimpScores:
+    """Accuracies (0 to 1) by paradigm and phenomenon, their two means, and 95% intervals, for the record.
 
-    The interval is a percentile bootstrap over the pairs within each paradigm: it covers other pairs of the same
-    paradigms, not other paradigms or training seeds. Resampling outcomes of 0, 0.5 and 1 is a multinomial draw of their
-    counts.
+    Intervals are a percentile bootstrap over the pairs of each paradigm, drawn as multinomial counts of the outcomes 0,
+    0.5 and 1: they cover other pairs of the same paradigms, not other paradigms or training seeds.
     """
     counts = np.array([[np.sum(right == value) for value in (0.0, 0.5, 1.0)] for right in by_pair.values()])
     sizes = counts.sum(axis=1)
@@ -155,16 +151,16 @@ def summarise(by_pair: dict[str, np.ndarray], samples: int = 1000, seed: int = 0
     resampled = drawn @ (0.0, 0.5, 1.0) / sizes  # (samples, paradigms)
     phenomena = {name: [n for n, uid in enumerate(by_pair) if PHENOMENON[uid] == name] for name in PARADIGMS}
     phenomena = {name: numbers for name, numbers in phenomena.items() if numbers}
-    by_phenomenon = np.stack([resampled[:, numbers].mean(axis=1) for numbers in phenomena.values()], axis=1)
+    resampled_phenomena = np.stack([resampled[:, numbers].mean(axis=1) for numbers in phenomena.values()], axis=1)
     mean = {uid: float(right.mean()) for uid, right in by_pair.items()}
-    of_phenomenon = {name: float(np.mean([list(mean.values())[n] for n in ns])) for name, ns in phenomena.items()}
+    by_phenomenon = {name: float(np.mean([list(mean.values())[n] for n in ns])) for name, ns in phenomena.items()}
     return {
         "mean_of_paradigms": float(np.mean(list(mean.values()))),
         "mean_of_paradigms_interval": _interval(resampled.mean(axis=1)),
-        "mean_of_phenomena": float(np.mean(list(of_phenomenon.values()))),
-        "mean_of_phenomena_interval": _interval(by_phenomenon.mean(axis=1)),
-        "by_phenomenon": of_phenomenon,
-        "by_phenomenon_interval": dict(zip(phenomena, map(_interval, by_phenomenon.T), strict=True)),
+        "mean_of_phenomena": float(np.mean(list(by_phenomenon.values()))),
+        "mean_of_phenomena_interval": _interval(resampled_phenomena.mean(axis=1)),
+        "by_phenomenon": by_phenomenon,
+        "by_phenomenon_interval": dict(zip(phenomena, map(_interval, resampled_phenomena.T), strict=True)),
         "by_paradigm": mean,
         "ties": int(counts[:, 1].sum()),
     }
@@ -178,20 +174,20 @@ def _interval(values: np.ndarray) -> list[float]:
 def while_training(
     data_dir: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[Any], dict[str, float]]:
-    """A metric of a trainer's model at each evaluation, on the first 100 pairs of each paradigm. Raises `InputError`
-    for sentences that cannot be scored."""
+    """An evaluation metric of a trainer's model, on the first 100 pairs of each paradigm. Raises `InputError` for
+    sentences that cannot be scored."""
     pairs = read(data_dir, PAIRS_WHILE_TRAINING)
     pseudo_likelihood.encode(tokenizer, pairs.sentences, weights.max_positions(model.config))
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}, {pairs.paradigms}, at each evaluation")
-    return functools.partial(measure, pairs=pairs, tokenizer=tokenizer)
+    return functools.partial(trainer_metric, pairs=pairs, tokenizer=tokenizer)
 
 
-def measure(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """{"blimp": mean over paradigms, 0 to 1} of a trainer's model in evaluation mode, by pseudo-log-likelihood; called
-    in all processes, which share the sentences. It draws no random numbers.
+def trainer_metric(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """{"blimp": mean over paradigms, 0 to 1} of a trainer's model in evaluation mode; called in all processes, which
+    share the sentences.
 
-    In fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. Under DeepSpeed, weights and scores
-    have the run's precision.
+    In fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. Under DeepSpeed in the run's
+    precision.
     """
     model, engine = trainer.model, trainer.model_wrapped
 
@@ -200,7 +196,7 @@ def measure(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> d
             return engine(input_ids=input_ids).logits
         return type(model).forward(model, input_ids=input_ids).logits
 
-    scores = pseudo_likelihood.score(
+    scores = pseudo_likelihood.log_likelihoods(
         model,
         tokenizer,
         pairs.sentences,
@@ -212,4 +208,4 @@ def measure(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> d
         disable_bar=trainer.args.disable_tqdm or not trainer.is_world_process_zero() or None,
     )
     total = trainer.sum_over_processes(torch.from_numpy(scores[0]).to(trainer.args.device))
-    return {"blimp": summarise(outcomes(pairs, total.tolist()))["mean_of_paradigms"]}
+    return {"blimp": accuracies(outcomes(pairs, total.tolist()))["mean_of_paradigms"]}

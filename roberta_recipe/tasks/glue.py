@@ -1,4 +1,4 @@
-"""GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): table of tasks, official TSV files, submissions."""
+"""GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): task table, TSV reader, submission files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,39 +21,39 @@ _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}  # where the Hub
 def tsv_splits(
     train: int | None = None, validation: int | None = None, test: int | None = None
 ) -> dict[str, tuple[str, int | None]]:
-    """The usual files, and the number of rows of each (None: any)."""
+    """The usual files, with their number of rows (None: any)."""
     return {"train": ("train.tsv", train), "validation": ("dev.tsv", validation), "test": ("test.tsv", test)}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its files, columns, labels and metrics."""
+    """Files, columns, labels and metrics of a task."""
 
     folder: str  # of the official archive
     columns: tuple[str, ...]  # of the TSV: one text or two
-    hub_columns: tuple[str, ...] = ()  # of the Hub's table; empty for a task that is not on the Hub
+    hub_columns: tuple[str, ...] = ()  # on the Hub; empty for a task that is not there
     splits: dict[str, tuple[str, int | None]] = field(default_factory=tsv_splits)  # name on the Hub -> (file, rows)
     label_column: str = "label"
-    labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: a score from 0 to 5
-    metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first picks the best epoch
-    headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of the splits whose files have no header
+    labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: regression from 0 to 5
+    metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first selects the best epoch
+    headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of splits with files without header
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
-    words: bool = False  # labels of the submission are words, not class numbers
-    skip_broken: bool = False  # the official file has rows with another number of columns, which everybody drops
+    words: bool = False  # the submission has label names, not class numbers
+    skip_broken: bool = False  # drop rows with a wrong number of columns, as in the official file
 
     @property
     def metric(self) -> str:
         return self.metrics[0]
 
     def splits_of(self, kind: str) -> list[str]:
-        """Names of the "train", "validation" or "test" splits; the split of the matched genres first."""
+        """Names of the "train", "validation" or "test" splits; MNLI's matched one first."""
         return [name for name in self.splits if name.partition("_")[0] == kind]
 
 
 _PAIR, _RTE_LABELS = ("sentence1", "sentence2"), ("entailment", "not_entailment")
 _MNLI_LABELS = ("entailment", "neutral", "contradiction")
 
-# Numbers of rows are those of the official archive and of the Hub; the first metric is that of the paper's Table 5.
+# Row counts are the official archive's and the Hub's; the first metric is that of the paper's Table 5.
 TASKS = {
     "cola": Task(
         "CoLA", ("sentence",), ("sentence",), tsv_splits(8551, 1043, 1063), labels=("0", "1"),
@@ -121,7 +121,7 @@ PAPER = {
 
 
 def check_metrics(name: str, task: Task) -> None:
-    """Raise `InputError` for an unknown metric, or one that does not fit the number of classes."""
+    """Raise `InputError` for a metric that is unknown or does not fit the number of classes."""
     classes = len(task.labels)
     fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes, ("accuracy",))
     if wrong := [metric for metric in task.metrics if metric not in fitting]:
@@ -129,8 +129,7 @@ def check_metrics(name: str, task: Task) -> None:
 
 
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
-    """The model card's entry for the data of the task `name`: GLUE's where `task` is in `TASKS` with the official
-    rows."""
+    """The model card's dataset entry; it is GLUE's only if `task` is in `TASKS`, with the official rows."""
     known = TASKS.get(name) == task
     official = known and not other_rows
     first, *others = task.splits_of("validation")
@@ -148,12 +147,12 @@ def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
 
 @dataclass
 class Examples:
-    """Rows of one split, in the file's order."""
+    """Examples of a split, in file order."""
 
     texts: list[tuple[str, ...]]
     labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set without labels
     skipped: int = 0  # broken rows
-    schemas: Sequence[Any] = ()  # WNLI: the `wsc.Schema` of each row
+    schemas: Sequence[Any] = ()  # WNLI: a `wsc.Schema` per row
     counts: dict[str, int] = field(default_factory=dict)  # WNLI: test rows by the origin of their schema
 
     def __len__(self):
@@ -161,7 +160,7 @@ class Examples:
 
 
 def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examples:
-    """One split of the task that the Hub calls `name`. Raises `InputError` that names file, line and value."""
+    """A split of the task, on the Hub named `name`. Raises `InputError` with file, line and value."""
     if data_dir:
         return _from_tsv(task, split, Path(data_dir))
     if not task.hub_columns:
@@ -193,7 +192,7 @@ def _from_tsv(task: Task, split: str, data_dir: Path) -> Examples:
         examples.texts.append(tuple(fields[position] for position in positions))
         if task.label_column in header:
             labels[number] = fields[header.index(task.label_column)]
-    if not is_test or len(set(labels.values())) > 1:  # a test set with one label has a placeholder
+    if not is_test or len(set(labels.values())) > 1:  # a single label in a test set is a placeholder
         examples.labels = [_label(task, text, f"{path}, line {number}") for number, text in labels.items()]
     return examples
 
@@ -208,8 +207,8 @@ def _label(task: Task, text: str, where: str) -> int | float:
 
 
 def duplicates(train: Examples, validation: Examples) -> dict[str, int]:
-    """How many validation examples are in the training set too, case and spaces aside, and how many of them with the
-    same label, or with one of its labels where a training text has several."""
+    """Counts of validation examples that are in the training set, ignoring case and spaces, and of those with the same
+    label there (or with one of several)."""
     labels: dict[tuple[str, ...], set] = {}
     for texts, label in zip(train.texts, train.labels, strict=True):
         labels.setdefault(_normalised(texts), set()).add(label)
@@ -226,14 +225,14 @@ def _normalised(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def write_predictions(path: Path, predictions: list[str]) -> None:
-    """A file of the submission: `index` and `prediction`, in the order of the test set."""
+    """Write a submission file: `index` and `prediction`, in test-set order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = (f"{number}\t{prediction}\n" for number, prediction in enumerate(predictions))
     path.write_text("index\tprediction\n" + "".join(rows), encoding="utf-8")
 
 
 def submission_labels(task: Task) -> tuple[str, ...]:
-    """Labels by class number as the server wants them; empty for a score."""
+    """Labels by class number in the submission format; empty for regression."""
     return task.labels if task.words else tuple(str(number) for number in range(len(task.labels)))
 
 
@@ -246,7 +245,7 @@ def is_score(text: str) -> bool:
 
 
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
-    """Class numbers (or scores, clipped to [0, 5]) as the server wants them."""
+    """Class numbers, or scores clipped to [0, 5], in the submission format."""
     if not task.labels:
         return [f"{score:.4f}" for score in np.clip(predictions, 0, 5)]
     words = submission_labels(task)

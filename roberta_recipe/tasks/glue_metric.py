@@ -1,9 +1,9 @@
-"""The metrics of GLUE's tasks (`glue_scores.py`) as an `evaluate` module.
+"""GLUE's metrics (`glue_scores.py`) as an `evaluate` module.
 
 Glue("cola").compute(predictions=[...], references=[...])                                # in Python
 evaluate.load("roberta_recipe/tasks/glue_metric.py", "cola").compute(...)                 # from its path, offline
 
-`evaluate` takes a copy of this file and of `glue_scores.py`, and of nothing else of the repository.
+`evaluate` copies this file and `glue_scores.py` and nothing else, so they import nothing else of the repository.
 """
 
 import datasets

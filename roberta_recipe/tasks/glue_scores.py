@@ -2,7 +2,7 @@
 
 import numpy as np
 
-# by task; the first picks the best epoch, and is the paper's of Table 5
+# by task; the first selects the best epoch and is the metric of the paper's Table 5
 GLUE_METRICS = {
     "cola": ("matthews_correlation",),
     "sst2": ("accuracy",),
@@ -17,7 +17,7 @@ GLUE_METRICS = {
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Share of (examples,) predictions that are right."""
+    """Share of right predictions (examples,)."""
     return float((predictions == references).mean())
 
 
@@ -43,7 +43,7 @@ def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Pearson's correlation of the ranks, equal values sharing their mean rank."""
+    """Pearson's correlation of the ranks; ties have their mean rank."""
     return pearson(_ranks(predictions), _ranks(references))
 
 
@@ -57,6 +57,6 @@ FUNCTIONS = {function.__name__: function for function in (accuracy, f1, matthews
 
 
 def scores(metrics: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """The `metrics` of (examples,) class numbers or scores, each a share or a correlation, not times 100."""
+    """The `metrics` of class numbers or scores (examples,), not in per cent."""
     predictions, references = np.asarray(predictions, dtype=float), np.asarray(references, dtype=float)
     return {name: FUNCTIONS[name](predictions, references) for name in metrics}

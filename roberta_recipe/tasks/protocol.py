@@ -1,5 +1,5 @@
-"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, one run per seed, its best epoch,
-the summary. A script describes its task as a `Job`."""
+"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, a run per seed, its best epoch,
+the summary over seeds. A script describes its task as a `Job`."""
 
 import math
 import shutil
@@ -55,30 +55,30 @@ Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
 @dataclass
 class Job:
-    """A task. Scores are (features of a split, ...), as `loss_sum` gives them beside the loss."""
+    """A task for the protocol. Scores are (features of a split, ...), as `loss_sum` returns them with the loss."""
 
-    name: str  # of the task, in the records
-    metric: str  # its highest value picks the epoch and the setting
+    name: str  # in the records
+    metric: str  # selects the best epoch and setting, by its highest value
     dataset: DatasetCard  # for the model card
     tokenizer: PreTrainedTokenizerBase
     build_model: Callable[[], torch.nn.Module]
-    features: dict[str, list[dict]]  # by split: "train", the splits of `validation`, the splits of `tests`
-    validation: list[str]  # measured splits; the first picks the epoch
-    tests: list[str]  # scored splits (`summaries.TEST_SCORES`)
-    labelled_tests: list[str]  # those of them with labels: the summary has their metrics
+    features: dict[str, list[dict]]  # by split: "train", those of `validation` and `tests`
+    validation: list[str]  # validation splits; the first selects the best epoch
+    tests: list[str]  # test splits; their scores are stored (`summaries.TEST_SCORES`)
+    labelled_tests: list[str]  # test splits with labels; their metrics are in the summary
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-    measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # (split, its scores, the validation scores)
-    degenerate: Callable[[np.ndarray], bool]  # whether validation scores give one answer to everything
-    answers: Callable[[np.ndarray], list[dict[str, Any]]]  # of validation scores: rows of `summaries.write_answers`
+    measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # metrics of (split, scores, validation scores)
+    degenerate: Callable[[np.ndarray], bool]  # validation scores -> whether all predictions are the same
+    answers: Callable[[np.ndarray], list[dict[str, Any]]]  # validation scores -> rows for `summaries.write_answers`
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
-    baseline: Baseline | None  # see `summaries.majority_answer`
-    found: dict[str, Any]  # counts, for the records
+    baseline: Baseline | None  # `summaries.majority_answer`
+    found: dict[str, Any]  # counts for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
-    test_rows: str = ""  # hash of the test rows: stored scores of other rows are not used
+    test_rows: str = ""  # hash of the test set: stored scores of another are ignored
 
     def about(self, *filled: Any) -> dict[str, Any]:
-        """Fields that the run records and the summary share; `filled`: argument dataclasses."""
+        """The fields that run records and the summary share; `filled`: argument dataclasses."""
         return {
             "task": self.name,
             "metric": self.metric,
@@ -91,7 +91,7 @@ class Job:
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
-    """The filled dataclasses, where `cls` is the script's, and the resolved values as a preset."""
+    """The parsed arguments (`cls`: the script's dataclass), and the resolved values as a preset."""
     filled, resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
     return tuple(filled), {**resolved, "bf16": filled[-1].bf16}
 
@@ -99,8 +99,8 @@ def read_arguments(cls: type, argv: list[str], default: str, description: str) -
 def check_arguments(
     args: FinetuneArguments, training_args: FinetuneTrainingArguments, metric: str, classifies: bool
 ) -> None:
-    """Raise `InputError` for values out of range, and for flags that the protocol would ignore. `metric` picks the best
-    epoch; `classifies`: the scores are logits of classes."""
+    """Raise `InputError` for out-of-range values and for flags that the protocol would ignore. `metric` selects the
+    best epoch; `classifies`: the loss is a cross-entropy over classes."""
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
     if not args.seeds or len(set(args.seeds)) < len(args.seeds):
@@ -139,8 +139,8 @@ def check_arguments(
 
 
 def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer, without token types that the model lacks. Raises `InputError` for a slow tokenizer, and for one
-    with more tokens than the model."""
+    """The fast tokenizer, without token types if the model has none. Raises `InputError` for a slow tokenizer and for
+    one with more tokens than the model."""
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
     config = weights.read_config(args.model_name_or_path)
@@ -160,7 +160,7 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
 
 
 def of_preset(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
-    """The preset's learning rate and batch with every seed."""
+    """A run per seed at the given learning rate and batch size."""
     size = args.global_batch_size
     if size is None:
         size, _ = batch.derive_batch(training_args, None)
@@ -176,12 +176,12 @@ def run_all(
     preset: str,
     extra_flags: tuple[str, ...] = (),
 ) -> list[FinetuneRecord]:
-    """The record of each run, from the disk where the run is finished; `read` is the script's reader of arguments,
-    `preset` its default.
+    """Train the runs and return their records; a finished run's is read from disk. `read`: the script's
+    `read_arguments`, `preset`: its default.
 
-    Of each setting, the weights of the best run so far stay, all or none, as `keep` says. With a single setting,
-    `after_run` is called with the best run's folder and a message after each newly trained run except the last; it
-    returns a background job that reads the folder.
+    By `keep`, the weights of each setting's best run, of all runs, or of none stay on disk. With a single setting,
+    `after_run` gets the best run's folder and a message after each newly trained run except the last, and returns a
+    background upload of the folder.
     """
     if not job.features["train"]:
         raise InputError(f"{job.name}: no training example is left: {job.found['features']}")
@@ -205,7 +205,7 @@ def run_all(
         ahead = [later for later in runs[number:] if not is_finished(later)]
         records.append(finetune(run, ahead, job, (args, training_args), resolved))
         if reading:
-            futures.wait([reading])  # the weights may be dropped now
+            futures.wait([reading])  # then the weights may be deleted
         so_far = summaries.summarise(runs[:number], records, job.metric)
         if training_args.process_index == 0:
             drop_weights(args.keep, runs[:number], [row["best_run"] for row in so_far["settings"]])
@@ -216,7 +216,7 @@ def run_all(
 
 
 def announce(argv: list[str], preset: str, runs: list[Run], training_args: FinetuneTrainingArguments) -> None:
-    """Log the preset and the values of it that results depend on most."""
+    """Log the preset and its main hyperparameters."""
     of_runs = [", ".join(map(str, dict.fromkeys(values))) for values in zip(*map(astuple, runs), strict=True)]
     steps, epochs, warmup = training_args.max_steps, training_args.num_train_epochs, training_args.warmup_steps
     logger.info(
@@ -228,10 +228,10 @@ def announce(argv: list[str], preset: str, runs: list[Run], training_args: Finet
 
 
 def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: dict[str, Any]) -> FinetuneRecord:
-    """Train and score a run, or read its record where it is finished; `ahead`: the runs that follow, for the ETA."""
+    """Train and score a run, or read a finished run's record; `ahead`: the following runs, for the ETA."""
     args, training_args = filled
     started_s = time.monotonic()
-    # so that the preset repeats this run
+    # the saved preset repeats this run
     resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}
     fingerprint = {**fixed_values(args), **fixed_values(training_args), **job.inputs}
     record = finished(run, fingerprint)
@@ -289,21 +289,21 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
 
 
 def steps_of(training_args: FinetuneTrainingArguments, examples: int, batch_size: int) -> int:
-    """Optimizer steps of a run over so many training examples."""
+    """Optimizer steps of a run on `examples` training examples."""
     if training_args.max_steps > 0:
         return training_args.max_steps
     return math.ceil(training_args.num_train_epochs * max(examples // batch_size, 1))
 
 
 def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dict[str, float], np.ndarray]:
-    """The best epoch's metrics on all validation splits, and its scores of the first; test scores are stored. Raises
-    `InputError` where the stored epoch has another metric than `picked`."""
+    """The best epoch's metrics on all validation splits, and its scores on the first; test scores are stored. Raises
+    `InputError` if the stored weights do not reproduce the metric `picked`."""
     best, folder = trainer.load_best(), trainer.args.output_dir
     metrics = job.measure(job.validation[0], best, best)
     if (found := summaries.comparable(metrics[job.metric])) != summaries.comparable(picked):
         raise InputError(
-            f"{folder}/{BEST_NAME} is not the epoch that this run picked: its {job.metric} is {found}, not {picked}. "
-            f"Move {folder} away to run it again"
+            f"{folder}/{BEST_NAME} is not this run's best epoch: its {job.metric} is {found}, not {picked}. Move "
+            f"{folder} away to run it again"
         )
     for split in job.validation[1:]:
         others = job.measure(split, trainer.scores(job.features[split]), best)
@@ -317,7 +317,7 @@ def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dic
 
 def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
     """Hashes of the tokenizer, the checkpoint, and the data `rows` (as JSON)."""
-    around = dict(tokenizer("a", "b"))  # special tokens around and between two texts, and token types
+    around = dict(tokenizer("a", "b"))  # special tokens and token types of a pair
     of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), tokenization.files_fingerprint(tokenizer), around]
     ids_and_sides = [tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.truncation_side]
     return {
@@ -330,8 +330,8 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
 def finish(
     filled: Arguments, resolved: dict[str, Any], runs: list[Run], records: list[FinetuneRecord], job: Job
 ) -> Summary:
-    """The summary of all runs, also written as `summary.json`; drops weights by `keep`, and writes the best run's
-    answers to the validation examples."""
+    """The summary of all runs, written to `summary.json`; deletes weights by `keep`, and writes the best run's
+    validation predictions."""
     args, training_args = filled
     scores = summaries.summarise(runs, records, job.metric)
     summary: Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
@@ -355,23 +355,22 @@ def is_finished(run: Run) -> bool:
 
 
 def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
-    """The record of a finished run; None for a run to start or to resume. Raises `InputError` where the folder holds a
-    run of other settings."""
+    """The record of a finished run; None for a run to start or resume. Raises `InputError` if the folder has a run with
+    other settings."""
     if not is_finished(run):
         return None
     advice = f"move {run.output_dir} away to run it again"
     record = read_record(run.output_dir / RECORD_NAME, ("metrics", "fingerprint", "shown_args"), advice)
     if changed := durable.differences(record["fingerprint"], fingerprint):
         raise InputError(
-            f"{run.output_dir} holds a run of other settings: {'; '.join(changed.values())}. Name another output_dir, "
+            f"{run.output_dir} has a run with other settings: {'; '.join(changed.values())}. Name another output_dir, "
             "or move this folder away"
         )
     return record
 
 
 def drop_weights(keep: str, runs: list[Run], best: list[str]) -> None:
-    """Delete the weights of runs: all but those in the folders `best`, or all with `keep` "none". Records and scores
-    stay."""
+    """Delete the weights of runs outside the folders `best`, or of all with `keep` "none". Records and scores stay."""
     for run in runs:
         if keep == "none" or (keep == "best" and str(run.output_dir) not in best):
             durable.keep_only(run.output_dir / BEST_NAME, finetune_trainer.SCORES)

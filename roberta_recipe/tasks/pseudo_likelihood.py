@@ -1,9 +1,8 @@
-"""Pseudo-log-likelihoods of sentences under a masked LM (Salazar et al. 2020, arXiv 1910.14659, equation 1): the sum
-over tokens of the log-probability of each token when it alone is masked. In the within-word form (Kauf & Ivanova 2023,
-arXiv 2305.10588), the later tokens of the same word are masked too, so that no word is predicted from its own end.
+"""Pseudo-log-likelihood of sentences under a masked LM (Salazar et al. 2020, arXiv 1910.14659, equation 1): the sum
+over tokens of the log-probability of each token, masked alone. The within-word form (Kauf & Ivanova 2023, arXiv
+2305.10588) also masks the later tokens of the same word, so that no word is predicted from its own end.
 
-Fast and exact: copies of equal length form a batch without padding, equal copies are computed once, and the decoder
-runs on the predicted position alone.
+Batches are copies of equal length without padding; duplicates run once, the decoder at predicted positions only.
 """
 
 import contextlib
@@ -21,26 +20,26 @@ from roberta_recipe.model import log_probabilities, weights
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
 
-_BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # on a CPU, the activations should fit into its cache
-_TOLERANCE = 1e-3  # absolute and relative, between logits of the decoder at one position and of the whole forward
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # a CPU's activations should fit in its cache
+_TOLERANCE = 1e-3  # absolute and relative, between the logits of one position and of the whole forward
 
 Forward = Callable[[torch.Tensor], torch.Tensor]  # input_ids (rows, length) -> logits (rows, length, vocabulary)
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ..., positions (rows,) -> logits (rows, vocabulary)
 
 
 class Sentences(NamedTuple):
-    """Sentences with the same number of tokens."""
+    """Sentences of equal length in tokens."""
 
-    numbers: np.ndarray  # (sentences,): index in the whole list
+    numbers: np.ndarray  # (sentences,): index among all sentences
     ids: np.ndarray  # (sentences, length), with special tokens
-    words: np.ndarray  # (sentences, length): index of each token's word; -1 for special tokens
+    words: np.ndarray  # (sentences, length): word index of each token; -1 for special tokens
 
 
 class Copies(NamedTuple):
-    """Distinct masked copies of sentences of one length, and the items (predictions) that are read from them."""
+    """Distinct masked copies of sentences of equal length, and the predictions (items) at their masks."""
 
     ids: np.ndarray  # (copies, length)
-    positions: np.ndarray  # (copies,): the predicted position, the first that is masked
+    positions: np.ndarray  # (copies,): the predicted position, the first mask
     copy: np.ndarray  # (items,): the copy of each item, ascending
     sentence: np.ndarray  # (items,): index of the sentence
     target: np.ndarray  # (items,): the original token
@@ -52,8 +51,8 @@ def encode(
 ) -> list[Sentences]:
     """`sentences` as single texts, grouped by length in tokens. Raises `InputError`.
 
-    A word is a piece of the tokenizer's own pre-tokenizer, as in Kauf and Ivanova's code, and never spans whitespace:
-    "can't." is can, 't and . for RoBERTa, can, ', t and . for BERT.
+    A word is a piece of the pre-tokenizer without whitespace, as in Kauf and Ivanova's code: "can't." is can, 't and .
+    for RoBERTa, can, ', t and . for BERT.
     """
     log_probabilities.check_tokenizer(tokenizer)
     encoded = tokenizer(list(sentences), return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
@@ -71,10 +70,10 @@ def encode(
 
 
 def _words(sentence: str, word_ids: list[int | None], offsets: list[tuple[int, int]], special: list[int]) -> list[int]:
-    """The index of each token's word, -1 for special tokens."""
+    """The word index of each token, -1 for special tokens."""
     words, previous_id, previous_end = [], None, 0
     for word_id, (start, end), is_special in zip(word_ids, offsets, special, strict=True):
-        # a whitespace token (its offsets are empty) begins a word, which the next token continues
+        # a whitespace token, with empty offsets, begins a word that the next token continues
         after_space = sentence[previous_end:start].isspace() or sentence[start:end][:1].isspace()
         words.append(words[-1] if words and word_id == previous_id and not after_space else len(words))
         previous_id, previous_end = word_id, end
@@ -84,8 +83,8 @@ def _words(sentence: str, word_ids: list[int | None], offsets: list[tuple[int, i
 
 
 def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> Copies:
-    """A copy for each scored token and method; equal copies are merged."""
-    rows, positions, sentences, targets, of_method = [], [], [], [], []
+    """A masked copy per scored token and method, without duplicates."""
+    rows, positions, sentences, targets, method_numbers = [], [], [], [], []
     for position in range(group.ids.shape[1]):
         scored = group.words[:, position] >= 0
         ids, words = group.ids[scored], group.words[scored]
@@ -98,19 +97,19 @@ def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> 
             sentences.append(group.numbers[scored])
             targets.append(ids[:, position])
             positions.append(np.full(len(ids), position))
-            of_method.append(np.full(len(ids), METHODS.index(method)))
+            method_numbers.append(np.full(len(ids), METHODS.index(method)))
     all_rows = np.ascontiguousarray(np.concatenate(rows))
     as_bytes = all_rows.view(np.dtype((np.void, all_rows.itemsize * all_rows.shape[1])))[:, 0]
     _, first, copy = np.unique(as_bytes, return_index=True, return_inverse=True)
     order = np.argsort(copy, kind="stable")
-    items = (np.concatenate(column)[order] for column in (sentences, targets, of_method))
+    items = (np.concatenate(column)[order] for column in (sentences, targets, method_numbers))
     return Copies(all_rows[first], np.concatenate(positions)[first], copy[order], *items)
 
 
 @contextlib.contextmanager
 def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterator[Logits]:
-    """A function that gives the logits at one position of each row. While the context is open, `decoder` gets the
-    hidden states of these positions alone; None: the whole forward."""
+    """A function that returns the logits at one position of each row. In this context, `decoder` runs on the hidden
+    states of these positions only; None: on all."""
     wanted: list[torch.Tensor] = []
 
     def pick(_: torch.nn.Module, args: tuple) -> tuple:
@@ -119,8 +118,10 @@ def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterat
 
     def logits(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         wanted[:] = [positions]
-        found = forward(input_ids)  # (rows, 1 or length, vocabulary)
-        return found[:, 0] if decoder is not None else found[torch.arange(len(found), device=found.device), positions]
+        output = forward(input_ids)  # (rows, 1 or length, vocabulary)
+        return (
+            output[:, 0] if decoder is not None else output[torch.arange(len(output), device=output.device), positions]
+        )
 
     handle = decoder.register_forward_pre_hook(pick) if decoder is not None else None
     try:
@@ -130,9 +131,9 @@ def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterat
             handle.remove()
 
 
-def decoder_of(model: PreTrainedModel, forward: Forward, probe: Copies) -> torch.nn.Module | None:
-    """The output embedding, where it can run on one position alone: None for a family where the logits of `probe` then
-    differ from those of the whole forward."""
+def sparse_decoder(model: PreTrainedModel, forward: Forward, probe: Copies) -> torch.nn.Module | None:
+    """The output embedding, if it can run on one position only; None if the logits of `probe` then differ from those
+    of the whole forward, as in some model families."""
     ids, positions = _on_device(model, probe.ids, probe.positions)
     with at_one_position(None, forward) as logits:
         whole = logits(ids, positions)
@@ -148,7 +149,7 @@ def _on_device(model: PreTrainedModel, *arrays: np.ndarray) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def score(
+def log_likelihoods(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sentences: Sequence[str],
@@ -161,17 +162,16 @@ def score(
     bf16: bool = False,
     disable_bar: bool | None = None,
 ) -> np.ndarray:
-    """(len(METHODS), sentences): the scores in nats, float64; zeros for a method that is not in `methods`.
+    """(len(METHODS), sentences) pseudo-log-likelihoods in nats, float64; zeros for methods not in `methods`.
 
-    `model` is in evaluation mode; `call` replaces its forward. With `bf16`, matrix products are in it, and scores move
-    by hundredths of a nat; the softmax is in fp32 always. Of several `processes`, each computes its share of the
-    batches, and the result is their sum; with `in_step` all make equally many forwards, which ZeRO 3 needs. Raises
-    `InputError`.
+    `model` is in evaluation mode; `call` replaces its forward. `bf16` matrix products move scores by hundredths of a
+    nat; the softmax is in fp32. Each of several `processes` computes a share of the batches, and their results are to
+    be summed; `in_step`: all run equally many forwards, for ZeRO 3. Raises `InputError`.
     """
     groups = encode(tokenizer, sentences, weights.max_positions(model.config))
     call = call or (lambda input_ids: model(input_ids=input_ids).logits)
     few = Sentences(*(column[:2] for column in groups[-1]))
-    decoder = decoder_of(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))
+    decoder = sparse_decoder(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))
     batch_tokens = _BATCH_TOKENS.get(model.device.type, _BATCH_TOKENS["cuda"])
     totals = np.zeros((len(METHODS), len(sentences)))
     tokens = sum(int((group.words >= 0).sum()) * group.ids.shape[1] for group in groups) * len(methods)
@@ -190,18 +190,18 @@ def score(
 def _batches(
     groups: Sequence[Sentences], mask_id: int, methods: Sequence[Method], batch_tokens: int
 ) -> Iterator[Copies]:
-    """The masked copies of all groups, about `batch_tokens` tokens at a time."""
+    """The masked copies of all groups in batches of about `batch_tokens` tokens."""
     for group in groups:
         copies = masked_copies(group, mask_id, methods)
         rows = max(1, batch_tokens // copies.ids.shape[1])
         for first in range(0, len(copies.ids), rows):
             which, items = slice(first, first + rows), slice(*np.searchsorted(copies.copy, (first, first + rows)))
-            of_items = (column[items] for column in (copies.sentence, copies.target, copies.method))
-            yield Copies(copies.ids[which], copies.positions[which], copies.copy[items] - first, *of_items)
+            columns = (column[items] for column in (copies.sentence, copies.target, copies.method))
+            yield Copies(copies.ids[which], copies.positions[which], copies.copy[items] - first, *columns)
 
 
 def _log_probs(model: PreTrainedModel, logits: Logits, batch: Copies) -> np.ndarray:
-    """(items,): the log-probability of each item's target, in nats."""
+    """(items,) log-probability of each target, in nats."""
     ids, positions, rows, targets = _on_device(model, batch.ids, batch.positions, batch.copy, batch.target)
-    found = logits(ids, positions).float()  # (copies, vocabulary)
-    return (found[rows, targets] - torch.logsumexp(found, dim=-1)[rows]).double().cpu().numpy()
+    predicted = logits(ids, positions).float()  # (copies, vocabulary)
+    return (predicted[rows, targets] - torch.logsumexp(predicted, dim=-1)[rows]).double().cpu().numpy()

@@ -1,10 +1,8 @@
-"""QNLI as pairwise ranking (paper, section 5.1, task-specific modifications: QNLI): a score for each (question,
-sentence) pair, and the cross-entropy of the positive pair among the pairs of its question (MT-DNN, Liu et al. 2019b,
-arXiv 1901.11504, section 3).
+"""QNLI as pairwise ranking (paper, section 5.1, task-specific modifications: QNLI): one score per (question, sentence)
+pair, and cross-entropy of the positive pair among its question's pairs (MT-DNN, arXiv 1901.11504, section 3).
 
-Unlike the paper's, whose candidates "are mined from the training set" in a way that neither it nor fairseq's code
-describes, a question's candidates are its pairs in its own split. A question with a single pair is classified by a
-threshold tuned on validation.
+The paper's candidates "are mined from the training set", without details in the paper or in fairseq's code; here they
+are the question's pairs in its own split. A question's only pair is classified by a threshold tuned on validation.
 """
 
 from collections import Counter
@@ -21,11 +19,8 @@ NEGATIVE = 1
 def group_features(
     features: list[dict[str, Any]], questions: list[str], labels: list[int]
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Training groups, each a positive pair with all negative pairs of its question; and counts of the questions
-    without a positive or without a negative pair.
-
-    A group is `{"pairs": features, the positive pair first, "input_ids": of the longest pair, "labels": 0}`.
-    """
+    """Training groups, a positive pair with all negative pairs of its question, and counts of questions that lack
+    either. A group has `pairs` (the positive one first), `input_ids` (of the longest pair) and `labels` (0)."""
     by_question: dict[str, tuple[list[dict], list[dict]]] = {}
     for feature, question, label in zip(features, questions, labels, strict=True):
         by_question.setdefault(question, ([], []))[label].append(feature)
@@ -42,7 +37,7 @@ def group_features(
 
 
 class RankingCollator(DataCollatorWithPadding):
-    """Groups as the rows of their pairs, `labels` and `group_sizes` (groups,); single pairs as they are."""
+    """Collates groups into the rows of their pairs, `labels` and `group_sizes` (groups,); single pairs unchanged."""
 
     def __call__(self, features):
         if "pairs" not in features[0]:
@@ -55,7 +50,7 @@ class RankingCollator(DataCollatorWithPadding):
 
 
 def ranking_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over groups of the cross-entropy of their positive pair in nats, scores (pairs,)); 0 for single pairs."""
+    """(sum over groups of the positive pair's cross-entropy in nats, 0 for single pairs; scores (pairs,))."""
     labels, sizes = batch.pop("labels"), batch.pop("group_sizes", None)
     scores = model(**batch).logits.squeeze(-1)
     if sizes is None:
@@ -65,8 +60,8 @@ def ranking_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
 
 
 def rank(scores: np.ndarray, questions: list[str], threshold: float) -> np.ndarray:
-    """(pairs,) classes: the pair with the highest score of each question is positive; a question's only pair, where its
-    score is above `threshold`."""
+    """(pairs,) classes: each question's pair with the highest score is positive; an only pair, if its score is above
+    `threshold`."""
     best: dict[str, int] = {}
     counts = Counter(questions)
     for number, question in enumerate(questions):
@@ -80,7 +75,7 @@ def rank(scores: np.ndarray, questions: list[str], threshold: float) -> np.ndarr
 
 
 def threshold_for_singles(scores: np.ndarray, questions: list[str], labels: list[int]) -> float:
-    """The threshold with the highest accuracy on pairs that are their question's only pair; the lowest of equals."""
+    """The lowest threshold with the highest accuracy on the pairs of questions with a single pair."""
     counts = Counter(questions)
     single = np.array([counts[question] == 1 for question in questions])
     values, positive = scores[single], np.array(labels)[single] == POSITIVE

@@ -1,7 +1,7 @@
-"""RACE (paper, section 5.3): passages with four-option questions; each option and the passage form a sequence.
+"""RACE features (paper, section 5.3): multiple choice over exam passages; each of the four options and the passage form
+a sequence.
 
-The official layout: train|dev|test / middle|high / *.txt, a JSON object in each file (Lai et al. 2017, arXiv
-1704.04683).
+Official files: (train|dev|test)/(middle|high)/*.txt, a JSON object each (Lai et al. 2017, arXiv 1704.04683).
 """
 
 import math
@@ -22,20 +22,20 @@ from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.training.finetune_trainer import padded_to
 
-# RoBERTa-large in the paper's Table 7: accuracy on the test set, x 100; there is no figure for a base model.
+# RoBERTa-large, test accuracy x 100 (Table 7); the paper has no base model here.
 PAPER = {"accuracy": 83.2, "middle": 86.5, "high": 81.3}
 HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
 FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 LETTERS = "ABCD"
-_TOGETHER = 1000  # texts tokenized in one call
+_ENCODED_AT_ONCE = 1000  # texts per tokenizer call
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question; `answer` is the number of the right option."""
+class RaceExample:
+    """A question with its article and options; `answer` is the index of the right option."""
 
-    id: str  # file, and number in the file
+    id: str  # file and question number
     level: str
     article: str
     question: str
@@ -43,23 +43,23 @@ class Question:
     answer: int
 
     def with_option(self, option: str) -> str:
-        """Question and option as one text: the option fills the blank, or follows a question without a blank (fairseq's
-        preprocess_RACE.py, which fills each `_`; here a run of `_` is one blank)."""
+        """Question and option as one text: the option fills the blank or, without a blank, follows the question.
+        fairseq's preprocess_RACE.py fills each `_`; here a run of `_` is one blank."""
         filled, blanks = re.subn("_+", lambda _: option, self.question)
         return fold(filled if blanks else f"{self.question} {option}")
 
 
 def fold(text: str) -> str:
-    """Every run of whitespace as one space."""
+    """`text` with each run of whitespace as one space."""
     return " ".join(text.split())
 
 
 def read_folder(
     data_dir: Path, split: str, levels: tuple[str, ...], left_out: list[str] | None = None
-) -> list[Question]:
-    """The questions of "train", "validation" or "test", by level and number of the file. Passages without questions
-    (two of the official train/high) are added to `left_out`. Raises `InputError` that names file and question."""
-    questions: list[Question] = []
+) -> list[RaceExample]:
+    """The questions of "train", "validation" or "test", by level and file number. Passages without questions (two in
+    the official train/high) are added to `left_out`. Raises `InputError` with the file and the question."""
+    questions: list[RaceExample] = []
     for level in levels:
         folder = data_dir / FOLDERS[split] / level
         paths = [path for path in folder.glob("*.txt") if not path.name.startswith(".")]
@@ -69,26 +69,26 @@ def read_folder(
                 "for a single level, --level middle or high"
             )
         for path in sorted(paths, key=lambda path: (len(path.stem), path.stem)):
-            of_file = _questions_of(path, level)
-            questions += of_file
-            if left_out is not None and not of_file:
+            passage = _read_passage(path, level)
+            questions += passage
+            if left_out is not None and not passage:
                 left_out.append(f"{level}/{path.name}")
     return questions
 
 
-def _questions_of(path: Path, level: str) -> list[Question]:
-    """The questions of a passage; none where its lists are empty. Raises `InputError`."""
+def _read_passage(path: Path, level: str) -> list[RaceExample]:
+    """The questions of a passage; some have none. Raises `InputError`."""
     row = read_input_json(path)
     with parsing(path, "a passage of RACE (article, questions, options, answers)"):
-        article = fold(row["article"])  # here, so that all its questions share one string
+        article = fold(row["article"])  # one string for all questions
         columns = zip(row["questions"], row["options"], row["answers"], strict=True)
         return [
-            checked(f"{level}/{path.name}, question {number}", str(path), level, article, *entry)
+            checked_example(f"{level}/{path.name}, question {number}", str(path), level, article, *entry)
             for number, entry in enumerate(columns, 1)
         ]
 
 
-def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
+def read_hub(split: str, levels: tuple[str, ...]) -> list[RaceExample]:
     """The questions of "train", "validation" or "test" from the Hub."""
     questions, folded = [], {}
     for level in levels:
@@ -96,24 +96,25 @@ def read_hub(split: str, levels: tuple[str, ...]) -> list[Question]:
         for number, row in enumerate(load_from_hub(HUB_DATASET, level, split=split, instead=instead)):
             article = folded.setdefault(row["article"], fold(row["article"]))
             entry = row["question"], row["options"], row["answer"]
-            questions.append(checked(f"{row['example_id']}, row {number}", HUB_DATASET, level, article, *entry))
+            questions.append(checked_example(f"{row['example_id']}, row {number}", HUB_DATASET, level, article, *entry))
     return questions
 
 
-def checked(name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str) -> Question:
-    """One question about a folded article. Raises `InputError` unless it has texts, four options and a letter as its
-    answer."""
+def checked_example(
+    name: str, where: str, level: str, article: str, text: str, options: list[str], answer: str
+) -> RaceExample:
+    """A question about a folded article. Raises `InputError` unless it has texts, four options and an answer letter."""
     texts = (article, text, *options) if isinstance(options, list) else ()
     if len(texts) != 2 + len(LETTERS) or not article or not all(map(is_text, texts)) or answer not in tuple(LETTERS):
         raise InputError(
-            f"{where}: {name}: an article, a question, {len(LETTERS)} options (all Unicode texts) and one of "
-            f"{', '.join(LETTERS)} are needed, not options {options!r} and answer {answer!r}"
+            f"{where}: {name}: needs an article, a question, {len(LETTERS)} options (Unicode texts) and an answer, one "
+            f"of {', '.join(LETTERS)}; has options {options!r} and answer {answer!r}"
         )
-    return Question(name, level, article, text, tuple(options), LETTERS.index(answer))
+    return RaceExample(name, level, article, text, tuple(options), LETTERS.index(answer))
 
 
 def dataset_card(level: str, without_article: bool) -> DatasetCard:
-    """The model card's entry for the data: RACE's where the model sees both levels and the articles."""
+    """The model card's dataset entry; it is RACE only with both levels and the articles."""
     changes = ["without_article"] * without_article + [f"level {level}"] * (level != "all")
     metrics = ("accuracy", *(LEVELS if level == "all" else (level,)))
     return {
@@ -129,26 +130,26 @@ def dataset_card(level: str, without_article: bool) -> DatasetCard:
 
 @dataclass
 class Features:
-    """Model inputs by question, and counts of truncated texts."""
+    """Features by question, and counts of truncated texts."""
 
     rows: list[dict[str, Any]]  # for `RaceCollator`
-    articles_cut: np.ndarray  # (questions,) whether the article is truncated in any of the four sequences
-    options_cut: np.ndarray  # (questions,) how many of the four question-with-option texts are truncated
+    articles_cut: np.ndarray  # (questions,) whether the article is truncated in one of the four sequences
+    options_cut: np.ndarray  # (questions,) number of truncated question-with-option texts
 
 
 def features(
-    questions: list[Question],
+    questions: list[RaceExample],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     max_option_length: int,
     without_article: bool = False,
 ) -> Features:
-    """`<s> question option </s></s> article </s>` for each option: question and option are truncated to
-    `max_option_length` tokens, the article so that the sequence has `max_seq_length`. (fairseq counts `<s>` and `</s>`
-    among the 128, and loses the last `</s>` of a long sequence.)
+    """`<s> question option </s></s> article </s>` per option: question and option are truncated to `max_option_length`
+    tokens, the article to what is left of `max_seq_length`. (fairseq counts `<s>` and `</s>` in the 128, and drops the
+    last `</s>` of a long sequence.)
 
-    A row has token ids without special tokens, int32: `options` (four), `article`; `labels`, and `length` of the
-    longest sequence. Articles are stored once for all their questions.
+    A row has `options` (four) and `article`, int32 ids without special tokens, `labels`, and `length`, of the longest
+    sequence. The questions of an article share its array.
     """
     articles = list(dict.fromkeys(question.article for question in questions))
     ids = dict(zip(articles, _encode(articles, tokenizer, "articles"), strict=True))
@@ -171,13 +172,13 @@ def features(
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, what: str) -> Iterator[np.ndarray]:
     encode = tokenization.corpus_encoder(tokenizer)
-    for first in Bar(range(0, len(texts), _TOGETHER), f"Tokenizing {what}", leave=False):
-        yield from (np.array(ids, dtype=np.int32) for ids in encode(texts[first : first + _TOGETHER]))
+    for first in Bar(range(0, len(texts), _ENCODED_AT_ONCE), f"Tokenizing {what}", leave=False):
+        yield from (np.array(ids, dtype=np.int32) for ids in encode(texts[first : first + _ENCODED_AT_ONCE]))
 
 
 class RaceCollator:
-    """Rows of `features` as `input_ids`, `attention_mask` (and `token_type_ids` where the model has them), each (batch,
-    options, longest sequence of the batch, with `padded_to`), and `labels` (batch,)."""
+    """Collates rows of `features` into `input_ids`, `attention_mask` and, if the model has them, `token_type_ids`
+    (batch, options, longest sequence, rounded up by `padded_to`), and `labels` (batch,)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
         self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
@@ -208,8 +209,8 @@ class RaceCollator:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[int]]:
-    """The special tokens before, between and after the two texts of a pair; and the token types of the first text, of
-    the tokens between, and of the second text."""
+    """The special tokens before, between and after the texts of a pair; the token types of the first text, of the
+    tokens between, and of the second text."""
     pair = tokenizer("a", "b", return_token_type_ids=True)
     texts = pair.sequence_ids(0)  # by token: 0, 1, or None at special tokens
     first, second = texts.index(0), texts.index(1)

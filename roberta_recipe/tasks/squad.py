@@ -1,6 +1,5 @@
-"""SQuAD (paper, section 5.2): windows of long contexts with exact labels, and answer spans from logits.
-
-A position in a context counts the characters of a Python string.
+"""SQuAD features and predictions (paper, section 5.2): overlapping windows of a context with start and end labels, and
+the n best answer spans from start and end logits. Positions in a context are characters of a Python string.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import load_from_hub
 from roberta_recipe.log import Bar
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.tasks.squad_files import Question, checked, question_of
+from roberta_recipe.tasks.squad_files import SquadExample, check_questions, parse_question
 from roberta_recipe.training.finetune_trainer import compact
 
 # RoBERTa-large in the paper's Table 6: validation, x 100; there is no figure for a base model of the full recipe.
@@ -27,29 +26,27 @@ _PUBLISHED = {
     "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1"),
 }
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
-_TOGETHER = 1000  # questions tokenized in one call
+_ENCODED_AT_ONCE = 1000  # questions tokenized in one call
 
 
 @dataclass
 class Windows:
-    """Model inputs of the questions, in their order; a long context has several windows."""
+    """Features in the order of the questions; a long context has several windows."""
 
-    features: list[dict[str, Any]]  # labels: 1 where the window has the answer, at start_positions to end_positions
-    question: np.ndarray  # (windows,) number of the question
-    offsets: list[np.ndarray]  # of each window: (tokens, 2) first character, last character + 1; -1 outside of context
-    questions_cut: int  # longer than `max_query_length`
+    features: list[dict[str, Any]]  # labels: 1 if the window contains the answer, from start_positions to end_positions
+    question_index: np.ndarray  # (windows,)
+    offsets: list[np.ndarray]  # per window (tokens, 2): first character, last character + 1; -1 outside of the context
+    questions_cut: int  # questions longer than `max_query_length`
 
 
-# for the card of a model with the answerability classifier
-_LOADING_NOTE = (
+_LOADING_NOTE = (  # model card, with the answerability classifier
     "A separate classifier says whether a question has an answer, in `answerability.safetensors` (dense, tanh, one "
     "logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
 )
 
 
 def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -> DatasetCard:
-    """The model card's entry of version "1.1" or "2.0"; `own_files`: not the dataset on the Hub; `with_classifier`: the
-    model has the answerability classifier beside it."""
+    """The model card's dataset entry of version "1.1" or "2.0"; `own_files`: other data than the Hub's."""
     card: DatasetCard = {
         "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
         "hub_id": None if own_files else HUB_DATASETS[version == "2.0"],
@@ -62,34 +59,38 @@ def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -
     return {**card, "loading_note": _LOADING_NOTE} if with_classifier else card
 
 
-def read_hub(split: str, version_2: bool) -> list[Question]:
-    """The questions of a split ("train", "validation") from the Hub."""
+def read_hub(split: str, version_2: bool) -> list[SquadExample]:
+    """The questions of "train" or "validation" from the Hub."""
     name = HUB_DATASETS[version_2]
     instead = "the folder of the official JSON files with --data_dir, or --train_file and --validation_file"
     rows = load_from_hub(name, split=split, instead=instead)
-    questions = [question_of(name, row["context"], row) for row in rows]
-    return checked(questions, f"{name} ({split})", version_2)
+    questions = [parse_question(name, row["context"], row) for row in rows]
+    return check_questions(questions, f"{name} ({split})", version_2)
 
 
-def windows(
-    questions: list[Question],
+def make_windows(
+    questions: list[SquadExample],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     doc_stride: int,
     max_query_length: int,
     passage_first: bool = False,
 ) -> Windows:
-    """Every question with its context, in as many windows of `max_seq_length` tokens as the context needs. Neighbours
-    share `doc_stride` tokens (as in run_qa.py; in BERT's run_squad.py, doc_stride is the step to the next window).
+    """Each question with its context, in windows of `max_seq_length` tokens. Neighbouring windows share `doc_stride`
+    tokens (as in run_qa.py; in BERT's run_squad.py, doc_stride is the step to the next window).
 
-    The labels of a window that has all of the first answer are the tokens that cover it, else 0, the first token.
-    Questions of more than `max_query_length` tokens are cut at the end, and counted.
+    A window that contains the whole first answer is labelled with the tokens that cover it, other windows with 0, the
+    first token. Questions are truncated to `max_query_length` tokens.
     """
-    encode = _with_whole_offsets(tokenizer)
+    encode = tokenization.text_tokenizer(tokenizer)
+    # untrimmed offsets (`_trim_offsets` trims them): byte-level trimming mistakes a first character for the space
+    # of `add_prefix_space`
+    backend = encode.backend_tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+    encode._tokenizer = Tokenizer.from_str(backend)
     features, numbers, all_offsets, cut = [], [], [], 0
-    for first in Bar(range(0, len(questions), _TOGETHER), "Making windows", leave=False):
-        some = questions[first : first + _TOGETHER]
-        asked, shortened = _shorten([question.question for question in some], encode, max_query_length)
+    for first in Bar(range(0, len(questions), _ENCODED_AT_ONCE), "Making windows", leave=False):
+        some = questions[first : first + _ENCODED_AT_ONCE]
+        asked, shortened = _truncate_questions([question.question for question in some], encode, max_query_length)
         cut += shortened
         texts = [asked, [question.context for question in some]]
         encoded = encode(
@@ -102,17 +103,17 @@ def windows(
         )
         if passage_first and encoded.sequence_ids(0)[0] is not None:
             raise InputError(
-                f"passage_first=true: the tokenizer {tokenizer.name_or_path!r} puts no special token, which stands for "
-                "no answer, before a pair; --passage_first false"
+                f"passage_first=true needs a special token before the pair, the label of windows without answer; the "
+                f"tokenizer {tokenizer.name_or_path!r} adds none: --passage_first false"
             )
         context = edges = None
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
             if question.context is not context:  # the questions of a paragraph are neighbours
-                context, edges = question.context, _words_of(question.context)
+                context, edges = question.context, _text_edges(question.context)
             inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
             offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
-            offsets = _trimmed(offsets, inside, *edges)
+            offsets = _trim_offsets(offsets, inside, *edges)
             span = locate(offsets, *question.answers[0]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
@@ -122,31 +123,21 @@ def windows(
     return Windows(features, np.array(numbers, dtype=np.int32), all_offsets, cut)
 
 
-def _with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """`text_tokenizer` with `trim_offsets` off (`_trimmed` removes a token's space instead): byte-level trimming takes
-    a word's first character for the space of `add_prefix_space`."""
-    encode = tokenization.text_tokenizer(tokenizer)
-    backend = encode.backend_tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
-    encode._tokenizer = Tokenizer.from_str(backend)
-    return encode
-
-
-def _shorten(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
-    """The texts cut to `at_most` tokens, and how many were longer."""
+def _truncate_questions(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
+    """(texts of at most `at_most` tokens, number of truncated texts)."""
     plain = {"add_special_tokens": False, "return_offsets_mapping": True}
     short, cut = list(texts), 0
     for number, offsets in enumerate(tokenizer(texts, **plain)["offset_mapping"]):
         cut += len(offsets) > at_most
         room = at_most
-        while len(offsets) > at_most:  # a character of several tokens is dropped whole; then the tokens may differ
+        while len(offsets) > at_most:  # a character of several tokens is dropped whole, and a prefix may encode longer
             short[number] = texts[number][: min(offsets[room - 1][1], offsets[room][0])]
             room, offsets = room - 1, tokenizer(short[number], **plain)["offset_mapping"]
     return short, cut
 
 
-def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two arrays (characters + 1,): the first non-space character from each position on, and the end of the last one
-    before it."""
+def _text_edges(context: str) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays (characters + 1,) by position: the next non-space character, and the end of the previous one."""
     solid = np.array([not character.isspace() for character in context])
     positions = np.arange(len(context) + 1)
     forward = np.where(np.append(solid, True), positions, len(context))
@@ -154,15 +145,15 @@ def _words_of(context: str) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum.accumulate(forward[::-1])[::-1], np.maximum.accumulate(backward)
 
 
-def _trimmed(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Offsets without spaces (a byte-level token begins with its space); -1 for tokens without text of the context."""
+def _trim_offsets(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Offsets without leading and trailing spaces; -1 for tokens without text of the context."""
     offsets = np.stack([forward[offsets[:, 0] * inside], backward[offsets[:, 1] * inside]], axis=1).astype(np.int32)
     offsets[~inside | (offsets[:, 0] >= offsets[:, 1])] = -1
     return offsets
 
 
 def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None:
-    """First and last of the fewest tokens that cover an answer; None where the window does not have all of it."""
+    """First and last token of the shortest run that covers an answer; None if the window does not contain all of it."""
     start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(tokens):  # nothing but spaces
@@ -175,114 +166,110 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
     return int(tokens[first]), int(tokens[last])
 
 
-def decoded_labels(questions: list[Question], made: Windows) -> dict[str, Any]:
-    """The first answers decoded from their labels: the number that are verbatim, the others with their text, and the
-    number that no window contains."""
-    back: dict[int, str] = {}
-    for number, feature, offsets in zip(made.question, made.features, made.offsets, strict=True):
+def decode_labels(questions: list[SquadExample], windows: Windows) -> dict[str, Any]:
+    """Check of the labels, decoded back into text: counts of first answers, of verbatim ones, and of those that no
+    window contains; `others` are (id, answer, decoded text) that differ."""
+    decoded: dict[int, str] = {}
+    for number, feature, offsets in zip(windows.question_index, windows.features, windows.offsets, strict=True):
         if feature["labels"]:
             start, end = offsets[feature["start_positions"], 0], offsets[feature["end_positions"], 1]
-            back[number] = questions[number].context[start:end]
+            decoded[number] = questions[number].context[start:end]
     first = {number: question.answers[0][0] for number, question in enumerate(questions) if question.answers}
-    others = [(questions[number].id, first[number], text) for number, text in back.items() if text != first[number]]
-    return {
-        "answers": len(first),
-        "verbatim": len(back) - len(others),
-        "in_no_window": len(first) - len(back),
-        "others": others,
-    }
+    others = [(questions[number].id, first[number], text) for number, text in decoded.items() if text != first[number]]
+    counts = {"answers": len(first), "verbatim": len(decoded) - len(others), "in_no_window": len(first) - len(decoded)}
+    return counts | {"others": others}
 
 
 @dataclass
 class Spans:
-    """The best spans of a question, best first; arrays are (spans,)."""
+    """The n best spans of a question, best first; arrays are (spans,)."""
 
     score: np.ndarray  # start logit + end logit
     start_logit: np.ndarray
     end_logit: np.ndarray
     texts: list[str]
-    no_answer: float | None = None  # 2.0: the probability that the question has none
+    no_answer: float | None = None  # 2.0: probability that the question is unanswerable
 
     def answer(self, threshold: float | None) -> str:
-        """The best span's text; empty where the probability of no answer is above `threshold`."""
-        withheld = threshold is not None and self.no_answer > threshold
-        return self.texts[0] if self.texts and not withheld else ""
+        """The best span's text; empty if `no_answer` is above `threshold`."""
+        unanswerable = threshold is not None and self.no_answer > threshold
+        return self.texts[0] if self.texts and not unanswerable else ""
 
 
 def best_spans(
-    questions: list[Question],
-    made: Windows,
+    questions: list[SquadExample],
+    windows: Windows,
     scores: np.ndarray,
     n_best_size: int,
     max_answer_length: int,
     version_2: bool = False,
 ) -> list[Spans]:
-    """For each question, its best spans over all windows, of at most `max_answer_length` tokens; a span that overlaps
-    a better span is left out. `scores`: (windows, tokens, 2 or 3), start logit, end logit, the classifier's logit.
+    """The n best spans of each question over its windows, of at most `max_answer_length` tokens, without overlaps.
+    `scores`: (windows, tokens, 2 or 3), start logit, end logit, the classifier's logit.
 
-    The probability of no answer (2.0) is the classifier's, where a question is as answerable as its most answerable
-    window. Without a classifier it compares the null span, both logits of the first token and the lowest over windows,
-    with the best other span (BERT, arXiv 1810.04805, section 4.3, and its run_squad.py).
+    `no_answer` (2.0) comes from the classifier's highest logit over windows. Without a classifier it is the null span's
+    score (both logits of the first token, lowest over windows) minus the best span's (BERT, arXiv 1810.04805, section
+    4.3, and its run_squad.py).
     """
-    windows_of: list[list[int]] = [[] for _ in questions]
-    for window, number in enumerate(made.question):
-        windows_of[number].append(window)
+    window_numbers: list[list[int]] = [[] for _ in questions]
+    for window, number in enumerate(windows.question_index):
+        window_numbers[number].append(window)
     best = [
-        _best_of_question(made, scores, windows, question.context, n_best_size, max_answer_length)
-        for question, windows in zip(questions, windows_of, strict=True)
+        _question_spans(windows, scores, numbers, question.context, n_best_size, max_answer_length)
+        for question, numbers in zip(questions, window_numbers, strict=True)
     ]
     if version_2:
-        for spans, logit in zip(best, _no_answer_logits(made, scores, best), strict=True):
+        for spans, logit in zip(best, _no_answer_logits(windows, scores, best), strict=True):
             spans.no_answer = float(1 / (1 + np.exp(-np.clip(logit, -700, 700))))
     return best
 
 
-def _no_answer_logits(made: Windows, scores: np.ndarray, best: list[Spans]) -> np.ndarray:
-    """(questions,) log odds that the question has no answer."""
+def _no_answer_logits(windows: Windows, scores: np.ndarray, best: list[Spans]) -> np.ndarray:
+    """(questions,) log odds that a question is unanswerable."""
     if scores.shape[-1] == 3:
         answerable = np.full(len(best), -np.inf)
-        np.maximum.at(answerable, made.question, scores[:, 0, 2].astype(float))
-        return np.nan_to_num(-answerable, nan=np.inf)  # a broken model has no answers
+        np.maximum.at(answerable, windows.question_index, scores[:, 0, 2].astype(float))
+        return np.nan_to_num(-answerable, nan=np.inf)  # NaN logits: no answer
     null = np.full(len(best), np.inf)
-    np.minimum.at(null, made.question, scores[:, 0, 0].astype(float) + scores[:, 0, 1])
+    np.minimum.at(null, windows.question_index, scores[:, 0, 0].astype(float) + scores[:, 0, 1])
     best_scores = np.array([spans.score[0] if spans.texts else -np.inf for spans in best])
     return np.nan_to_num(null - best_scores, nan=np.inf)
 
 
-def _best_of_question(
-    made: Windows, scores: np.ndarray, windows: list[int], context: str, n_best_size: int, max_answer_length: int
+def _question_spans(
+    windows: Windows, scores: np.ndarray, numbers: list[int], context: str, n_best_size: int, max_answer_length: int
 ) -> Spans:
-    """The best spans over the question's `windows`, greedily: each leaves out all that overlap it in the context."""
-    inside = [np.flatnonzero(made.offsets[window][:, 0] >= 0) for window in windows]
+    """The n best spans over the windows `numbers` of a question, picked greedily; each excludes those it overlaps."""
+    inside = [np.flatnonzero(windows.offsets[number][:, 0] >= 0) for number in numbers]
     if not any(map(len, inside)):  # the tokenizer drops all characters of the context
         return Spans(*np.zeros((3, 0)), [])
-    starts, ends = np.concatenate([made.offsets[w][tokens] for w, tokens in zip(windows, inside, strict=True)]).T
-    logits = np.concatenate([scores[w][tokens, :2] for w, tokens in zip(windows, inside, strict=True)])
-    window = np.repeat(np.arange(len(windows)), [len(tokens) for tokens in inside])
+    starts, ends = np.concatenate([windows.offsets[n][tokens] for n, tokens in zip(numbers, inside, strict=True)]).T
+    logits = np.concatenate([scores[n][tokens, :2] for n, tokens in zip(numbers, inside, strict=True)])
+    window = np.repeat(np.arange(len(numbers)), [len(tokens) for tokens in inside])
     longer = max_answer_length - 1
 
-    def following(values: np.ndarray, behind: float) -> np.ndarray:
-        """(tokens, max_answer_length): the values of each token and of the tokens that follow."""
-        return sliding_window_view(np.append(values, np.full(longer, behind, values.dtype)), max_answer_length)
+    def following(values: np.ndarray, padding: float) -> np.ndarray:
+        """(tokens, max_answer_length): the values from each token on."""
+        return sliding_window_view(np.append(values, np.full(longer, padding, values.dtype)), max_answer_length)
 
     last, same_window = following(ends, 0), following(window, -1) == window[:, None]
-    with np.errstate(invalid="ignore"):  # a broken model gives infinite logits of both signs
+    with np.errstate(invalid="ignore"):  # inf - inf of a diverged model
         total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
     total[~np.isfinite(total)] = -np.inf
-    kept = []
-    while len(kept) < n_best_size and total.size:
+    picked = []
+    while len(picked) < n_best_size and total.size:
         first, more = divmod(int(total.argmax()), max_answer_length)
         if total[first, more] == -np.inf:
             break
-        kept.append((total[first, more], logits[first, 0], logits[first + more, 1], starts[first], last[first, more]))
-        total[(starts < kept[-1][4])[:, None] & (last > kept[-1][3])] = -np.inf
-    score, start_logit, end_logit, start, end = np.array(kept, dtype=float).reshape(-1, 5).T
+        picked.append((total[first, more], logits[first, 0], logits[first + more, 1], starts[first], last[first, more]))
+        total[(starts < picked[-1][4])[:, None] & (last > picked[-1][3])] = -np.inf
+    score, start_logit, end_logit, start, end = np.array(picked, dtype=float).reshape(-1, 5).T
     texts = [context[int(a) : int(b)] for a, b in zip(start, end, strict=True)]
     return Spans(score, start_logit, end_logit, texts)
 
 
 def n_best(spans: Spans) -> list[dict[str, Any]]:
-    """A question's entry of nbest_predictions.json: probabilities over the spans, and of the empty text (2.0)."""
+    """A question's entry in nbest_predictions.json: the spans and, for 2.0, the empty text, by probability."""
     shares = np.exp(spans.score - spans.score.max(initial=-np.inf))
     shares = shares / shares.sum() * (1 - (spans.no_answer or 0))
     entries = [

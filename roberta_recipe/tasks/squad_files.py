@@ -1,7 +1,6 @@
-"""SQuAD's files: questions with their answers, and predictions to score.
+"""Readers of SQuAD's JSON files: questions with their answers, and predictions.
 
-Imports no training library, so that `tools/squad_score.py` starts at once. A position in a context counts the
-characters of a Python string.
+No torch or transformers, so that `tools/squad_score.py` starts at once.
 """
 
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from roberta_recipe.input_files import is_text, parse_json, parsing, read_input_
 
 
 @dataclass(frozen=True)
-class Question:
-    """`answers` are (text, first character in the context); an unanswerable question has none."""
+class SquadExample:
+    """A question with its context; `answers` are (text, answer_start), empty for an unanswerable question."""
 
     id: str
     question: str
@@ -24,24 +23,24 @@ class Question:
 
     @property
     def misplaced(self) -> bool:
-        """Whether the text of an answer is not at its first character."""
+        """Whether the context differs from an answer's text at its answer_start."""
         return any(self.context[start : start + len(text)] != text for text, start in self.answers)
 
 
-def read_file(path: Path, version_2: bool | None) -> list[Question]:
-    """The questions of a file, of either version where `version_2` is None: SQuAD's JSON, or one row a question (`id`,
-    `context`, `question`, `answers`, as in the tables of the Hub), as a list, below `data`, or one a line. Raises
-    `InputError` that names file and question."""
+def read_file(path: Path, version_2: bool | None) -> list[SquadExample]:
+    """The questions of a file, of either version if `version_2` is None: SQuAD's JSON, or rows with `id`, `context`,
+    `question` and `answers` (the Hub's columns) as a JSON list, below `data`, or as JSON lines. Raises `InputError`
+    with the file and the question."""
     with parsing(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
         rows = list(_rows(_content(path)))
     questions = []
     for number, (context, entry) in enumerate(rows, 1):
-        if type(entry.get("id")) is int:  # as in GermanQuAD; the keys of a predictions file are strings
+        if type(entry.get("id")) is int:  # GermanQuAD; predictions files have string keys
             entry["id"] = str(entry["id"])
         if not is_text(entry.get("id")):
-            raise InputError(f"{path}: question number {number} has no id that is a string or an integer")
-        questions.append(question_of(str(path), context, entry))
-    return checked(questions, str(path), version_2)
+            raise InputError(f"{path}: question number {number} needs an id, a string or an integer")
+        questions.append(parse_question(str(path), context, entry))
+    return check_questions(questions, str(path), version_2)
 
 
 def _content(path: Path) -> Any:
@@ -55,7 +54,7 @@ def _content(path: Path) -> Any:
 
 
 def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(context, question with its answers) of articles, of paragraphs, or of questions with their own context."""
+    """(context, entry of `qas`) of articles, paragraphs, or rows with a context each."""
     for entry in entries:
         if "paragraphs" in entry:
             yield from _rows(entry["paragraphs"])
@@ -65,33 +64,33 @@ def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
             yield entry["context"], dict(entry)
 
 
-def question_of(where: str, context: Any, entry: dict[str, Any]) -> Question:
-    """The question of an entry of `qas`. Raises `InputError` that names it."""
+def parse_question(where: str, context: Any, entry: dict[str, Any]) -> SquadExample:
+    """The question of an entry of `qas` or a row. Raises `InputError` with its id."""
     where = f"{where}: question {entry['id']}"
     with parsing(where, "as in SQuAD: question, answers (a list, each with text and answer_start)"):
         question, answers = entry["question"], entry["answers"]
-        if isinstance(answers, dict):  # a row of a table: a list of texts, a list of positions
+        if isinstance(answers, dict):  # the Hub's columns: a list of texts, a list of positions
             pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))
         else:
             pairs = tuple((answer["text"], answer["answer_start"]) for answer in answers)
     if not all(is_text(text) and text.strip() for text in (context, question, *(text for text, _ in pairs))):
         raise InputError(
-            f"{where} has an empty context, text or answer, or one that is no Unicode string; an unanswerable question "
-            "has an empty list of answers"
+            f"{where}: context, question and answers must be non-empty Unicode strings; an unanswerable question has "
+            "an empty list of answers"
         )
     if wrong := [start for _, start in pairs if type(start) is not int or start < 0]:
-        raise InputError(f"{where}: answer_start={wrong[0]!r} must be the number of a character, from 0 on")
+        raise InputError(f"{where}: answer_start={wrong[0]!r} must be a character position, from 0 on")
     if entry.get("is_impossible", not pairs) == bool(pairs):
         raise InputError(f"{where} has {len(pairs)} answers, which contradicts is_impossible={entry['is_impossible']}")
-    return Question(entry["id"], question.strip(), context, pairs)
+    return SquadExample(entry["id"], question.strip(), context, pairs)
 
 
-def checked(questions: list[Question], where: str, version_2: bool | None) -> list[Question]:
-    """The same questions. Raises `InputError` for a repeated id, no answers at all, or data of the other version."""
+def check_questions(questions: list[SquadExample], where: str, version_2: bool | None) -> list[SquadExample]:
+    """The same questions. Raises `InputError` for a duplicate id, no answers at all, or data of the other version."""
     seen = set()
     for question in questions:
         if question.id in seen:
-            raise InputError(f"{where}: question id {question.id} comes twice; predictions are keyed by it")
+            raise InputError(f"{where}: duplicate question id {question.id}; predictions are keyed by id")
         seen.add(question.id)
     unanswerable = [question.id for question in questions if not question.answers]
     if len(unanswerable) == len(questions):
@@ -116,18 +115,18 @@ def listed(names: list[str], at_most: int = 5) -> str:
 
 
 def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str], list[str]]:
-    """From a JSON file of a value for each question id: the values of `wanted` ids in the order of the file, the wanted
-    ids that it lacks, and its ids that are not wanted. Raises `InputError` for another content."""
+    """A JSON file of values by question id: the values of the `wanted` ids in file order, the missing ids, and the ids
+    that are not wanted. Raises `InputError` for other content, called `what` in the message."""
     values = read_input_json(path)
     if not isinstance(values, dict):
-        raise InputError(f"{path} must hold a JSON object, question id to {what}")
+        raise InputError(f"{path} must be a JSON object, question id to {what}")
     if wrong := [name for name, value in values.items() if not isinstance(value, kind) or isinstance(value, bool)]:
         raise InputError(f"{path}: the {what} of question {wrong[0]} is {values[wrong[0]]!r}")
     asked = set(wanted)
-    found = {name: value for name, value in values.items() if name in asked}
-    return found, [name for name in wanted if name not in values], sorted(values.keys() - asked)
+    present = {name: value for name, value in values.items() if name in asked}
+    return present, [name for name in wanted if name not in values], sorted(values.keys() - asked)
 
 
-def gold_answers(questions: list[Question]) -> dict[str, list[str]]:
-    """The texts of the right answers by question id, as `squad_scores` takes them."""
+def gold_answers(questions: list[SquadExample]) -> dict[str, list[str]]:
+    """Gold answers by question id, for `squad_scores`."""
     return {question.id: [text for text, _ in question.answers] for question in questions}

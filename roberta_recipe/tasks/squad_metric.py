@@ -3,8 +3,8 @@
 Squad("2.0").compute(predictions=[{"id": ..., "prediction_text": ..., "no_answer_probability": ...}], references=[...])
 evaluate.load("roberta_recipe/tasks/squad_metric.py", "1.1").compute(...)        # from its path
 
-Scores are percentages, as in those scripts. References: {"id": ..., "answers": [text, ...]}; an unanswerable question
-has no answers. `evaluate` takes a copy of this file and of `squad_scores.py`, and of nothing else of the repository.
+Scores are in per cent. References: {"id": ..., "answers": [text, ...]}, without answers for an unanswerable question.
+`evaluate` copies this file and `squad_scores.py` and nothing else, so they import nothing else of the repository.
 """
 
 import datasets
@@ -16,8 +16,8 @@ VERSIONS = ("1.1", "2.0")
 
 
 class Squad(evaluate.Metric):
-    """`config_name` is the version. 1.1 gives exact_match and f1; 2.0 gives exact, f1 and total, of all questions, of
-    HasAns and of NoAns, and, where no no_answer_probability is None, the best scores over all thresholds."""
+    """`config_name` is the version. 1.1 returns exact_match and f1; 2.0 returns exact, f1 and total over all questions,
+    HasAns and NoAns and, if every prediction has a no_answer_probability, the best scores over all thresholds."""
 
     def _info(self):
         if self.config_name not in VERSIONS:
@@ -40,5 +40,5 @@ class Squad(evaluate.Metric):
             raise ValueError("predictions and references must have the same ids, each once")
         if self.config_name == "1.1":
             return score_1(texts, answers)
-        given = {row["id"]: row["no_answer_probability"] for row in predictions}
-        return score_2(texts, answers, None if None in given.values() else given)
+        no_answer = {row["id"]: row["no_answer_probability"] for row in predictions}
+        return score_2(texts, answers, None if None in no_answer.values() else no_answer)

@@ -1,5 +1,5 @@
-"""Scores of a fine-tuning protocol over seeds (paper, section 5.1): runs, medians and spread, majority answer, answers
-to the validation examples, stored scores of test sets, and the printed table."""
+"""Fine-tuning scores over seeds (paper, section 5.1): median and spread, majority baseline, validation predictions,
+stored test-set scores, and the printed table."""
 
 import math
 import statistics
@@ -27,12 +27,12 @@ from roberta_recipe.record import (
 from roberta_recipe.training.finetune_trainer import WEIGHTS, validation_scores
 
 ANSWERS_NAME = "validation_answers.tsv"  # in the folder of the best run
-TEST_SCORES = "test_scores.npz"  # in a run's folder: all runs are scored, the weights of the best are kept
+TEST_SCORES = "test_scores.npz"  # in every run's folder: only the best run keeps its weights
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a protocol."""
+    """A learning rate, batch size and seed, with the run's folder."""
 
     learning_rate: float
     batch: int
@@ -45,7 +45,7 @@ class Run:
 
 
 def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
-    """Every learning rate with every batch and seed, each in its folder below `output_dir`."""
+    """A run for every learning rate, batch size and seed, each in a folder below `output_dir`."""
     return [
         Run(rate, size, seed, Path(output_dir, f"lr{rate:g}-batch{size}-seed{seed}"))
         for rate in rates
@@ -55,13 +55,13 @@ def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir
 
 
 def of_setting(runs: list[Run], row: SettingScores) -> list[Run]:
-    """The runs of a setting."""
+    """The runs with the learning rate and batch size of `row`."""
     return [run for run in runs if run.setting == (row["learning_rate"], row["global_batch_size"])]
 
 
 def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
-    """The scores of a `Summary`: median and spread over seeds of each setting by `metric`, the setting with the best
-    median, and its best run."""
+    """The scores of a `Summary`: median and spread over seeds of each setting by `metric`, and the setting with the
+    best median."""
     by_setting: dict[tuple[float, int], dict[Run, FinetuneRecord]] = {}
     for run, record in zip(runs, records, strict=True):
         by_setting.setdefault(run.setting, {})[run] = record
@@ -81,8 +81,8 @@ def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> di
 
 
 def over_seeds(metrics: dict[int, dict[str, float | None]], metric: str) -> Scores:
-    """Median and spread over seeds of `metric`, and the medians of all metrics, from seed -> metrics."""
-    seeds = {seed: comparable(of_seed[metric]) for seed, of_seed in metrics.items()}
+    """Median and spread of `metric`, and the medians of all metrics, from metrics by seed."""
+    seeds = {seed: comparable(values[metric]) for seed, values in metrics.items()}
     names = next(iter(metrics.values()))
     return {
         "median": statistics.median(seeds.values()),
@@ -102,22 +102,22 @@ def comparable(value: float | None) -> float:
 def majority_answer(
     labels: dict[str, list[Any]], names: Sequence[str], measure: Callable[[str, np.ndarray], dict[str, float]]
 ) -> Baseline | None:
-    """The scores of the most frequent label of the first validation split (of equals, the first), given to every
-    example. `labels`: by split; `names` of the classes; `measure` scores (split, predictions (examples,)). None
-    without classes: a correlation with a constant has no value."""
+    """The majority baseline: metrics of the first validation split's most frequent label as the prediction for every
+    example. `labels`: by split; `names`: of the classes; `measure`: metrics of (split, predictions (examples,)). None
+    for regression: the correlation with a constant is undefined."""
     if not names:
         return None
     first, *_ = labels
     answer = int(np.bincount(labels[first]).argmax())
     metrics: dict[str, float | None] = {}
-    for split, of_split in labels.items():
-        scores = measure(split, np.full(len(of_split), answer))
+    for split in labels:
+        scores = measure(split, np.full(len(labels[split]), answer))
         metrics |= {name if split == first else name_on_split(name, split): scores[name] for name in scores}
     return {"answer": names[answer], "metrics": metrics}
 
 
 def name_on_split(metric: str, split: str) -> str:
-    """The name of a metric on a validation split other than the first: `accuracy_mismatched`."""
+    """A metric's name on a validation split other than the first: `accuracy_mismatched`."""
     return f"{metric}_{split.partition('_')[2]}"
 
 
@@ -128,12 +128,11 @@ def class_answers(
     predictions: np.ndarray,
     probabilities: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows for `write_answers`: wrong answers first, those with the least probable label at the top. `examples`: the
-    first columns; labels and predictions (examples,): class numbers; `probabilities` (examples, classes): None for
-    rankings."""
+    """Rows for `write_answers`: wrong predictions first, by the label's probability. `examples`: the first columns;
+    `labels` and `predictions` (examples,): class numbers; `probabilities` (examples, classes): None for rankings."""
     right, rows = predictions == np.array(labels), []
-    of_label = right if probabilities is None else probabilities[np.arange(len(labels)), labels]
-    for number in np.lexsort((of_label, right)):
+    label_probabilities = right if probabilities is None else probabilities[np.arange(len(labels)), labels]
+    for number in np.lexsort((label_probabilities, right)):
         row = {**examples[number], "label": names[labels[number]], "prediction": names[predictions[number]]}
         if probabilities is not None:
             row["probability"] = probabilities[number, predictions[number]]
@@ -142,7 +141,7 @@ def class_answers(
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Answers to the validation examples as a TSV without quotes: a tab or a line end in a text becomes a space."""
+    """Write predictions as a TSV without quoting; tabs and line ends in a text become spaces."""
     lines = [list(rows[0])]
     for row in rows:
         cells = (f"{cell:.4f}" if isinstance(cell, float | np.floating) else str(cell) for cell in row.values())
@@ -151,15 +150,15 @@ def write_answers(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_test_scores(folder: Path, rows: str, scores: dict[str, np.ndarray]) -> None:
-    """Store a run's test scores by split, with the hash of the test rows."""
+    """Store a run's test scores by split, and the hash `rows` of the test set."""
     temporary = folder / f"unfinished_{TEST_SCORES}"
     np.savez(temporary, rows=rows, **scores)
     temporary.replace(folder / TEST_SCORES)
 
 
 def read_test_scores(run: Run, rows: str) -> dict[str, np.ndarray] | None:
-    """A run's test scores by split; None for a run without, or with those of other rows. Raises `InputError` for a
-    damaged file."""
+    """A run's test scores by split; None if there are none for the test set with the hash `rows`. Raises `InputError`
+    for a damaged file."""
     path = run.output_dir / TEST_SCORES
     if not path.is_file():
         return None
@@ -167,18 +166,18 @@ def read_test_scores(run: Run, rows: str) -> dict[str, np.ndarray] | None:
         with np.load(path) as archive:
             stored = dict(archive)  # checks the zip's CRCs
         stored_rows = str(stored.pop("rows"))
-    except Exception as error:  # zipfile, zlib and numpy have their own
+    except Exception as error:  # of zipfile, zlib or numpy
         raise InputError(f"{path} is damaged ({first_line(error)}): move it away to score the test set again") from None
     return stored if stored_rows == rows else None
 
 
 def all_test_scores(runs: list[Run], rows: str) -> list[dict[str, np.ndarray]]:
-    """The test scores of every run. Raises `InputError` where a run has none."""
+    """The test scores of every run. Raises `InputError` if a run has none."""
     stored = [read_test_scores(run, rows) for run in runs]
     if absent := [run.output_dir for run, scores in zip(runs, stored, strict=True) if scores is None]:
         raise InputError(
-            f"{absent[0]} was run without do_predict, or on other test rows, and its weights are gone: move it away to "
-            "run it again"
+            f"{absent[0]} has no scores on this test set, and its weights are deleted: move it away to run it again "
+            "with --do_predict"
         )
     return stored
 
@@ -190,21 +189,21 @@ def summarise_tests(
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]],
     metric: str,
 ) -> dict[str, TestScores]:
-    """The metrics on the labelled test `splits` (with their number of examples) of the runs with stored scores, by
-    `Job.measure`. Raises `InputError` where no run has any."""
+    """Median and spread on labelled test splits, over the runs with stored scores; `splits`: numbers of examples;
+    `measure`: `Job.measure`. Raises `InputError` if no run has scores."""
     scored = [run for run in runs if read_test_scores(run, rows)] or runs
     stored = all_test_scores(scored, rows)
     metrics: dict[str, dict[int, dict[str, float]]] = {split: {} for split in splits}
     for run, scores in zip(scored, stored, strict=True):
-        of_validation = validation_scores(run.output_dir)
+        on_validation = validation_scores(run.output_dir)
         for split in splits:
-            metrics[split][run.seed] = measure(split, scores[split], of_validation)
+            metrics[split][run.seed] = measure(split, scores[split], on_validation)
     return {split: {**over_seeds(metrics[split], metric), "examples": count} for split, count in splits.items()}
 
 
 def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
-    """A text table of the settings: median, spread, seeds, medians of the metrics `others`. Below it the line `paper`,
-    the majority answer, the test sets, and the files of the best run."""
+    """The printed summary: a line per setting (median, spread, seeds, medians of the metrics `others`), the line
+    `paper`, the majority baseline, the test sets, and the best run's files."""
     metric, settings = summary["metric"], summary["settings"]
     lines = [f"\n{summary['task']}, validation {metric} x 100"]
     lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
@@ -221,9 +220,9 @@ def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
             lines.append(f"{'':>10}medians: {medians}")
         if row["degenerate_seeds"]:
             listed = ", ".join(map(str, row["degenerate_seeds"]))
-            lines.append(f"{'':>10}degenerate (one answer to everything): seed {listed}")
+            lines.append(f"{'':>10}degenerate (the same prediction for every example): seed {listed}")
     lines += [line for line in (paper, _majority_line(summary)) if line]
-    lines += lines_of_tests(summary)
+    lines += test_set_lines(summary)
     best = Path(picked_setting(summary)["best_run"])
     if (best / BEST_NAME / WEIGHTS).is_file():
         lines.append(f"best epoch  {best / BEST_NAME}")
@@ -231,7 +230,7 @@ def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     return "\n".join(lines)
 
 
-def lines_of_tests(summary: Summary) -> list[str]:
+def test_set_lines(summary: Summary) -> list[str]:
     """A line for each labelled test split, with its medians."""
     lines = []
     for split, scores in summary.get("tests", {}).items():
@@ -242,13 +241,13 @@ def lines_of_tests(summary: Summary) -> list[str]:
 
 
 def _majority_line(summary: Summary) -> str:
-    """The majority answer's score, with warnings where no seed is above it and where the best seed is degenerate."""
+    """The majority baseline's score, with warnings: no seed is above it; the best seed is degenerate."""
     row = picked_setting(summary)
     best = max(row["seeds"], key=row["seeds"].get)
     value = (summary["baseline"] or {"metrics": {}})["metrics"].get(summary["metric"])
     warnings = ["no seed is above it"] if value is not None and row["highest"] <= value else []
     if best in row["degenerate_seeds"]:
-        warnings.append(f"the weights that are kept, of seed {best}, give one answer to everything")
+        warnings.append(f"the saved model, seed {best}, predicts the same for every example")
     if value is None:
         return f"Warning: {warnings[0]}" if warnings else ""
     line = f"Majority answer: {percent(value)} (always {summary['baseline']['answer']})"

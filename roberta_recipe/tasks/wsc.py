@@ -1,8 +1,8 @@
 """WNLI as a ranking of noun phrases (paper, section 5.1, task-specific modifications: WNLI).
 
-Each noun phrase of a SuperGLUE WSC text replaces the pronoun, masked, and is scored by the masked-LM head; the label is
-positive where no candidate scores higher than the queried phrase. Training uses positive rows only. Extraction and
-losses are those of fairseq's examples/roberta/wsc; the margin loss is that of Kocijan et al. (2019).
+Each noun phrase of a SuperGLUE WSC text replaces the pronoun, as masks, and is scored by the masked-LM head; the label
+is positive if no candidate scores higher than the query. Training uses positive rows only. Phrases and losses follow
+fairseq's examples/roberta/wsc, the margin loss Kocijan et al. (2019).
 """
 
 import re
@@ -22,18 +22,18 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, parsing, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import RobertaForMaskedLM
 
-# Words without a space before them, and brackets without a space behind them.
+# No space before these words, and none after these brackets.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
 _JOINS_RIGHT = {"(", "[", "“"}
 _PRONOUN_EDGES = '.,;:!?"“”'
-_NEAR = (0, 1, -1, 2, -2)  # words; in SuperGLUE's validation set, a pronoun is a word after its index
+_NEAR = (0, 1, -1, 2, -2)  # word offsets: in SuperGLUE's validation set, a pronoun is a word after its index
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A row of SuperGLUE's WSC: whether the pronoun `text[start:end]` stands for `query`; `label` None: unknown."""
+    """A row of SuperGLUE's WSC: does the pronoun `text[start:end]` refer to `query`? `label` is None if unknown."""
 
     idx: int
     text: str
@@ -45,17 +45,17 @@ class Schema:
 
 
 def read_wsc(path: str | Path) -> list[Schema]:
-    """The rows of a SuperGLUE WSC file (JSON lines; `span2_index` counts words), spaced as running text.
+    """The rows of a SuperGLUE WSC file (JSON lines; `span2_index` counts words), detokenized.
 
-    Pronouns are found with other case, with punctuation on them, and up to two words beside their index. Raises
-    `InputError` that names file and line where a row is malformed, or its pronoun is not found.
+    A pronoun may have other case, attached punctuation, and an index that is up to two words off. Raises `InputError`
+    with file and line for a malformed row or a missing pronoun.
     """
     path = resolve_path(path)
     lines = read_text(path, "; name a .jsonl file of SuperGLUE's WSC").split("\n")
     schemas = [_schema(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if absent := [schema.where for schema in schemas if not _pattern(schema.query).search(schema.text)]:
         logger.warning(
-            f"{len(absent)} queries are not verbatim in their text, and are used as they are: {absent[0]}, ..."
+            f"{len(absent)} queries do not occur verbatim in their text, and are used anyway: {absent[0]}, ..."
         )
     return schemas
 
@@ -65,8 +65,8 @@ def _schema(line: str, where: str) -> Schema:
     with parsing(where, "a row of SuperGLUE's WSC"):
         target, label, index = row["target"], row.get("label"), row["target"]["span2_index"]
         text, starts = join(row["text"].split())
-        query = re.sub("[.,]$", "", join(target["span1_text"].split())[0])  # some of the test set end like a sentence
-        pronoun = target["span2_text"].strip(_PRONOUN_EDGES + " ")  # it may be "it," where its word is "it"
+        query = re.sub("[.,]$", "", join(target["span1_text"].split())[0])  # some of the test set end in a full stop
+        pronoun = target["span2_text"].strip(_PRONOUN_EDGES + " ")  # sometimes "it,"
         if not query or not pronoun or type(label) not in (bool, NoneType):
             raise InputError(f"{where}: query {query!r}, pronoun {pronoun!r} or label {label!r} is wrong; fix the row")
         pattern = _pattern(pronoun)
@@ -77,13 +77,13 @@ def _schema(line: str, where: str) -> Schema:
 
 
 def _pattern(span: str) -> re.Pattern:
-    """Finds `span` as whole words, whatever its case and spacing, after punctuation or none."""
+    """Matches `span` as whole words, in any case and spacing, after optional punctuation."""
     words = r"\s*".join(map(re.escape, span.split()))
     return re.compile(rf"\W*(?<!\w)(?P<span>{words})(?!\w)", re.IGNORECASE)
 
 
 def join(words: Sequence[str]) -> tuple[str, list[int]]:
-    """The words as running text ("Singer 's heels ." is "Singer's heels."), and the character at which each begins."""
+    """The words detokenized ("Singer 's heels ." -> "Singer's heels."), and each word's first character."""
     text, starts, glued = "", [], True
     for word in words:
         closing = word == '"' and text.count('"') % 2 == 1
@@ -96,10 +96,10 @@ def join(words: Sequence[str]) -> tuple[str, list[int]]:
 
 
 def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
-    """The candidates in `text` beside the query, in the text's order; `parse` is its spaCy `Doc`.
+    """The candidates in `text` other than the query, in text order; `parse` is its spaCy `Doc`.
 
-    As in fairseq: noun chunks and runs of NOUN or of PROPN tokens, without phrases of PRON tokens only, and without
-    phrases that contain the query or are part of it, case aside. A phrase that occurs twice is two candidates.
+    As in fairseq: noun chunks and runs of NOUN or PROPN tokens, except for phrases of PRON tokens only and for phrases
+    that contain the query or are contained in it, ignoring case. A phrase that occurs twice is two candidates.
     """
     tokens = list(parse)
     spans = {(chunk.start, chunk.end) for chunk in parse.noun_chunks}
@@ -119,17 +119,15 @@ def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
 
 
 def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:
-    """A checkpoint with its masked-LM head, or its architecture with fresh weights; a RoBERTa as this repository's
-    class, which runs the head at masks only. Raises `InputError` where the head's weights are missing: a fresh head
-    scores by chance."""
+    """A checkpoint with its masked-LM head, or its architecture with random weights; a RoBERTa as this repository's
+    class, which runs the head at masks only. Raises `InputError` if the head's weights are missing."""
     config = weights.read_config(model_name_or_path)
-    ours = config.model_type == "roberta"
-    cls = RobertaForMaskedLM if ours else AutoModelForMaskedLM
+    cls = RobertaForMaskedLM if config.model_type == "roberta" else AutoModelForMaskedLM
     if random_weights:
         weights.check(model_name_or_path)
         logger.info("Weights     random")
         return weights.fresh(cls, config)
-    advice = "WNLI is scored by the masked-LM head; name a checkpoint that was saved with it"
+    advice = "WNLI needs the masked-LM head; name a checkpoint that was saved with it"
     return weights.load(cls, model_name_or_path, config=config, advice=advice)[0]
 
 
@@ -140,12 +138,12 @@ def build_features(
     max_length: int | None = None,
     encode: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, Any]:
-    """The text with the query, then with each candidate, masked at the pronoun's position.
+    """The text with the query, then with each candidate, masked, in the pronoun's position.
 
-    `input_ids` and `targets` have a list for each phrase: `targets` holds the phrase's ids where `input_ids` is
-    `<mask>`, else -100. `label` is 1, 0, or -100 where unknown. The whole text is encoded at once, so that the space
-    before the phrase belongs to it. `encode`: a `text_tokenizer`, made once for many schemas. Raises `InputError` for a
-    text of more than `max_length` tokens (by default the tokenizer's maximum), and for a phrase without tokens.
+    `input_ids` and `targets` have a list per phrase: `targets` has the phrase's ids at the masks, else -100. `label` is
+    1, 0, or -100 if unknown. The whole text is encoded at once, so that a phrase's first token includes its space.
+    `encode`: a `text_tokenizer`, made once for many schemas. Raises `InputError` for a text of more than `max_length`
+    tokens (by default the tokenizer's maximum), and for a phrase without tokens.
     """
     if tokenizer.mask_token_id is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token, which WNLI needs; name another")
@@ -160,8 +158,8 @@ def build_features(
                 f"{schema.where}: {len(ids)} tokens with phrase {phrase!r}, more than {max_length}; shorten the text"
             )
         start, end = schema.start, schema.start + len(phrase)
-        # byte-level offsets leave out a token's space: a space token has (start, start), and belongs to the phrase;
-        # special tokens have (0, 0)
+        # byte-level offsets exclude a token's space: a space token is (start, start) and part of the phrase; a special
+        # token is (0, 0)
         inside = [
             first < end and (last > start or first == last == start > 0) for first, last in encoding["offset_mapping"]
         ]
@@ -177,24 +175,24 @@ def build_features(
 
 
 def training_features(features: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Features to train on (positive, with a candidate beside the query), and counts of the others."""
-    kept, left_out = [], Counter()
+    """The training features, positive and with another candidate than the query, and counts of the others."""
+    usable, left_out = [], Counter()
     for row in features:
         if row["label"] != 1:
             left_out["negative" if row["label"] == 0 else "without a label"] += 1
         elif len(row["input_ids"]) == 1:
             left_out["without another candidate"] += 1
         else:
-            kept.append(row)
-    return kept, left_out
+            usable.append(row)
+    return usable, left_out
 
 
 @dataclass
 class WscCollator:
-    """A batch of schemas from `build_features`. Each schema is a group of rows: the query's, then its candidates'.
+    """Collates schemas of `build_features`, each a group of rows: the query's, then its candidates'.
 
     Returns int64 `input_ids`, `attention_mask` and `targets` (rows, longest row), `group_sizes` (schemas,) in rows, and
-    `labels` (schemas,), so that `num_items_in_batch` is the number of schemas in the effective batch.
+    `labels` (schemas,), which make `num_items_in_batch` the number of schemas in the effective batch.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -213,10 +211,10 @@ class WscCollator:
         }
 
 
-def score(
+def phrase_log_probs(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """(rows,): the mean log-probability, in nats, of each row's masked tokens."""
+    """(rows,) mean log-probability of each row's masked tokens, in nats."""
     predicted = targets != IGNORED
     output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets)
     losses = getattr(output, "losses", None)
@@ -232,11 +230,11 @@ def wsc_loss(
     alpha: float = 5.0,
     beta: float = 0.4,
 ) -> torch.Tensor:
-    """The loss of a schema from the scores of its query () and of the other candidates (candidates,).
+    """A schema's loss from the scores of the query () and of the other candidates (candidates,).
 
     "margin": the sum over candidates of -query + alpha x max(0, candidate - query + beta), as in the paper (fairseq's
     default alpha and beta are 1 and 0; its WinoGrande command has 5 and 0.4). "cross_entropy": of the query among all
-    candidates, which fairseq found better (92.3 against about 90 on SuperGLUE's validation set).
+    phrases, fairseq's default (92.3 against about 90 on SuperGLUE's validation set).
     """
     if form == "margin":
         return (-query_score + alpha * (candidate_scores - query_score + beta).clamp(min=0)).sum()
@@ -244,20 +242,18 @@ def wsc_loss(
 
 
 def margin(query_score: torch.Tensor, candidate_scores: torch.Tensor) -> torch.Tensor:
-    """(): the query's score minus the highest score of another candidate, infinite without any. The label is positive
-    from 0 on (fairseq's ties, too)."""
+    """(): the query's score minus the highest score of another candidate, infinite without one. The label is positive
+    from 0 on, ties included, as in fairseq."""
     return query_score - torch.cat([query_score.new_tensor([-torch.inf]), candidate_scores]).max()
 
 
 def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss` goes to `wsc_loss`. Schemas
-    that are not positive add nothing to the sum; the caller divides by the schemas of the effective batch."""
-    scores = score(model, batch["input_ids"], batch["attention_mask"], batch["targets"])
+    """(sum of the positive schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss`: of `wsc_loss`."""
+    scores = phrase_log_probs(model, batch["input_ids"], batch["attention_mask"], batch["targets"])
     groups = scores.split(batch["group_sizes"].tolist())
-    # 0 x scores: without a positive schema, the sum still has a gradient
-    total = 0.0 * scores.sum()
+    total = 0.0 * scores.sum()  # has a gradient without a positive schema too
     for group, label in zip(groups, batch["labels"].tolist(), strict=True):
         if label == 1:
             total = total + wsc_loss(group[0], group[1:], **loss)
     margins = torch.stack([margin(group[0], group[1:]) for group in groups])
-    return total, margins.clamp(max=-HIDDEN_LOGIT)  # finite, so that a score that is not is a broken model's
+    return total, margins.clamp(max=-HIDDEN_LOGIT)  # finite: non-finite scores are refused as divergence

@@ -1,4 +1,4 @@
-"""BLiMP's scores as a table, beside the published figures (Warstadt et al. 2020, arXiv 1912.00582)."""
+"""Table of BLiMP scores beside published ones (Warstadt et al. 2020, arXiv 1912.00582)."""
 
 import statistics
 from typing import NamedTuple
@@ -6,10 +6,10 @@ from typing import NamedTuple
 from roberta_recipe.record import BlimpRecord, percent
 
 HEAD = ("model", "score", "mean of paradigms", "mean of phenomena", "random weights", "pairs")
-EXPLAINED = (
-    "BLiMP: the share of pairs of sentences in which the acceptable one has the higher score, times 100, with the 95% "
-    "interval of a bootstrap over pairs. Random weights: the mean of paradigms of the same architecture, untrained, on "
-    "the same pairs; chance is near 50, and not 50, as pairs differ in length."
+EXPLANATION = (
+    "BLiMP: percentage of sentence pairs in which the acceptable sentence has the higher score, with a 95% bootstrap "
+    "interval over pairs. Random weights: mean of paradigms of the same architecture, untrained, on the same pairs; "
+    "chance is not exactly 50, as pairs differ in length."
 )
 SHOWN = {"pll": "pseudo-log-likelihood", "within_word": "within-word pseudo-log-likelihood"}
 
@@ -19,12 +19,12 @@ class Published(NamedTuple):
 
     name: str
     score: float
-    mean_of: str  # "paradigms" or "phenomena": two different means
+    mean_of: str  # "paradigms" or "phenomena"
     source: str
 
 
 _WARSTADT = "Warstadt et al. 2020, probabilities of whole sentences"
-_BABYLM = "BabyLM 2023, on pairs that were filtered by vocabulary"
+_BABYLM = "BabyLM 2023, on pairs filtered by vocabulary"
 PUBLISHED = (
     Published("human", 88.6, "paradigms", "Warstadt et al. 2020"),
     Published("GPT-2", 83.0, "paradigms", _WARSTADT),
@@ -36,9 +36,9 @@ PUBLISHED = (
 )
 
 
-def lines(records: dict[str, BlimpRecord]) -> list[tuple[str, ...]]:
-    """Rows below `HEAD`: the models of `records` by name, then the published figures."""
-    rows = []
+def rows(records: dict[str, BlimpRecord]) -> list[tuple[str, ...]]:
+    """Rows of the table with the header `HEAD`: the models of `records`, then the published scores."""
+    lines = []
     for name, record in records.items():
         pairs = f"{record['pairs']:,}" + f" (partial: {record['partial']})" * bool(record["partial"])
         for method, scores in record["scores"].items():
@@ -46,15 +46,15 @@ def lines(records: dict[str, BlimpRecord]) -> list[tuple[str, ...]]:
                 f"{percent(scores[mean])} ({' to '.join(map(percent, scores[f'{mean}_interval']))})"
                 for mean in ("mean_of_paradigms", "mean_of_phenomena")
             ]
-            rows.append((name, SHOWN[method], *means, _of_random(record, method), pairs))
+            lines.append((name, SHOWN[method], *means, _control_cell(record, method), pairs))
     for figure in PUBLISHED:
         means = [f"{figure.score}" if figure.mean_of == which else "-" for which in ("paradigms", "phenomena")]
-        rows.append((figure.name, f"published: {figure.source}", *means, "-", "-"))
-    return rows
+        lines.append((figure.name, f"published: {figure.source}", *means, "-", "-"))
+    return lines
 
 
-def _of_random(record: BlimpRecord, method: str) -> str:
-    """The control's mean over paradigms, and its range over several seeds."""
+def _control_cell(record: BlimpRecord, method: str) -> str:
+    """The mean of paradigms with random weights, and its range over several seeds."""
     scores = [control[method]["mean_of_paradigms"] for control in record["random_weights"]]
     if not scores:
         return "not run"
