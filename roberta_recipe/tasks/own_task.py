@@ -168,16 +168,18 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
     if lists := [value for value in values if isinstance(value, list)]:
         raise InputError(f"{where}: {column} is a list, {lists[0]!r}; a row has a single label here")
     numbers = [_number(value) for value in values]
-    is_score = [isinstance(number, float) for number in numbers]
     for row, (number, value) in enumerate(zip(numbers, values, strict=True), 1):
         if number is not None and not math.isfinite(number):
             raise InputError(f"{where}, row {row}: {column} is {value!r}, no label; correct or remove the row")
-        if number is None and any(is_score):
-            score = values[is_score.index(True)]
-            raise InputError(f"{where}, row {row}: {column} is {value!r}, no number, and other rows have {score!r}")
+    score = next((value for value, number in zip(values, numbers, strict=True) if isinstance(number, float)), None)
+    if score is not None and None in numbers:
+        row = numbers.index(None)
+        raise InputError(
+            f"{where}, row {row + 1}: {column} is {values[row]!r}, no number, and other rows have {score!r}"
+        )
     if len(set(values)) < 2:
         raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
-    if any(is_score):
+    if score is not None:
         return (), (float(min(numbers)), float(max(numbers)))
     order = {value: (number is None, number or 0, str(value)) for value, number in zip(values, numbers, strict=True)}
     return tuple(map(str, sorted(order, key=order.get))), (0.0, 1.0)

@@ -225,7 +225,7 @@ def announce(
     if training_args.max_steps > 0:
         length = f"{counted(steps, 'step')} ({steps / max(examples // runs[0].batch, 1):.3g} epochs)"
     else:
-        length = f"{epochs:g} epochs ({' or '.join(map('{:,}'.format, lengths))} steps)"
+        length = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'} ({' or '.join(map('{:,}'.format, lengths))} steps)"
     logger.info(
         f"Protocol    {config_of(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
         f"warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
