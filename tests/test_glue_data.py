@@ -213,7 +213,7 @@ def test_presets_are_fairseqs(root):
         got = (training.learning_rate, args.global_batch_size, training.max_steps)
         *wanted, warmup = table.get(path.stem, (2e-5, 32, 2000, 250))
         assert got == tuple(wanted) and training.warmup_steps < 1
-        assert training.get_warmup_steps(training.max_steps) - warmup in (0, 1)  # fairseq rounds down
+        assert training.get_warmup_steps(training.max_steps) - warmup in (0, 1, 2)  # fairseq: 5.95% to 6%
         assert args.head_dropout == (None if path.stem == "wnli" else 0.0)
 
 
