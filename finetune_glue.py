@@ -146,13 +146,13 @@ def default_preset(argv: list[str]) -> str:
 
 def task_of(args: GlueArguments) -> glue.Task:
     """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
+    for name, sources in own_task.GOES_WITH.items():
+        if getattr(args, name) not in (None, "label") and not any(getattr(args, source) for source in sources):
+            raise InputError(f"{name}={getattr(args, name)} has no effect without {' or '.join(sources)}")
     if args.table:
         if args.task_name in TASKS:
             raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
         return own_task.read_task(args)
-    for name in ("validation_file", "test_file", "dataset_config_name", "text_column", "text_pair_column"):
-        if value := getattr(args, name):
-            raise InputError(f"{name}={value} has no effect without train_file or dataset_name")
     if args.task_name not in TASKS:
         known = f"{', '.join(TASKS)} (ax goes with mnli)"
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {known}; for your own task, name a train_file")
@@ -162,9 +162,10 @@ def task_of(args: GlueArguments) -> glue.Task:
 def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments, task: glue.Task) -> None:
     """Raise `InputError` for values out of range and for flags that exclude each other."""
     glue.check_metrics(args.task_name, task)
-    if args.table and training_args.do_predict != bool(task.splits_of("test")):
-        needed = "do_predict needs a test_file" if training_args.do_predict else "a test_file needs --do_predict"
-        raise InputError(f"{args.task_name}: {needed}")
+    if args.test_file and not training_args.do_predict:
+        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
+    if training_args.do_predict and not task.splits_of("test"):
+        raise InputError(f"do_predict: {args.table} comes without a test set; name a test_file")
     if args.predict_with == "ensemble" and not training_args.do_predict:
         raise InputError("predict_with=ensemble has no effect without --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:

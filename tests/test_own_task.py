@@ -64,7 +64,8 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         path.mkdir()
     if name in ("p.parquet", "hub"):
-        pq.write_table(pa.Table.from_pylist(PAIRS), path / "train.parquet" if name == "hub" else path)
+        for file in ("train.parquet", "test.parquet") if name == "hub" else ("",):
+            pq.write_table(pa.Table.from_pylist(PAIRS), path / file)
     elif name == "p.tsv":
         path.write_text("a\tb\tsame\n" + "".join("\t".join(map(str, row.values())) + "\n" for row in PAIRS))
     else:
@@ -73,8 +74,9 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
     words = argv(name, None, "--text_column", "a", "--text_pair_column", "b", "--label_column", "same")
     if name == "hub":
         words[words.index("--train_file")] = "--dataset_name"
-    (args, _), _ = finetune_glue.read_arguments(words)
+    (args, training_args), _ = finetune_glue.read_arguments(words)
     task = finetune_glue.task_of(args)
+    finetune_glue.check_arguments(args, training_args, task)  # a test set on the Hub need not be predicted
     assert task.labels == ("False", "True") and task.metrics == ("accuracy", "f1") and task.columns == ("a", "b")
     assert [len(task.examples[split]) for split in ("train", "validation")] == [18, 2]
     assert sorted(task.examples["validation"].labels) == [0, 1]
@@ -104,16 +106,22 @@ BAD = {
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
     "word among scores": ("t.csv", "text,label\na,0.5\nb,NA\n", [], "row 2: label is 'NA', no number, .* '0.5'"),
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
-    "list": ("t.jsonl", '{"text": "a", "label": ["x"]}\n', [], r"label is a list, \['x'\]; a row has a single label"),
+    "list": ("t.jsonl", '{"text": "a", "label": ["x"]}\n', [], r"label is \['x'\], and a row has a single label"),
     "ragged": ("t.csv", "text,label\na,x\nb, c,y\n", [], "t.csv, line 3: another number of columns"),
     "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
     "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
     "no row": ("t.csv", "text,label\n", [], "t.csv has no rows"),
     "few": ("t.csv", OK, [], "t.csv has 2 rows, too few to hold out a tenth"),
     "new label": ("t.csv", OK, ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none of .* x, y"),
-    "test file": ("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "t.csv"], "needs --do_predict"),
-    "no test file": ("t.csv", OK, ["--validation_file", "t.csv", "--do_predict"], "do_predict needs a test_file"),
+    "test file": ("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "t.csv"], "without --do_predict"),
+    "no test file": ("t.csv", OK, ["--validation_file", "t.csv", "--do_predict"], "name a test_file"),
     "GLUE's name": ("t.csv", OK, ["--task_name", "mrpc"], "task_name=mrpc is GLUE's: leave it out"),
+    "files beside the Hub": (
+        "t.csv",
+        OK,
+        ["--train_file", "", "--dataset_name", "imdb", "--validation_file", "t.csv"],
+        "validation_file=t.csv has no effect without train_file",
+    ),
     "two sources": ("t.csv", OK, ["--dataset_name", "imdb"], "exclude each other"),
 }  # fmt: skip
 

@@ -22,6 +22,10 @@ _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("senten
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
 
+# flags with an effect only beside one of others
+GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
+GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
+
 Rows = list[dict[str, Any]]
 
 
@@ -165,8 +169,8 @@ def _number(value: Any) -> int | float | None:
 
 def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
     """The sorted names of the classes, none for scores; lowest and highest score."""
-    if lists := [value for value in values if isinstance(value, list)]:
-        raise InputError(f"{where}: {column} is a list, {lists[0]!r}; a row has a single label here")
+    if others := [value for value in values if not isinstance(value, str | int | float | None)]:
+        raise InputError(f"{where}: {column} is {others[0]!r}, and a row has a single label, a word or a number")
     numbers = [_number(value) for value in values]
     for row, (number, value) in enumerate(zip(numbers, values, strict=True), 1):
         if number is not None and not math.isfinite(number):
@@ -177,12 +181,12 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
         raise InputError(
             f"{where}, row {row + 1}: {column} is {values[row]!r}, no number, and other rows have {score!r}"
         )
-    if len(set(values)) < 2:
+    if len(set(map(str, values))) < 2:
         raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
     if score is not None:
         return (), (float(min(numbers)), float(max(numbers)))
-    order = {value: (number is None, number or 0, str(value)) for value, number in zip(values, numbers, strict=True)}
-    return tuple(map(str, sorted(order, key=order.get))), (0.0, 1.0)
+    order = {str(value): (number is None, number or 0) for value, number in zip(values, numbers, strict=True)}
+    return tuple(sorted(order, key=lambda name: (order[name], name))), (0.0, 1.0)
 
 
 def _class_numbers_or_scores(
@@ -190,7 +194,7 @@ def _class_numbers_or_scores(
 ) -> list[int] | list[float] | None:
     """The labels of a split; None for a test set without labels, or with a single placeholder."""
     values = [row.get(column) for row in rows]
-    if split == "test" and len(set(values)) < 2:
+    if split == "test" and len(set(map(str, values))) < 2:
         return None
     numbers = {name: number for number, name in enumerate(names)}
     labels = [numbers.get(str(value)) if names else _number(value) for value in values]
