@@ -1,11 +1,13 @@
-"""Fine-tune an encoder on GLUE as RoBERTa did (paper, section 5.1): median of five seeds, best epoch on validation.
+"""Fine-tune an encoder on GLUE as RoBERTa did (paper, section 5.1), or on your own table: median of five seeds, best
+epoch on validation.
 
-    accelerate launch finetune_glue.py --config presets/glue/rte.yaml          # or: make glue TASK=rte
-    accelerate launch finetune_glue.py --config presets/glue/rte.yaml --model_name_or_path runs/mine --data_dir glue
+    accelerate launch finetune_glue.py --task_name rte                                 # or: make glue TASK=rte
+    accelerate launch finetune_glue.py --task_name rte --model_name_or_path runs/mine --data_dir glue
+    accelerate launch finetune_glue.py --train_file my.csv --text_column review --label_column stars
 
 Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
-the official TSV files. The same command resumes. Presets name the source of each value; any flag overrides it. The row
-of Table 5: `python tools/glue_table.py`.
+the official TSV files. The same command resumes. Presets (presets/glue, by task) name the source of each value; any
+flag overrides it. The row of Table 5: `python tools/glue_table.py`.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,14 +32,14 @@ from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.settings import setting
-from roberta_recipe.tasks import glue, glue_scores, protocol, qnli_ranking, summaries, wnli, wsc
+from roberta_recipe.settings import setting, value_of
+from roberta_recipe.tasks import glue, glue_scores, own_task, protocol, qnli_ranking, summaries, wnli, wsc
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 
-TASKS = glue.TASKS  # a task of your own: docs/adapting.md, section 6
+TASKS = glue.TASKS
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
-DEFAULT = "presets/glue/rte.yaml"
+DEFAULT, OWN = "presets/glue/rte.yaml", "presets/glue/own.yaml"
 TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; a run of the grid is no sweep itself
@@ -45,12 +47,16 @@ SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps"
 
 
 @dataclass
-class GlueArguments(protocol.FinetuneArguments):
+class GlueArguments(own_task.OwnTaskArguments):
     """GLUE's flags."""
 
     _argument_group_name = "GLUE"
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("train_file", "dataset_name"), ("train_file", "data_dir"), ("dataset_name", "data_dir")
+    )  # fmt: skip
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("train_file", "task_name"), ("dataset_name", "task_name"))
 
-    task_name: str | None = setting(None, "One of " + ", ".join(TASKS) + ".", "fixed")
+    task_name: str | None = setting(None, f"One of {', '.join(TASKS)}; else a name for your task.", "fixed")
     data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")
     other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.", "free", shown=True)
     sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, 10 epochs, all seeds.", "free")
@@ -69,6 +75,15 @@ class GlueArguments(protocol.FinetuneArguments):
     )
     spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's parser, a package or a folder.", "fixed")
 
+    def __post_init__(self):
+        if self.table and not self.task_name:
+            self.task_name = Path(self.train_file).name if self.train_file else self.dataset_name
+
+    @property
+    def table(self) -> str | None:
+        """The file or dataset of a task that is not GLUE's."""
+        return self.train_file or self.dataset_name
+
 
 def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
@@ -78,12 +93,13 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
-    check_arguments(args, training_args)
+    with training_args.main_process_first():  # one process downloads
+        task = task_of(args)
+    check_arguments(args, training_args, task)
     publisher = hub.publisher(training_args)
-    task = TASKS[args.task_name]
 
     # 2. Examples, and validation examples that are in the training set.
-    with training_args.main_process_first():  # one process downloads
+    with training_args.main_process_first():
         data = read_data(args, training_args, task)
     overlap = glue.duplicates(data["train"], data[task.splits_of("validation")[0]])
 
@@ -96,14 +112,16 @@ def main(argv: list[str] | None = None) -> Summary:
     job = job_of(args, task, data, form, tokenizer, found)
     runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT, SWEEP_FLAGS if args.sweep else ())
+    preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run, preset, sweep_flags)
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir, glue.SWEEP_FOLDER if args.sweep else "")
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
-        print(summaries.table(summary, paper_line(args.task_name)))
+        others = task.metrics if len(task.metrics) > 1 else ()
+        print(summaries.table(summary, paper_line(args.task_name), others))
 
     # 6. The test set, in the server's format.
     if training_args.do_predict and training_args.process_index == 0:
@@ -115,15 +133,39 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.FinetuneTrainingArguments], dict]:
-    return protocol.read_arguments(GlueArguments, argv, DEFAULT, __doc__)
+    return protocol.read_arguments(GlueArguments, argv, default_preset(argv), __doc__)
 
 
-def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> None:
-    """Raise `InputError` for values out of range and for flags that exclude each other."""
+def default_preset(argv: list[str]) -> str:
+    """The preset of a command line without `--config`: by its task."""
+    if value_of(argv, "train_file") or value_of(argv, "dataset_name"):
+        return OWN
+    name = value_of(argv, "task_name")
+    return f"presets/glue/{name}.yaml" if name in glue.TASKS else DEFAULT
+
+
+def task_of(args: GlueArguments) -> glue.Task:
+    """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
+    for name, sources in own_task.GOES_WITH.items():
+        if getattr(args, name) not in (None, "label") and not any(getattr(args, source) for source in sources):
+            raise InputError(f"{name}={getattr(args, name)} has no effect without {' or '.join(sources)}")
+    if args.table:
+        if args.task_name in TASKS:
+            raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
+        return own_task.read_task(args)
     if args.task_name not in TASKS:
-        raise InputError(f"task_name={args.task_name} is none of GLUE's: {', '.join(TASKS)} (ax goes with mnli)")
-    task = TASKS[args.task_name]
+        known = f"{', '.join(TASKS)} (ax goes with mnli)"
+        raise InputError(f"task_name={args.task_name} is none of GLUE's: {known}; for your own task, name a train_file")
+    return TASKS[args.task_name]
+
+
+def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments, task: glue.Task) -> None:
+    """Raise `InputError` for values out of range and for flags that exclude each other."""
     glue.check_metrics(args.task_name, task)
+    if args.test_file and not training_args.do_predict:
+        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
+    if training_args.do_predict and not task.splits_of("test"):
+        raise InputError(f"do_predict: {args.table} comes without a test set; name a test_file")
     if args.predict_with == "ensemble" and not training_args.do_predict:
         raise InputError("predict_with=ensemble has no effect without --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:
@@ -219,11 +261,12 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
 
 def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
     """STS-B: one output, squared error on scores scaled to [0, 1] (fairseq: --regression-target)."""
+    lowest, highest = task.scale
     return dataclasses.replace(
         as_classification(args, task, data, tokenizer),
-        build_model=lambda: build_model(args, ["score"]),
+        build_model=lambda: build_model(args, [task.label_column]),
         loss_sum=regression_loss,
-        predictions=lambda split, scores, _: 5 * scores,
+        predictions=lambda split, scores, _: lowest + (highest - lowest) * scores,
         averaged=lambda scores: scores,
     )
 
@@ -306,6 +349,7 @@ def make_features(
 ) -> tuple[dict[str, list[dict]], dict[str, int]]:
     """Model inputs of every example, two texts as a pair, and how many were truncated. Scores are scaled to [0, 1]."""
     features, cut, encode = {}, {}, tokenization.text_tokenizer(tokenizer)
+    lowest, highest = task.scale
     for split, examples in data.items():
         labels, features[split], longer = examples.labels or [0] * len(examples), [], 0
         for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
@@ -315,7 +359,7 @@ def make_features(
             # the tokens that do not fit follow as further rows of the same example
             _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
             features[split] += [
-                {**compact(encoded, row), "labels": label if task.labels else label / 5}
+                {**compact(encoded, row), "labels": label if task.labels else (label - lowest) / (highest - lowest)}
                 for row, label in zip(rows, labels[some], strict=True)
             ]
             longer += int((pieces > 1).sum())
@@ -329,9 +373,12 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
     counts = "; ".join(f"{name}: {count:,}" for name, count in {**form.counts, **skipped}.items() if count)
+    answers = own_task.shortened(task.labels) or "regression, scores from {:g} to {:g}".format(*task.scale)
+    if args.table:
+        answers = f"{', '.join(task.columns)} -> {task.label_column}, {answers}"
     logger.info(
-        f"Task        {args.task_name}: {', '.join(task.labels) or 'scores from 0 to 5'}; best epoch by {task.metric}\n"
-        f"Rows        {rows}\n"
+        f"Task        {args.task_name}: {answers}; best epoch by {task.metric}\n"
+        f"Rows        {rows}{f' ({task.note})' if task.note else ''}\n"
         f"Features    {form_name(args, task)}; {counts or 'none cut'}\n"
         f"Duplicates  {overlap['in_train']:,} of {len(validation):,} validation examples are in the training set, "
         f"{overlap['with_the_same_label']:,} with the same label"

@@ -26,7 +26,7 @@ from roberta_recipe.model import masked_lm
 from roberta_recipe.model.heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
-from roberta_recipe.settings import setting
+from roberta_recipe.settings import setting, value_of
 from roberta_recipe.tasks import protocol, squad, squad_files, squad_scores, summaries
 from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
 from roberta_recipe.training import processes
@@ -34,7 +34,7 @@ from roberta_recipe.training.finetune_trainer import padded_to, validation_score
 
 FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # official names, in data_dir
 SHOWN = {"1.1": ("exact_match", "f1"), "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_f1", "best_f1")}
-DEFAULT = "presets/squad/v1.1.yaml"
+DEFAULT, VERSION_2 = "presets/squad/v1.1.yaml", "presets/squad/v2.0.yaml"
 SPECIAL_TOKENS = 4  # of a pair, in RoBERTa
 
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> Summary:
     job = job_of(args, data, windows, tokenizer, found)
     runs = protocol.of_preset(args, training_args)
     after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
+    records = protocol.run_all(argv, runs, job, read_arguments, after_run, default_preset(argv))
 
     # 5. Median and spread over seeds, beside the paper's.
     folder = Path(training_args.output_dir)
@@ -110,7 +110,12 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[SquadArguments, protocol.FinetuneTrainingArguments], dict]:
-    return protocol.read_arguments(SquadArguments, argv, DEFAULT, __doc__)
+    return protocol.read_arguments(SquadArguments, argv, default_preset(argv), __doc__)
+
+
+def default_preset(argv: list[str]) -> str:
+    """The preset of a command line without `--config`: by the version."""
+    return VERSION_2 if str(value_of(argv, "version_2_with_negative")).lower() == "true" else DEFAULT
 
 
 def version(args: SquadArguments) -> str:

@@ -73,13 +73,13 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-def load_from_hub(name: str, *config: str, split: str, instead: str) -> Any:
-    """A split (`datasets.Dataset`) of a dataset on the Hub. Raises `InputError` that names a local alternative
-    (`instead`)."""
+def load_from_hub(name: str, *config: str, split: str | None, instead: str) -> Any:
+    """A split (`datasets.Dataset`) of a dataset on the Hub, or all splits (`DatasetDict`). Raises `InputError` that
+    names a local alternative (`instead`)."""
     import datasets  # slow, and not needed for local files
 
     try:
         return datasets.load_dataset(name, *config, split=split)
     except Exception as error:  # the Hub client raises a dozen kinds
-        what = ", ".join([*config, split])
+        what = ", ".join([*config, split or "all splits"])
         raise InputError(f"cannot load {name} ({what}) from the Hub: {first_line(error)}; or give {instead}") from None

@@ -99,9 +99,14 @@ def plain(value: Any) -> Any:
 
 def config_of(argv: list[str]) -> str | None:
     """The `--config` of a command line; None without one."""
+    return value_of(argv, "config")
+
+
+def value_of(argv: list[str], name: str) -> str | None:
+    """The value of a flag on a command line; None without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?", const="true")
+    return getattr(parser.parse_known_args(argv)[0], name)
 
 
 def parse(

@@ -67,7 +67,8 @@ def check(script, filled):
         pretraining.check_data(filled[0])
         pretraining.check_training(filled[1])
     else:
-        sys.modules[script].check_arguments(*filled)
+        task = (sys.modules[script].task_of(filled[0]),) if script == "finetune_glue" else ()
+        sys.modules[script].check_arguments(*filled, *task)
 
 
 @pytest.mark.parametrize("script", flags.CLASSES)

@@ -114,7 +114,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
     assert "rte, validation accuracy x 100" in done.stdout and "base 78.7, large 86.6" in done.stdout
     assert "7 rows from 2 runs" in done.stdout and "ensemble    validation accuracy" in done.stdout
     assert "Duplicates  0 of 9" in done.stderr
-    said = "presets/glue/rte.yaml: learning rate 0.001, batch 8, 6 steps, warm-up 1 step, seeds 1, 2\n"
+    said = "presets/glue/rte.yaml: learning rate 0.001, batch 8, 6 steps (2 epochs), warm-up 1 step, seeds 1, 2\n"
     assert said in done.stderr and done.stderr.count(", of all runs ") == 4  # from the second step of the first seed on
     kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
     assert len(kept) == 1  # only the best run's weights are kept
@@ -181,7 +181,7 @@ def test_the_papers_grid(flags, tmp_path, capsys):
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
         finetune_glue.main(flags("rte", *grid))
     said = capsys.readouterr().err
-    grid = "learning rate 1e-05, 2e-05, 3e-05, batch 16, 32, 10 epochs, warm-up 6% of the steps, seeds 3\n"
+    grid = "learning rate 1e-05, 2e-05, 3e-05, batch 16, 32, 10 epochs (10 steps), warm-up 6% of the steps, seeds 3\n"
     assert f"presets/glue/rte.yaml: {grid}" in said
     done = {
         path.name for path in (tmp_path / "glue" / "rte" / "sweep").iterdir() if (path / "run_record.json").is_file()

@@ -38,6 +38,7 @@ from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
+from roberta_recipe.training.data_loading import step_record
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
 from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
 from tools.compare import read_log

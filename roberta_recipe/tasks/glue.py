@@ -15,7 +15,7 @@ from roberta_recipe.tasks.summaries import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
 SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
-_HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}  # where the Hub has another name
+_HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1"}  # where the Hub has another name
 
 
 def tsv_splits(
@@ -34,12 +34,15 @@ class Task:
     hub_columns: tuple[str, ...] = ()  # on the Hub; empty for a task that is not there
     splits: dict[str, tuple[str, int | None]] = field(default_factory=tsv_splits)  # name on the Hub -> (file, rows)
     label_column: str = "label"
-    labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: regression from 0 to 5
+    labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: regression
+    scale: tuple[float, float] = (0.0, 5.0)  # lowest and highest score of a regression
     metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first selects the best epoch
     headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of splits with files without header
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
     words: bool = False  # the submission has label names, not class numbers
     skip_broken: bool = False  # drop rows with a wrong number of columns, as in the official file
+    note: str = ""  # of the model card, on the data
+    examples: dict[str, "Examples"] = field(default_factory=dict)  # by split, of a task on the user's tables
 
     @property
     def metric(self) -> str:
@@ -98,7 +101,8 @@ TASKS = {
         submission={"test": "RTE.tsv"},
     ),
     "wnli": Task(
-        "WNLI", _PAIR, _PAIR, tsv_splits(635, 71, 146), labels=("0", "1"), submission={"test": "WNLI.tsv"}
+        "WNLI", _PAIR, _PAIR, tsv_splits(635, 71, 146), labels=("0", "1"), submission={"test": "WNLI.tsv"},
+        note="trained on the schemas of SuperGLUE's WSC",
     ),
 }  # fmt: skip
 # The diagnostic set: no training data, predicted by the MNLI model.
@@ -123,7 +127,8 @@ PAPER = {
 def check_metrics(name: str, task: Task) -> None:
     """Raise `InputError` for a metric that is unknown or does not fit the number of classes."""
     classes = len(task.labels)
-    fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes, ("accuracy",))
+    fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes)
+    fitting = fitting or ("accuracy", "macro_f1")
     if wrong := [metric for metric in task.metrics if metric not in fitting]:
         raise InputError(f"{name}: {wrong[0]} is no metric of a task with {classes} classes: {', '.join(fitting)}")
 
@@ -141,7 +146,7 @@ def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
         "split": first,
         "task_type": "text-classification",
         "hub_metrics": {metric: _HUB_METRICS.get(metric, metric) for metric in metrics},
-        "note": "trained on the schemas of SuperGLUE's WSC" if known and name == "wnli" else "",
+        "note": task.note,
     }
 
 
@@ -150,7 +155,7 @@ class Examples:
     """Examples of a split, in file order."""
 
     texts: list[tuple[str, ...]]
-    labels: list[int] | list[float] | None  # class numbers, or scores from 0 to 5; None for a test set without labels
+    labels: list[int] | list[float] | None  # class numbers, or scores; None for a test set without labels
     skipped: int = 0  # broken rows
     schemas: Sequence[Any] = ()  # WNLI: a `wsc.Schema` per row
     counts: dict[str, int] = field(default_factory=dict)  # WNLI: test rows by the origin of their schema
@@ -161,6 +166,8 @@ class Examples:
 
 def read_split(task: Task, name: str, split: str, data_dir: str | None) -> Examples:
     """A split of the task, on the Hub named `name`. Raises `InputError` with file, line and value."""
+    if task.examples:
+        return task.examples[split]
     if data_dir:
         return _from_tsv(task, split, Path(data_dir))
     if not task.hub_columns:
@@ -245,8 +252,8 @@ def is_score(text: str) -> bool:
 
 
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
-    """Class numbers, or scores clipped to [0, 5], in the submission format."""
+    """Class numbers, or scores clipped to the task's scale, in the submission format."""
     if not task.labels:
-        return [f"{score:.4f}" for score in np.clip(predictions, 0, 5)]
+        return [f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
     words = submission_labels(task)
     return [words[number] for number in predictions]

@@ -28,6 +28,12 @@ def f1(predictions: np.ndarray, references: np.ndarray) -> float:
     return 2 * hits / total if total else 0.0
 
 
+def macro_f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Mean F1 over the classes of either side (as scikit-learn)."""
+    classes = np.union1d(predictions, references)
+    return float(np.mean([f1(predictions == number, references == number) for number in classes]))
+
+
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
     """Correlation of two binary variables, from -1 to 1; 0 where one of them is constant (as scikit-learn)."""
     a, b = predictions - predictions.mean(), references - references.mean()
@@ -53,7 +59,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ((last - counts + 1 + last) / 2)[inverse]
 
 
-FUNCTIONS = {function.__name__: function for function in (accuracy, f1, matthews_correlation, pearson, spearman)}
+_ALL = (accuracy, f1, macro_f1, matthews_correlation, pearson, spearman)
+FUNCTIONS = {function.__name__: function for function in _ALL}
 
 
 def scores(metrics: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:

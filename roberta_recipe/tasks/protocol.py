@@ -200,7 +200,7 @@ def run_all(
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
         arguments.resolve(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
         if not records:
-            announce(argv, preset, runs, training_args)
+            announce(argv, preset, runs, training_args, len(job.features["train"]))
         was_finished = is_finished(run)
         ahead = [later for later in runs[number:] if not is_finished(later)]
         records.append(finetune(run, ahead, job, (args, training_args), resolved))
@@ -215,14 +215,20 @@ def run_all(
     return records
 
 
-def announce(argv: list[str], preset: str, runs: list[Run], training_args: FinetuneTrainingArguments) -> None:
+def announce(
+    argv: list[str], preset: str, runs: list[Run], training_args: FinetuneTrainingArguments, examples: int
+) -> None:
     """Log the preset and its main hyperparameters."""
     of_runs = [", ".join(map(str, dict.fromkeys(values))) for values in zip(*map(astuple, runs), strict=True)]
-    steps, epochs, warmup = training_args.max_steps, training_args.num_train_epochs, training_args.warmup_steps
+    lengths = dict.fromkeys(steps_of(training_args, examples, run.batch) for run in runs)
+    steps, epochs, warmup = min(lengths), training_args.num_train_epochs, training_args.warmup_steps
+    if training_args.max_steps > 0:
+        length = f"{counted(steps, 'step')} ({steps / max(examples // runs[0].batch, 1):.3g} epochs)"
+    else:
+        length = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'} ({' or '.join(map('{:,}'.format, lengths))} steps)"
     logger.info(
-        f"Protocol    {config_of(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, "
-        + (counted(steps, "step") if steps > 0 else f"{epochs:g} epochs")
-        + f", warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
+        f"Protocol    {config_of(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
+        f"warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
         f"seeds {of_runs[2]}"
     )
 

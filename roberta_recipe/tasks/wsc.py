@@ -22,7 +22,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, parsing, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, RobertaForMaskedLM
 
 # No space before these words, and none after these brackets.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)

@@ -1,0 +1,225 @@
+"""A classification or regression task on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub."""
+
+import csv
+import dataclasses
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import is_text, load_from_hub, parse_json, read_text, taken_apart
+from roberta_recipe.settings import setting
+from roberta_recipe.tasks.glue import Examples, Task
+from roberta_recipe.training.arguments import FinetuneArguments
+
+# default text columns: the first of these that the table has
+_TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("sentence",))
+_HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
+_SPLIT_SEED = 0
+
+# flags with an effect only beside one of others
+GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
+GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class OwnTaskArguments(FinetuneArguments):
+    """The flags of a task on the user's tables."""
+
+    _argument_group_name = "a task on your tables"
+
+    train_file: str | None = setting(None, "CSV, TSV (no quotes), JSON lines or Parquet, by its extension.", "content")
+    validation_file: str | None = setting(None, "Default: a tenth of train_file, stratified by label.", "content")
+    test_file: str | None = setting(None, "With do_predict: predicted into a TSV.", "content")
+    dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
+    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
+    text_column: str | None = setting(None, "Default: text, sentence, or the pair sentence1, sentence2.", "content")
+    text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
+    label_column: str = setting("label", "Labels; numbers with a decimal point make a regression.", "content")
+
+
+def read_task(args: OwnTaskArguments) -> Task:
+    """The task with its rows: labels are those of the training rows, sorted. Raises `InputError` that names file, row
+    and value."""
+    tables = _of_files(args) if args.train_file else _of_hub(args)
+    where, rows = tables["train"]
+    if not rows:
+        raise InputError(f"{where} has no rows")
+    columns, label = _columns(args, where, list(rows[0])), args.label_column
+    names, scale = _labels(where, label, [row.get(label) for row in rows])
+    examples = {
+        split: Examples(
+            [_texts(f"{where}, row {number}", row, columns) for number, row in enumerate(rows, 1)],
+            _class_numbers_or_scores(split, where, label, rows, names),
+        )
+        for split, (where, rows) in tables.items()
+    }
+    held_out = "validation" not in examples
+    if held_out:
+        examples["train"], examples["validation"] = _split(examples["train"])
+    if not examples["validation"].texts:
+        raise InputError(f"{where} has {len(rows)} rows, too few to hold out a tenth: name a validation_file")
+    metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
+    files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
+    return Task(
+        folder="",
+        columns=columns,
+        splits={split: (file, None) for split, file in files.items()},
+        label_column=label,
+        labels=names,
+        scale=scale,
+        metrics=metrics,
+        words=True,
+        note="a tenth of its rows held out for validation" if held_out else "",
+        examples=examples,
+    )
+
+
+def _of_files(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
+    return {split: (file, _read(file)) for split, file in files.items() if file}
+
+
+def _of_hub(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+    config = [args.dataset_config_name] if args.dataset_config_name else []
+    dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
+    if "train" not in dataset:
+        raise InputError(f"dataset_name={args.dataset_name} has no split train, but {', '.join(dataset)}")
+    tables = {}
+    for split in ("train", "validation", "test"):
+        if split in dataset:
+            rows, feature = dataset[split].to_list(), dataset[split].features.get(args.label_column)
+            if hasattr(feature, "names"):  # class numbers; -1 in a test set without labels
+                names = dict(enumerate(feature.names))
+                rows = [{**row, args.label_column: names.get(row[args.label_column])} for row in rows]
+            tables[split] = f"{args.dataset_name}, {split}", rows
+    return tables
+
+
+def _read(path: str) -> Rows:
+    """The rows of a file by its extension."""
+    kind = Path(path).suffix.lower()
+    if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
+        raise InputError(f"{path}: name a file that ends in .csv, .tsv, .jsonl, .json or .parquet")
+    with taken_apart(path, f"a table in the format of {kind}"):
+        if kind == ".parquet":
+            return pyarrow.parquet.read_table(path).to_pylist()
+        text = read_text(path)
+        if kind == ".csv":
+            return _delimited(path, text)
+        if kind == ".tsv":  # as GLUE's: a tab ends a column, a line end a row
+            return _delimited(path, text, delimiter="\t", quoting=csv.QUOTE_NONE)
+        if text.lstrip().startswith("["):
+            return [dict(row) for row in parse_json(text, path)]
+        lines = enumerate(text.split("\n"), 1)
+        return [dict(parse_json(line, f"{path}, line {number}")) for number, line in lines if line.strip()]
+
+
+def _delimited(path: str, text: str, **dialect: Any) -> Rows:
+    csv.field_size_limit(len(text) + 1)  # the default is 131,072 characters
+    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, **dialect), []
+    for row in reader:
+        if None in row or None in row.values():
+            raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
+        rows.append(row)
+    return rows
+
+
+def _columns(args: OwnTaskArguments, where: str, names: list[str]) -> tuple[str, ...]:
+    """The text columns. Raises `InputError` where the table lacks one."""
+    default = next((columns for columns in _TEXTS if set(columns) <= set(names)), ("text",))
+    columns = (args.text_column,) if args.text_column else default
+    if args.text_pair_column:
+        columns = (columns[0], args.text_pair_column)
+    if missing := [column for column in (*columns, args.label_column) if column not in names]:
+        raise InputError(
+            f"{where} has no column {missing[0]!r}, but {', '.join(map(repr, names))}: name its columns with "
+            "--text_column, --text_pair_column and --label_column"
+        )
+    return columns
+
+
+def _texts(where: str, row: dict[str, Any], columns: tuple[str, ...]) -> tuple[str, ...]:
+    for column in columns:
+        if not is_text(row.get(column)) or not row[column].strip():
+            raise InputError(f"{where}: {column} is {row.get(column)!r}, not text; correct or remove the row")
+    return tuple(row[column] for column in columns)
+
+
+def _number(value: Any) -> int | float | None:
+    """The number that a label is or spells; None for a word. NaN for a missing label."""
+    if value is None or value == "":
+        return math.nan
+    if not isinstance(value, str):
+        return None if isinstance(value, bool) else value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return None
+
+
+def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
+    """The sorted names of the classes, none for scores; lowest and highest score."""
+    if others := [value for value in values if not isinstance(value, str | int | float | None)]:
+        raise InputError(f"{where}: {column} is {others[0]!r}, and a row has a single label, a word or a number")
+    numbers = [_number(value) for value in values]
+    for row, (number, value) in enumerate(zip(numbers, values, strict=True), 1):
+        if number is not None and not math.isfinite(number):
+            raise InputError(f"{where}, row {row}: {column} is {value!r}, no label; correct or remove the row")
+    score = next((value for value, number in zip(values, numbers, strict=True) if isinstance(number, float)), None)
+    if score is not None and None in numbers:
+        row = numbers.index(None)
+        raise InputError(
+            f"{where}, row {row + 1}: {column} is {values[row]!r}, no number, and other rows have {score!r}"
+        )
+    if len(set(map(str, values))) < 2:
+        raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
+    if score is not None:
+        return (), (float(min(numbers)), float(max(numbers)))
+    order = {str(value): (number is None, number or 0) for value, number in zip(values, numbers, strict=True)}
+    return tuple(sorted(order, key=lambda name: (order[name], name))), (0.0, 1.0)
+
+
+def _class_numbers_or_scores(
+    split: str, where: str, column: str, rows: Rows, names: tuple[str, ...]
+) -> list[int] | list[float] | None:
+    """The labels of a split; None for a test set without labels, or with a single placeholder."""
+    values = [row.get(column) for row in rows]
+    if split == "test" and len(set(map(str, values))) < 2:
+        return None
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = [numbers.get(str(value)) if names else _number(value) for value in values]
+    for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
+        if label is None or not math.isfinite(label):
+            wanted = f"none of the training labels {shortened(names)}" if names else "no number"
+            raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
+    return labels
+
+
+def shortened(names: tuple[str, ...]) -> str:
+    """The first class names, and their number where there are more."""
+    return ", ".join(names[:20]) + f", ... ({len(names):,})" * (len(names) > 20)
+
+
+def _split(examples: Examples) -> tuple[Examples, Examples]:
+    """Training rows and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
+    shuffled within a label."""
+    draws = np.random.default_rng(_SPLIT_SEED).random(len(examples))
+    held_out = set(np.lexsort((draws, examples.labels))[_HELD_OUT].tolist())
+    parts = [[row for row in range(len(examples)) if (row in held_out) == wanted] for wanted in (False, True)]
+    train, validation = (
+        dataclasses.replace(
+            examples, texts=[examples.texts[row] for row in part], labels=[examples.labels[row] for row in part]
+        )
+        for part in parts
+    )
+    return train, validation

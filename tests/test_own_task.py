@@ -1,0 +1,173 @@
+"""finetune_glue.py on the user's tables: formats, columns, labels, held-out rows, predictions, bad input."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import SUBJECTS, second_of_training
+from sklearn.metrics import f1_score
+from transformers import AutoConfig
+
+import finetune_glue
+import finetune_squad
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import card
+from roberta_recipe.tasks import glue_scores
+
+STARS = ["1", "2", "10"]
+CSV = "review,stars\n" + "".join(f'"{word}, ""so""\nit {n}",{STARS[n % 3]}\n' for n, word in enumerate(SUBJECTS * 5))
+PAIRS = [{"a": f"cat {n}", "b": f"dog {n}", "same": n % 2 == 0} for n in range(20)]
+BATCH = ("--global_batch_size", 4, "--per_device_train_batch_size", 4)
+
+
+@pytest.fixture
+def argv(root, model_dir, tmp_path):
+    """A function that makes a command line of a second's training on a table of this text, or on a file."""
+
+    def of(name, content, *others, preset="presets/glue/own.yaml"):
+        if content is not None:
+            (tmp_path / name).write_text(content, encoding="utf-8")
+        own = {"model_name_or_path": model_dir, "output_dir": tmp_path / "out", "train_file": tmp_path / name}
+        return second_of_training(root / preset, *BATCH, *others, **own)
+
+    return of
+
+
+def test_csv_with_quotes_and_line_ends_and_its_predictions(argv, tmp_path, capfd):
+    """A tenth of the rows is held out, stratified; class names are sorted as numbers."""
+    (tmp_path / "new.csv").write_text('review\n"a, b\nc"\nd\n')
+    columns = ["--text_column", "review", "--label_column", "stars"]
+    summary = finetune_glue.main(argv("my.csv", CSV, *columns, "--test_file", tmp_path / "new.csv", "--do_predict"))
+    said = capfd.readouterr()
+    assert "my.csv: review -> stars, 1, 2, 10; best epoch by accuracy" in said.err
+    assert "train 36, validation 4, test 2 (a tenth of its rows held out for validation)" in said.err
+    assert "own.yaml: learning rate 0.001, batch 4, 6 steps (0.667 epochs), warm-up 1 step, seeds 1" in said.err
+    assert "my.csv, validation accuracy x 100" in said.out and "macro_f1" in said.out
+    run = tmp_path / "out" / "lr0.001-batch4-seed1"
+    assert AutoConfig.from_pretrained(run / "best").id2label == dict(enumerate(STARS))
+    lines = (tmp_path / "out" / "submission" / "new_predictions.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and {line.split("\t")[1] for line in lines[1:]} <= set(STARS)
+    assert len(lines) == 3
+    record, config = durable.read_json(run / "run_record.json"), durable.read_json(run / "best" / "config.json")
+    shown = str(card.fine_tuned("me/mine", config, record, summary))
+    assert "fine-tuned on my.csv, a tenth of its rows held out for validation, by the protocol" in shown
+    assert str(tmp_path / "my.csv") not in shown and "glue" not in shown.lower()
+
+
+@pytest.mark.parametrize("name", ["p.parquet", "p.jsonl", "p.json", "p.tsv", "hub"])
+def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
+    """The same rows give the same task, from a file or a folder that `datasets` loads as it loads the Hub's."""
+    path = tmp_path / name
+    if name == "hub":
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        path.mkdir()
+    if name in ("p.parquet", "hub"):
+        for file in ("train.parquet", "test.parquet") if name == "hub" else ("",):
+            pq.write_table(pa.Table.from_pylist(PAIRS), path / file)
+    elif name == "p.tsv":
+        path.write_text("a\tb\tsame\n" + "".join("\t".join(map(str, row.values())) + "\n" for row in PAIRS))
+    else:
+        lines = json.dumps(PAIRS) if name == "p.json" else "\n".join(map(json.dumps, PAIRS))
+        path.write_text(lines)
+    words = argv(name, None, "--text_column", "a", "--text_pair_column", "b", "--label_column", "same")
+    if name == "hub":
+        words[words.index("--train_file")] = "--dataset_name"
+    (args, training_args), _ = finetune_glue.read_arguments(words)
+    task = finetune_glue.task_of(args)
+    finetune_glue.check_arguments(args, training_args, task)  # a test set on the Hub need not be predicted
+    assert task.labels == ("False", "True") and task.metrics == ("accuracy", "f1") and task.columns == ("a", "b")
+    assert [len(task.examples[split]) for split in ("train", "validation")] == [18, 2]
+    assert sorted(task.examples["validation"].labels) == [0, 1]
+    texts = [task.examples[split].texts for split in ("train", "validation")]
+    rows = [(row["a"], row["b"]) for row in PAIRS]
+    assert sorted([*texts[0], *texts[1]]) == sorted(rows) and texts[0] == [row for row in rows if row in texts[0]]
+
+
+def test_scores_are_a_regression_on_their_range(argv, tmp_path, capfd):
+    table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))
+    summary = finetune_glue.main(argv("s.csv", table, "--validation_file", tmp_path / "s.csv"))
+    assert "regression, scores from 20.5 to 35.5; best epoch by pearson" in capfd.readouterr().err
+    best = tmp_path / "out" / "lr0.001-batch4-seed1"
+    predicted = [line.split("\t") for line in (best / "validation_answers.tsv").read_text().splitlines()]
+    assert predicted[0] == ["sentence", "label", "prediction", "error"]
+    assert all(10 < float(row[2]) < 46 for row in predicted[1:]) and set(summary["settings"][0]["medians"]) == {
+        "pearson",
+        "spearman",
+    }
+
+
+OK = "text,label\na,x\nb,y\n"
+BAD = {
+    "columns": ("t.csv", "review,stars\na,1\n", [], r"t.csv has no column 'text', but 'review', 'stars': name its"),
+    "no text": ("t.csv", "text,label\na,x\n ,y\n", [], "t.csv, row 2: text is ' ', not text; correct or remove"),
+    "no label": ("t.csv", "text,label\na,x\nb,\n", [], "t.csv, row 2: label is '', no label"),
+    "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
+    "word among scores": ("t.csv", "text,label\na,0.5\nb,NA\n", [], "row 2: label is 'NA', no number, .* '0.5'"),
+    "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
+    "list": ("t.jsonl", '{"text": "a", "label": ["x"]}\n', [], r"label is \['x'\], and a row has a single label"),
+    "ragged": ("t.csv", "text,label\na,x\nb, c,y\n", [], "t.csv, line 3: another number of columns"),
+    "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
+    "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
+    "no row": ("t.csv", "text,label\n", [], "t.csv has no rows"),
+    "few": ("t.csv", OK, [], "t.csv has 2 rows, too few to hold out a tenth"),
+    "new label": ("t.csv", OK, ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none of .* x, y"),
+    "test file": ("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "t.csv"], "without --do_predict"),
+    "no test file": ("t.csv", OK, ["--validation_file", "t.csv", "--do_predict"], "name a test_file"),
+    "GLUE's name": ("t.csv", OK, ["--task_name", "mrpc"], "task_name=mrpc is GLUE's: leave it out"),
+    "files beside the Hub": (
+        "t.csv",
+        OK,
+        ["--train_file", "", "--dataset_name", "imdb", "--validation_file", "t.csv"],
+        "validation_file=t.csv has no effect without train_file",
+    ),
+    "two sources": ("t.csv", OK, ["--dataset_name", "imdb"], "exclude each other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(argv, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.csv").write_text("text,label\nc,z\n")
+    name, content, others, said = BAD[case]
+    with pytest.raises(InputError, match=said):
+        finetune_glue.main(argv(name, content, *others))
+
+
+def test_flags_of_a_table_need_one():
+    with pytest.raises(InputError, match="text_column=review has no effect without train_file or dataset_name"):
+        finetune_glue.main(["--text_column", "review", "--use_cpu"])
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "preset"),
+    [
+        (finetune_glue, "--train_file my.csv", "glue/own"),
+        (finetune_glue, "--dataset_name=imdb --task_name mine", "glue/own"),
+        (finetune_glue, "--task_name mrpc", "glue/mrpc"),
+        (finetune_squad, "--version_2_with_negative", "squad/v2.0"),
+        (finetune_squad, "--version_2_with_negative false", "squad/v1.1"),
+    ],
+)
+def test_the_preset_follows_the_task(script, words, preset):
+    assert script.default_preset(words.split()) == f"presets/{preset}.yaml"
+    (args, _), _ = script.read_arguments([*words.split(), "--use_cpu", "--bf16", "false"])
+    assert args.seeds == [1, 2, 3, 4, 5]
+
+
+def test_a_preset_of_glue_lends_its_settings_to_a_table(argv):
+    (args, training_args), _ = finetune_glue.read_arguments(argv("t.csv", OK, preset="presets/glue/mrpc.yaml"))
+    assert args.task_name == "t.csv" and training_args.weight_decay == 0.1
+
+
+def test_a_micro_batch_above_the_presets_batch_names_both_and_the_fix():
+    words = ["--task_name", "mrpc", "--per_device_train_batch_size", "32", "--use_cpu"]
+    with pytest.raises(InputError, match=r"=32 is more than global_batch_size=16: .* --global_batch_size 32"):
+        finetune_glue.main(words)
+
+
+def test_macro_f1_is_scikit_learns():
+    predicted, labels = [0, 0, 1, 2, 2, 3], [0, 1, 1, 2, 0, 0]
+    expected = f1_score(labels, predicted, average="macro", zero_division=0)
+    assert glue_scores.scores(("macro_f1",), predicted, labels)["macro_f1"] == pytest.approx(expected)
