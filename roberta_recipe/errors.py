@@ -1,5 +1,6 @@
 """Errors that end a command in one line with an exit code. Any other exception keeps its traceback."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -19,6 +20,17 @@ _FIRST_PROCESS_S = 3.0  # in which the launcher ends the other processes, once t
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # tokenizers (Rust) raises a plain Exception, torch's writers a RuntimeError that may not say why
 _NO_ROOM_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
+
+
+# modules of libraries that read flags when training starts, and the flags
+_READ_FLAGS = {
+    "transformers.integrations.integration_utils": "report_to",
+    "transformers.trainer": "flags of TrainingArguments",
+    "accelerate.": "torch_compile_backend or another flag of accelerate",
+    "torch._dynamo.backends.": "torch_compile_backend",
+    "torch.utils.data.": "flags of data loading (dataloader_prefetch_factor, ...)",
+    "multiprocessing.": "too many data workers, lower dataloader_num_workers",
+}
 
 
 class InputError(ValueError):
@@ -56,6 +68,23 @@ def first_line(error: BaseException) -> str:
 def says_no_room(error: BaseException) -> bool:
     """Whether a file could not be written, most likely on a full disk."""
     return error.errno in _NO_ROOM if isinstance(error, OSError) else bool(re.search(_NO_ROOM_MESSAGES, str(error)))
+
+
+@contextlib.contextmanager
+def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Re-raise as `InputError`, while `is_start()`, an error that a library raises for a flag: in a module of
+    `_READ_FLAGS`. Errors of this package, of data and of models keep their traceback."""
+    try:
+        yield
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_in = [name for name in modules if name != "enum"][-1]
+        flags = next((flags for prefix, flags in _READ_FLAGS.items() if raised_in.startswith(prefix)), None)
+        if flags is None or not is_start() or lost_process(error):
+            raise
+        raise InputError(f"{flags}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def lost_message(lost: str, error: BaseException) -> str:

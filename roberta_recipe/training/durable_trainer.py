@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.data import IGNORED
-from roberta_recipe.errors import RunError, first_line, says_no_room
+from roberta_recipe.errors import RunError, first_line, library_errors, says_no_room
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
@@ -95,7 +95,8 @@ class DurableTrainer(Trainer):
         own = [self.stopping, self.throughput, LogFile(self.logged_beside), *callbacks, Progress()]
         of_trainer = copy.copy(args)
         vars(of_trainer).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
-        super().__init__(args=of_trainer, callbacks=own, **kwargs)
+        with library_errors():
+            super().__init__(args=of_trainer, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.objectives, self.save_total_limit = fingerprint, objectives, args.save_total_limit
         self.left_out: tuple[str, ...] = ()  # name prefixes of weights that are not saved
@@ -262,7 +263,7 @@ class DurableTrainer(Trainer):
 
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
-        with self.stopping.training():
+        with self.stopping.training(), library_errors(lambda: self.state.global_step <= self._first_step):
             output = super().train(*args, **kwargs)
         self._end_s = time.monotonic()
         return output
