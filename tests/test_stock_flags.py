@@ -70,10 +70,7 @@ def test_every_field_is_accepted_or_refused_by_its_name_here(script):
 def test_hints_name_flags_that_exist():
     known = [set().union(*(vars(args) for args in parse(script, []))) for script in FIELDS]
     hints = {stock_flags.hint(name, flags) for name in stock_flags.REFUSED for flags in known if name not in flags}
-    named = set(re.findall(r"--([\w-]+)", " ".join(filter(None, hints)))) - {
-        "revision",
-        "local-dir",
-    }  # of `hf download`
+    named = set(re.findall(r"--([\w-]+)", " ".join(filter(None, hints)))) - {"revision", "local-dir"}
     assert len(named) > 15 and named <= set().union(*known), named.difference(*known)
 
 

@@ -297,11 +297,12 @@ class MlmTrainer(DurableTrainer):
         """The batches of `dataloader`, each with whether it counts. Under ZeRO 3 a forward gathers weights from all
         ranks, so a rank with fewer batches adds some that do not count."""
         own = most = len(dataloader)
+        collate = getattr(dataloader, "base_dataloader", dataloader).collate_fn
         if self.is_deepspeed_enabled:
             most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
         yield from ((inputs, True) for inputs in dataloader)
         for _ in range(most - own):
-            yield self.data_collator([dataloader.dataset[0]]), False
+            yield collate([dataloader.dataset[0]]), False
 
 
 def _evaluation_metrics(losses: dict[str, float]) -> dict[str, float]:
