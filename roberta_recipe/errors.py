@@ -27,7 +27,6 @@ _READ_FLAGS = {
     "transformers.integrations.integration_utils": "report_to",
     "transformers.trainer": "flags of TrainingArguments",
     "accelerate.": "torch_compile_backend or another flag of accelerate",
-    "torch._dynamo.backends.": "torch_compile_backend",
     "torch.utils.data.": "flags of data loading (dataloader_prefetch_factor, ...)",
     "multiprocessing.": "too many data workers, lower dataloader_num_workers",
 }
