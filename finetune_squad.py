@@ -45,6 +45,7 @@ class SquadArguments(protocol.FinetuneArguments):
     _argument_group_name = "SQuAD"
 
     version_2_with_negative: bool = setting(False, "SQuAD 2.0, in which questions may have no answer.", "fixed")
+    dataset_name: str | None = setting(None, "squad, or squad_v2 for 2.0: as on the Hub.", "start")
     data_dir: str | None = setting(None, "Folder of train-v1.1.json, ... (or v2.0); default: the Hub.", "content")
     train_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     validation_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
@@ -140,6 +141,13 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
             f"max_seq_length={length} leaves {max(for_context, 0)} tokens to a context beside "
             f"max_query_length={args.max_query_length} and special tokens; doc_stride={args.doc_stride} must be less: "
             f"--doc_stride {stride} --max_query_length {query} fits"
+        )
+    on_hub = "squad_v2" if args.version_2_with_negative else "squad"
+    has_files = args.data_dir or args.train_file or args.validation_file
+    if args.dataset_name and (has_files or args.dataset_name.removeprefix("rajpurkar/") != on_hub):
+        raise InputError(
+            f"dataset_name={args.dataset_name} must be {on_hub} here (version_2_with_negative: squad_v2), without "
+            "data_dir, train_file and validation_file; other data: those two, in SQuAD's JSON format"
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")

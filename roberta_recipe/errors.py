@@ -1,5 +1,6 @@
 """Exceptions that end a command with one line on stderr and an exit code. Other exceptions keep their traceback."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -18,6 +19,16 @@ from roberta_recipe.launcher import resume_hint
 _FIRST_RANK_S = 3.0  # head start of rank 0 to print an error, after which the launcher ends the other ranks
 # of tokenizers (Rust), which raises a plain Exception, and of torch's writers, whose RuntimeError may not give a reason
 _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
+
+
+# modules of libraries that read flags when training starts, and the flags
+_READ_FLAGS = {
+    "transformers.integrations.integration_utils": "report_to",
+    "transformers.trainer": "flags of TrainingArguments",
+    "accelerate.": "torch_compile_backend or another flag of accelerate",
+    "torch.utils.data.": "flags of data loading (dataloader_prefetch_factor, ...)",
+    "multiprocessing.": "too many data workers, lower dataloader_num_workers",
+}
 
 
 class InputError(ValueError):
@@ -57,6 +68,23 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return bool(re.search(_DISK_FULL_MESSAGES, str(error)))
+
+
+@contextlib.contextmanager
+def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Re-raise as `InputError`, while `is_start()`, an error that a library raises for a flag: in a module of
+    `_READ_FLAGS`. Errors of this package, of data and of models keep their traceback."""
+    try:
+        yield
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
+
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_in = [name for name in modules if name != "enum"][-1]
+        flags = next((flags for prefix, flags in _READ_FLAGS.items() if raised_in.startswith(prefix)), None)
+        if flags is None or not is_start() or lost_process(error):
+            raise
+        raise InputError(f"{flags}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def lost_message(lost: str, error: BaseException) -> str:

@@ -22,6 +22,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from transformers import HfArgumentParser
 
+from roberta_recipe import stock_flags
 from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import read_text, resolve_path
@@ -123,6 +124,7 @@ def parse(
     parser.add_argument("-h", "--help", action="store_true", help="this list")
     parser.add_argument("--config", default=default_config, help="preset; its values are the defaults shown here")
     defaults = {name: parser.get_default(name) for cls in dataclass_types for name in flags_of(cls)}
+    argv = stock_flags.without_accepted(argv, defaults)
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults, _NOT_GIVEN))))
     path, is_help = given.pop("config"), given.pop("help")
     is_missing = is_help and not resolve_path(path).is_file()  # a script that was copied without its preset
@@ -249,6 +251,8 @@ class RecipeParser(HfArgumentParser):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]  # without its value, which may be a secret
+            if here := stock_flags.hint(name.removeprefix("--"), vars(namespace)):
+                self.error(f"unknown argument {name!r}; here: {here}")
             hint = did_you_mean(name, [f"--{flag}" for flag in vars(namespace)])
             self.error(f"unknown argument {name!r}{hint} (--help lists all)")
         _check_numbers(vars(namespace), {name: self.get_default(name) for name in vars(namespace)})

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, load_from_hub, parse_json, read_text, taken_apart
+from roberta_recipe.input_files import is_text, load_from_hub, parse_json, parsing, read_text
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks.glue import Examples, Task
 from roberta_recipe.training.arguments import FinetuneArguments
@@ -108,7 +108,7 @@ def _read(path: str) -> Rows:
     kind = Path(path).suffix.lower()
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
         raise InputError(f"{path}: name a file that ends in .csv, .tsv, .jsonl, .json or .parquet")
-    with taken_apart(path, f"a table in the format of {kind}"):
+    with parsing(path, f"a table in the format of {kind}"):
         if kind == ".parquet":
             return pyarrow.parquet.read_table(path).to_pylist()
         text = read_text(path)

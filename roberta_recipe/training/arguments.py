@@ -117,6 +117,8 @@ class RecipeTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if self.hub_token:
             raise InputError("hub_token would be visible in process lists: run hf auth login, or set HF_TOKEN")
+        if self.do_eval and not self.do_train:
+            raise InputError("do_eval without do_train: this script trains; tools/evaluate.py evaluates a checkpoint")
         if self.bf16 is None:
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
         if self.bf16 and not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.data import IGNORED
-from roberta_recipe.errors import RunError, first_line, is_disk_full
+from roberta_recipe.errors import RunError, first_line, is_disk_full, library_errors
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
@@ -95,7 +95,8 @@ class DurableTrainer(Trainer):
         own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
         trainer_args = copy.copy(args)
         vars(trainer_args).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
-        super().__init__(args=trainer_args, callbacks=own, **kwargs)
+        with library_errors():
+            super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.objectives, self.save_total_limit = fingerprint, objectives, args.save_total_limit
         self.unsaved_prefixes: tuple[str, ...] = ()  # name prefixes of weights that are not saved
@@ -262,7 +263,7 @@ class DurableTrainer(Trainer):
 
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
-        with self.stopping.training():
+        with self.stopping.training(), library_errors(lambda: self.state.global_step <= self._first_step):
             output = super().train(*args, **kwargs)
         self._end_s = time.monotonic()
         return output

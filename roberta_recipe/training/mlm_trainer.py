@@ -301,8 +301,9 @@ class MlmTrainer(DurableTrainer):
         """(batch, whether it counts): under ZeRO 3 a forward gathers weights from all ranks, so that a rank with fewer
         batches adds dummy batches that do not count."""
         own = most = len(dataloader)
+        collate = getattr(dataloader, "base_dataloader", dataloader).collate_fn
         if self.is_deepspeed_enabled:
             most = int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max())
         yield from ((inputs, True) for inputs in dataloader)
         for _ in range(most - own):
-            yield self.data_collator([dataloader.dataset[0]]), False
+            yield collate([dataloader.dataset[0]]), False
