@@ -19,6 +19,7 @@ RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_c
 LOG_NAME = "log.jsonl"  # every log entry of a run, one a line
 TIME_LIMIT = "max_train_minutes"  # `stopped_by` of a run that the same command continues
 SKIPPED_NAME = "skipped_blocks.json"  # loss spikes of a run, and the blocks that it leaves out since then
+TOKENIZER_NAME = "tokenizer"  # the folder of a tokenizer that the run has trained
 INDEX_NAME = "chunks.index"  # positions of the chunks of the text
 HASHES_NAME = ".file_hashes.json"  # of the text, also in a token cache
 HUB_NAME = "hub.json"  # the run's repositories on the Hub

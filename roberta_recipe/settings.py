@@ -97,18 +97,31 @@ def plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
+def value_in(argv: list[str], name: str) -> str | None:
+    """The value of a flag on a command line; None without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
+    try:
+        return vars(parser.parse_known_args(argv)[0])[name]
+    except argparse.ArgumentError:  # a flag without its value, which `parse` refuses
+        return None
+
+
 def config_of(argv: list[str]) -> str | None:
     """The `--config` of a command line; None without one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
+    return value_in(argv, "config")
+
+
+def names_in(argv: list[str]) -> set[str]:
+    """The names of the flags on a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
 
 
 def parse(
-    dataclass_types: list[type], argv: list[str], default_config: str, description: str
+    dataclass_types: list[type], argv: list[str], default_config: str, description: str, without: Iterable[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Read `--config` and the flags on top of it. Returns the filled dataclasses, and all resolved values as a preset,
-    without flags of scope "start". Raises `InputError`.
+    """Read `--config` (its values `without` some) and the flags on top of it. Returns the filled dataclasses, and all
+    resolved values as a preset, without flags of scope "start". Raises `InputError`.
 
     Of a dataclass's `alternatives`, a flag for one replaces the preset's value for the other, and both at once are an
     error; of its `replaces`, a flag for the first drops the preset's value for the second.
@@ -122,6 +135,7 @@ def parse(
     path, is_help = given.pop("config"), given.pop("help")
     is_missing = is_help and not resolve_path(path).is_file()  # a script that was copied without its preset
     preset = {} if is_missing else read_preset(path, dataclass_types)
+    preset = {name: value for name, value in preset.items() if name not in without}
     if is_help:
         parser.set_defaults(**preset)
         parser.epilog = _trainer_flags(dataclass_types, {**defaults, **preset})

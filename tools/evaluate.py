@@ -1,12 +1,13 @@
 """Validation loss of a checkpoint on the held-out text of a pretraining preset, in all and by source. Only an
 incomplete token cache is written.
 
-    python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
-        --model_name_or_path FacebookAI/roberta-base
+    python tools/evaluate.py --model_name_or_path runs/mine
+    python tools/evaluate.py --model_name_or_path FacebookAI/roberta-base --train_file 'my_text/*.txt'
 
-The text is tokenized by the checkpoint's tokenizer, whatever the preset names, or by `--tokenizer_name`. With several
-GPUs, `accelerate launch tools/evaluate.py ...`. Blocks and masks are the same for every run on this text, so
-the figures equal what `train_mlm.py` prints at its end.
+Without `--config`, the preset is that in the checkpoint's folder: a run is measured on its own held-out text, unless
+another is named. The text is tokenized by the checkpoint's tokenizer, whatever the preset names, or by
+`--tokenizer_name`. With several GPUs, `accelerate launch tools/evaluate.py ...`. Blocks and masks are the same for
+every run on this text, so the figures equal what `train_mlm.py` prints at its end.
 """
 
 import dataclasses
@@ -20,12 +21,14 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import masking, tokenization
-from roberta_recipe.data.corpus import identified, resolve
+from roberta_recipe.data.corpus import identified, in_words, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.input_files import resolve_path
+from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model import masked_lm
-from roberta_recipe.record import SourceMetrics
+from roberta_recipe.record import PRESET_NAME, SourceMetrics
+from roberta_recipe.settings import config_of, names_in, value_in
 from roberta_recipe.tasks import blimp
 from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -60,6 +63,15 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
     return tokenizer
 
 
+def preset_of(argv: list[str]) -> tuple[str, set[str]]:
+    """As `pretraining.preset_of`, and without `--config` the preset in the checkpoint's folder: but for its text where
+    the command names one, and for its attention, which another device may not have."""
+    own = resolve_path(value_in(argv, "model_name_or_path") or "") / PRESET_NAME
+    if config_of(argv) or not own.is_file():
+        return pretraining.preset_of(argv)
+    return str(own), {"attn_implementation"} | (pretraining.TEXT if names_in(argv) & pretraining.TEXT else set())
+
+
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
     set_up_logging()
@@ -71,11 +83,11 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
 
 def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """As `main`, with a temporary output folder."""
-    (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
+    preset = preset_of(argv)
+    (args, training_args), _ = pretraining.read_arguments(argv, __doc__, preset=preset)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
-    in_command = any(word.split("=")[0].replace("-", "_") == "__tokenizer_name" for word in argv)
-    named = args.tokenizer_name if in_command else None
+    named = value_in(argv, "tokenizer_name")
     args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
@@ -90,6 +102,9 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
+    logger.info(
+        f"Preset      {preset[0]}\nText        held out of {in_words(corpus)}: {counted(len(validation), 'block')}"
+    )
     collator = pretraining.build_collator(args, training_args, tokenizer)
     trainer = MlmTrainer(
         model=model,

@@ -194,7 +194,8 @@ def build_model(
     of a checkpoint.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding; their bias hides them from the softmax, so losses are those
-    of the unpadded model. Raises `InputError` where the vocabulary or the length of tokenizer and model disagree.
+    of the unpadded model. Fresh weights have the tokenizer's vocabulary, unless `config_overrides` names its size.
+    Raises `InputError` where the vocabulary or the length of tokenizer and model disagree.
     """
     source = model_name_or_path or config_name
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
@@ -204,6 +205,8 @@ def build_model(
     cls = masked_lm_class(config, source, objectives)
     entries = len(tokenizer)
     padded = round_up(entries, pad_vocab_to_multiple_of or 1)
+    if not model_name_or_path and "vocab_size" not in (config_overrides or ""):
+        config.vocab_size = entries
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
