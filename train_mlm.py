@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, stream, tokenization
+from roberta_recipe.data import masking, order, stream
 from roberta_recipe.data.corpus import BYTES_PER_TOKEN
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
@@ -66,14 +66,13 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         check_sources(corpus)
         train_missing_tokenizer(argv, args, training_args, corpus)
         corpus = corpora.identified(corpus, kept_in=args.token_cache or training_args.output_dir)
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
+    tokenizer = pretraining.load_tokenizer(args)
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer)
 
     # 3. Training blocks from the checkpoint's position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    pretraining.resolve_steps(args, training_args, reader)
-    resolved["max_steps"] = training_args.max_steps
+    resolved["max_steps"] = pretraining.resolve_steps(args, training_args, reader)
     fingerprint, of_data = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, of_data)
     collator = pretraining.build_collator(args, training_args, tokenizer)
@@ -183,8 +182,8 @@ def train_missing_tokenizer(
     given = "vocab_size" in (args.config_overrides or "")
     entries = config.vocab_size if given else tokenizer_training.size_for(size)
     logger.info(
-        f"Tokenizer   training one of {entries:,} entries on {size / 1e6:,.1f} MB of the text: {args.tokenizer_name} "
-        "(another size: --config_overrides vocab_size=N; another tokenizer: --tokenizer_name NAME)"
+        f"Tokenizer   training one of at most {entries:,} entries on {size / 1e6:,.1f} MB of the text: "
+        f"{args.tokenizer_name} (another size: --config_overrides vocab_size=N; another one: --tokenizer_name NAME)"
     )
     tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not given)
     with weights.fitted(tokenizer, config):

@@ -34,25 +34,14 @@ from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
-def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
-    try:
-        return tokenization.load_tokenizer(checkpoint)
-    except InputError as error:
-        raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
-            f"training: --tokenizer_name NAME ({error})"
-        ) from None
-
-
 def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer that the command line names, else the checkpoint's own; a warning where both are there and differ.
     Raises `InputError`."""
     if named is None:
-        return own_tokenizer(checkpoint)
+        return pretraining.own_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(named)
     try:
-        own = tokenization.tokenizer_fingerprint(own_tokenizer(checkpoint))
+        own = tokenization.tokenizer_fingerprint(pretraining.own_tokenizer(checkpoint))
     except InputError:  # nothing to compare with
         return tokenizer
     if tokenization.tokenizer_fingerprint(tokenizer) != own:
@@ -102,9 +91,8 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
-    logger.info(
-        f"Preset      {preset[0]}\nText        held out of {in_words(corpus)}: {counted(len(validation), 'block')}"
-    )
+    logger.info(f"Preset      {preset[0]}")
+    logger.info(f"Text        {counted(len(validation), 'block')} held out of {in_words(corpus)}")
     collator = pretraining.build_collator(args, training_args, tokenizer)
     trainer = MlmTrainer(
         model=model,

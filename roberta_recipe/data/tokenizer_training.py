@@ -29,8 +29,8 @@ def size_for(text_bytes: int) -> int:
     on (our sample of its text); between them they grow with the text to the power of 0.6, as distinct words do (Heaps'
     law: 0.4 to 0.6). By Zipf's law, the rarest entry then occurs some 100 times in 15 MB, and 460 times in 1 GB."""
     power = math.log(LARGEST / SMALLEST) / math.log(SAMPLE_BYTES / _SMALL_BYTES)
-    entries = SMALLEST * (max(text_bytes, 1) / _SMALL_BYTES) ** power
-    return LARGEST if entries >= LARGEST else max(SMALLEST, int(entries) // 64 * 64)
+    entries = int(SMALLEST * (text_bytes / _SMALL_BYTES) ** power)
+    return LARGEST if text_bytes >= SAMPLE_BYTES else max(SMALLEST, entries // 64 * 64)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False) -> RobertaTokenizer:

@@ -168,9 +168,10 @@ def resolve_steps(training_args: RecipeTrainingArguments, blocks: int, global_ba
     epochs = training_args.num_train_epochs
     training_args.max_steps = math.ceil(epochs * blocks / global_batch_size)
     if training_args.max_steps < 2:
+        at_once = training_args.per_device_train_batch_size * training_args.world_size
         raise InputError(
             f"num_train_epochs={epochs:g} over {counted(blocks, 'block')} is one step of global_batch_size="
-            f"{global_batch_size}: lower it (--global_batch_size 8), or raise --num_train_epochs"
+            f"{global_batch_size}: --global_batch_size {at_once}, or raise --num_train_epochs"
         )
     optimizers.check_length(training_args, training_args.max_steps)
 

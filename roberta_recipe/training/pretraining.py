@@ -177,6 +177,23 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
     return corpora.read_corpus(args.corpus)
 
 
+def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer that is named, or the checkpoint's own. Raises `InputError`."""
+    is_own = args.tokenizer_name == args.model_name_or_path
+    return own_tokenizer(args.model_name_or_path) if is_own else tokenization.load_tokenizer(args.tokenizer_name)
+
+
+def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
+    try:
+        return tokenization.load_tokenizer(checkpoint)
+    except InputError as error:
+        raise InputError(
+            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
+            f"training: --tokenizer_name NAME ({error})"
+        ) from None
+
+
 def text_reader(
     args: MlmArguments,
     corpus: corpora.Corpus,
@@ -221,13 +238,14 @@ def build_readers(
     return cache, cache_reader(args, corpus, masking.EVAL_SEED)
 
 
-def resolve_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> None:
-    """`arguments.resolve_steps` where `num_train_epochs` is given. Without a token cache, the first process packs the
-    text once, and the chunk index keeps the count."""
+def resolve_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
+    """`max_steps`, also where `num_train_epochs` is given: without a token cache, the first process then packs the text
+    once, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
         with training_args.main_process_first():
             blocks = stream.blocks_of_pass(reader, pack=True)
         arguments.resolve_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
+    return training_args.max_steps
 
 
 def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
