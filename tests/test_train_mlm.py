@@ -339,7 +339,10 @@ BAD = {
         ["--per_device_train_batch_size", "32"],
         ["per_device_train_batch_size=32", "above global_batch_size=8", "--global_batch_size 32", "_batch_size 8"],
     ),
-    "accumulation": (["--gradient_accumulation_steps", "3"], ["gradient_accumulation_steps=3", "--global_batch_size 24"]),
+    "accumulation": (
+        ["--gradient_accumulation_steps", "3"],
+        ["gradient_accumulation_steps=3", "--global_batch_size 24"],
+    ),
     "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),

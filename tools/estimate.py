@@ -352,6 +352,10 @@ def read_estimate(argv: list[str]) -> Estimate:
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_data(args)
     pretraining.check_model(args)
+    if training_args.num_train_epochs:
+        raise InputError(
+            f"num_train_epochs={training_args.num_train_epochs:g}: text is not counted here; name --max_steps"
+        )
     source = args.config_name or args.model_name_or_path
     config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
     if config.model_type not in SHAPES:
