@@ -61,8 +61,8 @@ estimate: setup   ## what pretraining costs: make estimate ARGS="--hardware 8xH2
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
 	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
-evaluate: setup   ## the loss of a checkpoint on the held-out text: make evaluate MODEL=runs/roberta_base
-	$(PY) tools/evaluate.py $(PRESET) --model_name_or_path "$(MODEL)" $(ARGS)
+evaluate: setup   ## the loss of a checkpoint on its run's held-out text, or another in ARGS: make evaluate MODEL=runs/mine
+	$(PY) tools/evaluate.py $(if $(CONFIG),--config "$(CONFIG)") --model_name_or_path "$(MODEL)" $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
 CHOSEN = $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--data_dir "$(DATA)") $(ARGS)

@@ -2,8 +2,9 @@
 
     accelerate launch train_mlm.py                       # the demonstration: minutes on two CPU cores
     accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml                  # the paper's recipe
-    accelerate launch train_mlm.py --config presets/mlm/roberta_small.yaml \\
-        --train_file 'my_text/*.txt' --tokenizer_name FacebookAI/roberta-base                # your own text
+    accelerate launch train_mlm.py --train_file 'my_text/*.txt' --output_dir runs/mine     # your own text
+    accelerate launch train_mlm.py --train_file 'my_text/*.txt' --output_dir runs/mine \\
+        --model_name_or_path FacebookAI/roberta-base                                         # continued pretraining
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
 in the preset, with its source; any flag overrides it. The same presets are read by `tools/estimate.py`
@@ -11,11 +12,13 @@ in the preset, with its source; any flag overrides it. The same presets are read
 a step.
 """
 
+import dataclasses
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import masking, order, stream, tokenization
+from roberta_recipe.data import masking, order, stream
+from roberta_recipe.data.corpus import BYTES_PER_TOKEN
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import TrainBlocks
@@ -58,15 +62,17 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
     with training_args.main_process_first():  # collects docstrings and hashes files; the other ranks use its caches
         corpus = corpora.resolve(pretraining.read_corpus(args))
-        announce_demonstration(argv, args, corpus)
+        announce_preset(argv, corpus)
         check_sources(corpus)
+        train_missing_tokenizer(argv, args, training_args, corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
-    tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
+    tokenizer = pretraining.load_tokenizer(args)
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer)
 
     # 3. Checkpoint to resume from; training blocks from its position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
+    resolved["max_steps"] = pretraining.resolve_steps(args, training_args, reader)
     fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
     collator = pretraining.build_collator(args, training_args, tokenizer)
@@ -90,7 +96,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         extra_metrics=blimp_while_training(args, model, tokenizer),
         flops_per_token=flops_per_token(model.config, args.max_seq_length, args.mlm_probability, model.objectives),
     )
-    announce_run(argv, args, training_args, corpus, model, validation, entropy)
+    announce_run(argv, args, training_args, reader, model, validation, entropy)
     announce_position(resumed_from, blocks.skipped)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
@@ -124,9 +130,18 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict[str, Any]]:
-    """The filled dataclasses, and the resolved values as a preset."""
-    filled, resolved = pretraining.read_arguments(argv, __doc__)
-    return tuple(filled), resolved
+    """The filled dataclasses, and the resolved values as a preset. Where neither tokenizer nor checkpoint is named, the
+    tokenizer is the run's own."""
+    (args, training_args), resolved = pretraining.read_arguments(argv, __doc__)
+    if not args.tokenizer_name:
+        resolved["tokenizer_name"] = own_tokenizer(training_args)
+        args = dataclasses.replace(args, tokenizer_name=own_tokenizer(training_args))
+    return (args, training_args), resolved
+
+
+def own_tokenizer(training_args: MlmTrainingArguments) -> str:
+    """The folder of the tokenizer that a run trains."""
+    return os.path.join(training_args.output_dir, records.TOKENIZER_NAME)
 
 
 def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
@@ -140,22 +155,38 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     output_folder.prepare(training_args, extend=args.resume_despite_changes)
 
 
-def announce_demonstration(argv: list[str], args: MlmArguments, corpus: corpora.Corpus) -> None:
-    """If the command line names neither preset nor text, log that this is the demonstration, and train its tokenizer
-    if it does not exist."""
-    if config_of(argv) or not all(source.builtin for source in corpus.sources):
-        return
-    logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
-    logger.info(f"The full recipe: {FULL_RECIPE}\n")
-    if args.config_name and not resolve_path(args.tokenizer_name).exists():
-        from roberta_recipe.data.tokenizer_training import save_tokenizer, train_tokenizer
+def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
+    """Log the preset of a command line that names none."""
+    preset, _ = pretraining.preset_of(argv)
+    if pretraining.is_demonstration(argv):
+        logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
+        logger.info(f"The full recipe: {FULL_RECIPE}\n")
+    elif not config_of(argv):
+        other = "" if preset == pretraining.CONTINUE else "; --model_size tiny, small, base or large for another"
+        logger.info(f"Preset      {preset}, as no --config is named{other}")
 
-        config = weights.fresh_config(args.config_name, args.config_overrides)
-        logger.info(f"Training a tokenizer of {config.vocab_size:,} entries on the corpus: {args.tokenizer_name}")
-        texts = (text for _, text in sample_documents(corpus, "train", max_bytes=1_000_000_000, seed=0))
-        tokenizer = train_tokenizer(texts, config.vocab_size)
-        with weights.model_max_length_for(tokenizer, config):
-            save_tokenizer(tokenizer, args.tokenizer_name)
+
+def train_missing_tokenizer(
+    argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
+) -> None:
+    """Train the tokenizer of the demonstration, or of a run that names none, unless it exists."""
+    is_own = pretraining.is_demonstration(argv) or args.tokenizer_name == own_tokenizer(training_args)
+    if not is_own or resolve_path(args.tokenizer_name).exists():
+        return
+    from roberta_recipe.data import tokenizer_training
+
+    config = weights.fresh_config(args.config_name, args.config_overrides)
+    sample = partial(sample_documents, corpus, "train", max_bytes=tokenizer_training.SAMPLE_BYTES, seed=0)
+    size = sum(len(text.encode()) for _, text in sample())
+    given = "vocab_size" in (args.config_overrides or "")
+    entries = config.vocab_size if given else tokenizer_training.size_for(size)
+    logger.info(
+        f"Tokenizer   training one of at most {entries:,} entries on {size / 1e6:,.1f} MB of the text: "
+        f"{args.tokenizer_name} (another size: --config_overrides vocab_size=N; another one: --tokenizer_name NAME)"
+    )
+    tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not given)
+    with weights.model_max_length_for(tokenizer, config):
+        tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
 
 
 def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -197,7 +228,7 @@ def announce_run(
     argv: list[str],
     args: MlmArguments,
     training_args: MlmTrainingArguments,
-    corpus: corpora.Corpus,
+    reader: Reader,
     model: PredictedPositions,
     validation: list[Block],
     entropy: float,
@@ -205,21 +236,30 @@ def announce_run(
     """Log the recipe, the model and the data."""
     steps, length = training_args.max_steps, args.max_seq_length
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
-    shares = ", ".join(f"{s.name} {share:.1%}" for s, share in zip(corpus.sources, corpus.shares, strict=True))
     by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
     logger.info(
-        f"Recipe      {config_of(argv) or DEMONSTRATION}: learning rate {training_args.learning_rate:g}, warm-up "
+        f"Recipe      {pretraining.preset_of(argv)[0]}: learning rate {training_args.learning_rate:g}, warm-up "
         f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
         f"Steps       {steps:,} of {length} tokens a sequence, at most "
-        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens\n"
+        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{passes(args, steps, reader)}\n"
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
-        f"Corpus      {corpus.name}: {shares}\n"
+        f"Corpus      {corpora.in_words(reader.corpus)}\n"
         f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
         f"tokens, unigram entropy {entropy:.3f} nats (a loss that stays there has learnt frequencies only){by_token}\n"
         f"Output      {training_args.output_dir}"
     )
+
+
+def passes(args: MlmArguments, steps: int, reader: Reader) -> str:
+    """The passes over the text in so many steps: exact where its blocks are counted, else by the size of its files;
+    nothing where that is not known."""
+    blocks, size = stream.blocks_of_pass(reader), corpora.text_bytes(reader.corpus)
+    about = "" if blocks else "about "
+    blocks = blocks or (size or 0) / BYTES_PER_TOKEN / args.max_seq_length
+    blocks = min(blocks, args.max_train_samples or blocks)
+    return f", {about}{steps * args.global_batch_size / blocks:,.1f} passes over the text" if blocks else ""
 
 
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:

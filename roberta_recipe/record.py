@@ -19,6 +19,7 @@ RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_c
 LOG_NAME = "log.jsonl"  # all log entries, one per line
 TIME_LIMIT = "max_train_minutes"  # `stopped_by` of a run that the same command resumes
 SKIPPED_NAME = "skipped_blocks.json"  # loss spikes, and the blocks skipped because of them
+TOKENIZER_NAME = "tokenizer"  # folder of a tokenizer trained by the run
 INDEX_NAME = "chunks.index"  # `chunks.ChunkIndex`
 HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a token cache
 HUB_NAME = "hub.json"  # the run's repositories on the Hub

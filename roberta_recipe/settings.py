@@ -103,6 +103,11 @@ def config_of(argv: list[str]) -> str | None:
     return value_of(argv, "config")
 
 
+def names_in(argv: list[str]) -> set[str]:
+    """The names of the flags on a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+
 def value_of(argv: list[str], name: str) -> str | None:
     """The value of a flag on a command line; None without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -111,10 +116,10 @@ def value_of(argv: list[str], name: str) -> str | None:
 
 
 def parse(
-    dataclass_types: list[type], argv: list[str], default_config: str, description: str
+    dataclass_types: list[type], argv: list[str], default_config: str, description: str, without: Iterable[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Read `--config` and the flags on top of it. Returns the filled dataclasses, and all resolved values as a preset,
-    without flags of scope "start". Raises `InputError`.
+    """Read `--config` (its values `without` some) and the flags on top of it. Returns the filled dataclasses, and all
+    resolved values as a preset, without flags of scope "start". Raises `InputError`.
 
     Of a dataclass's `alternatives`, a flag for one replaces the preset's value for the other, and both at once are an
     error; of its `replaces`, a flag for the first drops the preset's value for the second.
@@ -129,6 +134,7 @@ def parse(
     path, is_help = given.pop("config"), given.pop("help")
     is_missing = is_help and not resolve_path(path).is_file()  # a script that was copied without its preset
     preset = {} if is_missing else read_preset(path, dataclass_types)
+    preset = {name: value for name, value in preset.items() if name not in without}
     if is_help:
         parser.set_defaults(**preset)
         parser.epilog = _trainer_flags(dataclass_types, {**defaults, **preset})

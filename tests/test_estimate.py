@@ -75,7 +75,8 @@ def test_other_families_have_the_parameters_of_their_papers():
 def test_a_family_of_other_layers_is_not_estimated(tmp_path):
     (tmp_path / "other.json").write_text('{"model_type": "modernbert"}')
     with pytest.raises(InputError, match="is a 'modernbert' model; the estimate is for roberta"):
-        estimate.read_estimate(["--config_name", str(tmp_path / "other.json"), "--hardware", "H100"])
+        argv = ["--config", "presets/mlm/roberta_tiny.yaml", "--config_name", str(tmp_path / "other.json")]
+        estimate.read_estimate([*argv, "--hardware", "H100"])
 
 
 def test_measured_runs():

@@ -294,20 +294,23 @@ def test_a_bare_command_is_the_demonstration(root, tmp_path):
     cache = tmp_path / "cache"
     script = f"""
 import sys
+from pathlib import Path
 sys.path.insert(0, {str(root)!r})
 if __name__ == "__main__":
     from roberta_recipe.data import docstrings
     docstrings.MAX_BYTES = 600_000
     import train_mlm
-    train_mlm.main(["--output_dir", "run", "--tokenizer_name", "made", "--max_steps", "3", "--max_eval_samples", "64",
+    train_mlm.resolve_path = Path  # the repository may have a tokenizer of its demonstration
+    train_mlm.main(["--output_dir", "run", "--max_steps", "3", "--max_eval_samples", "64",
                     "--logging_steps", "1", "--disable_tqdm", "true", "--use_cpu"])
 """
     (tmp_path / "demo.py").write_text(script)
     done = run_python("demo.py", cwd=tmp_path, env={"HF_HOME": str(cache)})
     assert done.returncode == 0, done.stderr
     assert "This is the demonstration" in done.stderr and train_mlm.FULL_RECIPE in done.stderr
-    assert (tmp_path / "made" / "tokenizer.json").exists()
-    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["model_max_length"] == 64
+    made = tmp_path / "tokenizer" / "docstrings"
+    assert (made / "tokenizer.json").exists()
+    assert json.loads((made / "tokenizer_config.json").read_text())["model_max_length"] == 64
     assert done.stdout.count("<mask>") >= 3 and "the unigram entropy of" in done.stdout
 
 
@@ -328,12 +331,18 @@ BAD = {
     "no readable file": (["--train_file", "{unreadable}"], ["has no file that can be read", "unreadable"]),
     "column": (["--text_column", "body"], ["has no column 'body'", "['text']"]),
     "empty corpus": (["--train_file", "{empty}"], ["is empty"]),
-    "vocabularies": (["--config_name", "presets/model/base.json"], ["vocab_size=50265", "the tokenizer 400"]),
-    "small validation set": (["--per_device_eval_batch_size", "64"], ["less than one batch"]),
+    "vocabularies": (["--config_overrides", "vocab_size=500"], ["vocab_size=500", "the tokenizer 400"]),
     "output folder": (["--output_dir", "{full}"], ["already holds", "--output_dir"]),
     "output file": (["--output_dir", "{text}"], ["File exists"]),
     "batch": (["--global_batch_size", "12"], ["global_batch_size=12", "8 or 16"]),
-    "accumulation": (["--gradient_accumulation_steps", "3"], ["gradient_accumulation_steps=3", "derived"]),
+    "micro-batch": (
+        ["--per_device_train_batch_size", "32"],
+        ["per_device_train_batch_size=32", "above global_batch_size=8", "--global_batch_size 32", "_batch_size 8"],
+    ),
+    "accumulation": (
+        ["--gradient_accumulation_steps", "3"],
+        ["gradient_accumulation_steps=3", "--global_batch_size 24"],
+    ),
     "length": (["--max_seq_length", "128"], ["max_seq_length=128", "64 positions"]),
     "short": (["--max_seq_length", "4"], ["max_seq_length=4"]),
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
@@ -402,8 +411,8 @@ def test_batch_arithmetic():
     said = r"global_batch_size=8192 is not divisible by 3 processes x 32 per device = 96; use 8160 or 8256"
     with pytest.raises(InputError, match=said):
         batch.accumulation_steps(8192, 32, 3)
-    with pytest.raises(InputError, match=r"use 64,"):
-        batch.accumulation_steps(8, 64, 1)
+    with pytest.raises(InputError, match=r"above global_batch_size=8: --global_batch_size 64, or .*batch_size 4$"):
+        batch.accumulation_steps(8, 32, 2)
 
 
 def test_loss_at_steps_is_thinned_and_keeps_the_last():

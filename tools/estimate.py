@@ -19,15 +19,12 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedConfig
 
 from roberta_recipe.data import token_cache
-from roberta_recipe.data.corpus import Corpus, resolve
-from roberta_recipe.data.readers import COMPRESSIONS
+from roberta_recipe.data.corpus import BYTES_PER_TOKEN, Corpus, resolve, text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import parsing
 from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
 from roberta_recipe.settings import did_you_mean, setting
@@ -43,7 +40,6 @@ MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # the s
 DEFAULT_UTILISATION = 0.2
 PAPER_UTILISATION = 0.076  # 100K x 8192 x 512 tokens x 2.010 GFLOP / (1024 x 125 TFLOP/s x 86,400 s)
 
-BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 FITS = 0.95  # usable share of GPU memory, an assumption; CUDA context, cuBLAS, NCCL and fragmentation take the rest
 GIB = 2**30
 
@@ -335,27 +331,7 @@ def corpus_bytes(corpus: Corpus) -> float | None:
     sizes = [source.size_gb for source in corpus.sources]
     if all(sizes):
         return 1e9 * sum(sizes)
-    return _text_bytes(resolve(corpus)) if all(source.files for source in corpus.sources) else None
-
-
-def _text_bytes(corpus: Corpus) -> int | None:
-    """Bytes of the training files: the uncompressed text column of Parquet files, else the file size; None if a file is
-    remote or compressed."""
-    total = 0
-    for source in corpus.sources:
-        format, files = corpus.files(source, "train")
-        for path in files:
-            if "://" in path or Path(path).suffix.lower() in COMPRESSIONS:
-                return None
-            if format != "parquet":
-                total += Path(path).stat().st_size
-                continue
-            with parsing(path, "a Parquet file"):
-                footer = pq.read_metadata(path)
-            groups = map(footer.row_group, range(footer.num_row_groups))
-            columns = (group.column(number) for group in groups for number in range(group.num_columns))
-            total += sum(one.total_uncompressed_size for one in columns if one.path_in_schema == source.text_column)
-    return total
+    return text_bytes(resolve(corpus)) if all(source.files for source in corpus.sources) else None
 
 
 def read_estimate(argv: list[str]) -> Estimate:
@@ -364,6 +340,10 @@ def read_estimate(argv: list[str]) -> Estimate:
     (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
     pretraining.check_data(args)
     pretraining.check_model(args)
+    if training_args.num_train_epochs:
+        raise InputError(
+            f"num_train_epochs={training_args.num_train_epochs:g}: text is not counted here; name --max_steps"
+        )
     source = args.config_name or args.model_name_or_path
     config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
     if config.model_type not in MODEL_TYPES:

@@ -1,9 +1,10 @@
 """Validation loss of a checkpoint on the held-out text of a pretraining preset, in total and by source.
 
-    python tools/evaluate.py --config presets/mlm/roberta_base.yaml --corpus my_corpus.yaml \
-        --model_name_or_path FacebookAI/roberta-base
+    python tools/evaluate.py --model_name_or_path runs/mine
+    python tools/evaluate.py --model_name_or_path FacebookAI/roberta-base --train_file 'my_text/*.txt'
 
-Uses the checkpoint's tokenizer, not the preset's, or `--tokenizer_name`. On several GPUs: `accelerate launch
+Without `--config`, the preset is that in the checkpoint's folder: a run is measured on its held-out text, unless
+another is named. Uses the checkpoint's tokenizer, not the preset's, or `--tokenizer_name`. On several GPUs: `accelerate launch
 tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of `train_mlm.py`. Writes
 nothing except missing shards of a token cache.
 """
@@ -19,36 +20,27 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import masking, tokenization
-from roberta_recipe.data.corpus import hash_files, resolve
+from roberta_recipe.data.corpus import hash_files, in_words, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.input_files import resolve_path
+from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model import masked_lm
-from roberta_recipe.record import SourceMetrics
+from roberta_recipe.record import PRESET_NAME, SourceMetrics
+from roberta_recipe.settings import config_of, names_in, value_of
 from roberta_recipe.tasks import blimp
 from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-
-
-def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer. Raises `InputError` if it has none for a masked LM."""
-    try:
-        return tokenization.load_tokenizer(checkpoint)
-    except InputError as error:
-        raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer for a masked LM; name the one of its training: "
-            f"--tokenizer_name NAME ({error})"
-        ) from None
 
 
 def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer `named`, with a warning if it differs from the checkpoint's, else the checkpoint's. Raises
     `InputError`."""
     if named is None:
-        return own_tokenizer(checkpoint)
+        return pretraining.own_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(named)
     try:
-        own = tokenization.tokenizer_fingerprint(own_tokenizer(checkpoint))
+        own = tokenization.tokenizer_fingerprint(pretraining.own_tokenizer(checkpoint))
     except InputError:  # nothing to compare with
         return tokenizer
     if tokenization.tokenizer_fingerprint(tokenizer) != own:
@@ -57,6 +49,15 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
             "other words than in its training; leave --tokenizer_name out for comparable figures"
         )
     return tokenizer
+
+
+def preset_of(argv: list[str]) -> tuple[str, set[str]]:
+    """As `pretraining.preset_of`, and without `--config` the preset in the checkpoint's folder: but for its text where
+    the command names one, and for its attention, which another device may not have."""
+    own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
+    if config_of(argv) or not own.is_file():
+        return pretraining.preset_of(argv)
+    return str(own), {"attn_implementation"} | (pretraining.TEXT if names_in(argv) & pretraining.TEXT else set())
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
@@ -70,11 +71,11 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, Sou
 
 def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """As `main`, with a temporary output folder."""
-    (args, training_args), _ = pretraining.read_arguments(argv, __doc__)
+    preset = preset_of(argv)
+    (args, training_args), _ = pretraining.read_arguments(argv, __doc__, preset=preset)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
-    in_command = any(word.split("=")[0].replace("-", "_") == "__tokenizer_name" for word in argv)
-    named = args.tokenizer_name if in_command else None
+    named = value_of(argv, "tokenizer_name")
     args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
@@ -89,6 +90,8 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, training_args, reader)
+    logger.info(f"Preset      {preset[0]}")
+    logger.info(f"Text        {counted(len(validation), 'block')} held out of {in_words(corpus)}")
     collator = pretraining.build_collator(args, training_args, tokenizer)
     trainer = MlmTrainer(
         model=model,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import datasets
 import fsspec
+import pyarrow.parquet as pq
 from datasets.data_files import resolve_pattern
 from pydantic import Field
 
@@ -30,6 +31,8 @@ FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
 # 4,096 of the 4.1e9 blocks of the paper's longest run; a smaller share means mixed units in a preset (bytes beside GB)
 _LEAST_SHARE = 1e-6
 _HASHING_THREADS = 8
+BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
+TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a younger file may change and keep its times
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # of fsspec's file systems, the most exact first
 
@@ -137,8 +140,8 @@ def corpus_of_files(
     train_file: list[str], validation_file: list[str] | None, text_column: str, language: str = "en"
 ) -> Corpus:
     """The corpus of `--train_file` and `--validation_file`: one source."""
-    source = Source(name="train_file", files=train_file, validation_files=validation_file, text_column=text_column)
-    return Corpus(name="train_file", sources=[source], language=language)
+    source = Source(name=TRAIN_FILE, files=train_file, validation_files=validation_file, text_column=text_column)
+    return Corpus(name=TRAIN_FILE, sources=[source], language=language)
 
 
 def resolve(corpus: Corpus) -> Corpus:
@@ -213,6 +216,39 @@ def _remote_paths(name: str, pattern: str) -> list[str]:
         return resolve_pattern(f"{pattern.rstrip('/')}/**" if is_folder else pattern, "")
     except Exception as error:  # each file system has its own exceptions
         raise InputError(f"source {name!r}: cannot list {pattern!r}: {first_line(error)}") from None
+
+
+def text_bytes(corpus: Corpus) -> int | None:
+    """Bytes of the training files: the uncompressed text column of Parquet files, else the file sizes; None where a
+    file is remote or compressed."""
+    total = 0
+    for source in corpus.sources:
+        format, files = corpus.files(source, "train")
+        for path in files:
+            if "://" in path or Path(path).suffix.lower() in COMPRESSIONS:
+                return None
+            if format != "parquet":
+                total += Path(path).stat().st_size
+                continue
+            with parsing(path, "a Parquet file"):
+                footer = pq.read_metadata(path)
+            groups = map(footer.row_group, range(footer.num_row_groups))
+            columns = (group.column(number) for group in groups for number in range(group.num_columns))
+            total += sum(one.total_uncompressed_size for one in columns if one.path_in_schema == source.text_column)
+    return total
+
+
+def in_words(corpus: Corpus) -> str:
+    """The name of a corpus, and its sources with their shares; of a source of `corpus_of_files`, its files."""
+    shares = zip(corpus.sources, corpus.shares, strict=True)
+    return f"{corpus.name}: " + ", ".join(f"{_where(source)} {share:.1%}" for source, share in shares)
+
+
+def _where(source: Source) -> str:
+    if source.name != TRAIN_FILE:
+        return source.name
+    held_out = f" (held out: {' '.join(source.validation_files)})" if source.validation_files else ""
+    return " ".join(source.files) + held_out
 
 
 def _format_of(path: str) -> str | None:

@@ -144,6 +144,18 @@ def _pass_counts(provider: Provider, source: int, split: str, epoch: int = 0) ->
     return sum_counts(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
 
 
+def blocks_of_pass(provider: Provider, pack: bool = False) -> int | None:
+    """The training blocks of a pass over all sources; None where a file has not been packed to its end, unless `pack`
+    packs what is left, to count."""
+    sources = range(len(provider.corpus.sources))
+    if pack:
+        with Bar(desc="Counting blocks", unit=" blocks", mininterval=1, leave=False) as bar:
+            for _, chunk, _ in itertools.chain(*(_chunks(provider, source, 0, sys.maxsize) for source in sources)):
+                bar.update(chunk.blocks)
+    counts = [_pass_counts(provider, source, "train") for source in sources]
+    return sum(of_source["blocks"] for of_source, _ in counts) if all(complete for _, complete in counts) else None
+
+
 def count_table(provider: Provider, split: str) -> dict[str, dict[str, int]]:
     """The counts of one pass over a split by source, as far as its files are indexed."""
     sources = enumerate(provider.corpus.sources)

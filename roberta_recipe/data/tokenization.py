@@ -42,12 +42,14 @@ _BERT_NAMES = {"bos_token": "cls_token", "eos_token": "sep_token"}
 _ROLES = (*MLM_TOKENS, "unk_token", "cls_token", "sep_token")
 
 
-def load_tokenizer(name_or_path: str, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKENS) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained` with padding on the right; also for a folder with vocab.json and merges.txt only.
 
     Raises `InputError` for a missing tokenizer, for files that differ from the folder's manifest, and where a `needed`
     token is missing.
     """
+    if not name_or_path:
+        raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     folder, name = resolve_path(name_or_path), repr(str(name_or_path))
     if (folder / durable.MANIFEST).exists() and (damage := durable.damage(folder, only=FILES.__contains__)):
         fix = f"make it again, or remove {durable.MANIFEST} if you changed it yourself"

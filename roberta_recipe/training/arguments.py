@@ -1,6 +1,7 @@
 """Command-line arguments: `TrainingArguments` with RoBERTa's values (paper, Tables 9 and 10) and resume scopes, and the
 further flags of pretraining and fine-tuning."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from roberta_recipe import hardware
 from roberta_recipe.data import mask_units
 from roberta_recipe.errors import InputError
+from roberta_recipe.log import counted
 from roberta_recipe.model import architectures, attention, objectives
 from roberta_recipe.settings import Flag, setting
 from roberta_recipe.training import batch, optimizers
@@ -162,19 +164,42 @@ def resolve(
     training_args.attn_implementation = attention.choose(config, training_args, can_unpad)
 
 
+def resolve_steps(training_args: RecipeTrainingArguments, blocks: int, global_batch_size: int) -> None:
+    """Set `max_steps` from `num_train_epochs` over so many blocks. Raises `InputError` for less than two steps: with
+    warm-up, the learning rate of the first is 0."""
+    epochs = training_args.num_train_epochs
+    training_args.max_steps = math.ceil(epochs * blocks / global_batch_size)
+    if training_args.max_steps < 2:
+        at_once = training_args.per_device_train_batch_size * training_args.world_size
+        raise InputError(
+            f"num_train_epochs={epochs:g} over {counted(blocks, 'block')} is one step of global_batch_size="
+            f"{global_batch_size}: --global_batch_size {at_once}, or raise --num_train_epochs"
+        )
+    optimizers.check_length(training_args, training_args.max_steps)
+
+
 @dataclass
 class MlmTrainingArguments(RecipeTrainingArguments):
     """For pretraining (paper, Table 9): an endless stream of blocks, and `max_steps` of them."""
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
-        "num_train_epochs": Flag("locked", because="the stream of blocks has no end; set max_steps"),
         "label_smoothing_factor": Flag("locked", because="perplexity is exp of the plain loss; fine-tuning has it"),
         "load_best_model_at_end": Flag("locked", because=_LAST_STEP),
         "metric_for_best_model": Flag("locked", because=_LAST_STEP),
         "greater_is_better": Flag("locked", because=_LAST_STEP),
     }
 
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
+        *(("num_train_epochs", "max_steps"), ("max_steps", "num_train_epochs")),
+    )
+
+    # "start": it becomes `max_steps` (`resolve_steps`), which is in fingerprint and preset
+    num_train_epochs: float = setting(
+        0.0,
+        "Passes over the text, in place of max_steps. Without a token cache, the text is packed once more, to count.",
+        "start",
+    )
     weight_decay: float = setting(
         0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
     )
@@ -191,8 +216,10 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     def __post_init__(self):
         self.dataloader_persistent_workers = False  # training makes one pass, and evaluation has its own workers
         super().__post_init__()
-        if self.max_steps <= 0:
-            raise InputError(f"max_steps={self.max_steps}: the stream of blocks has no end; set the number of steps")
+        if (self.max_steps > 0) == (self.num_train_epochs > 0):
+            raise InputError(
+                f"max_steps={self.max_steps}, num_train_epochs={self.num_train_epochs:g}: set one of them, above 0"
+            )
         for name in ("eval_strategy", "save_strategy"):
             if getattr(self, name) == "epoch":
                 raise InputError(f"{name}=epoch: the stream of blocks has no epochs; use steps or no")
@@ -241,7 +268,11 @@ class BlockArguments:
 
     _argument_group_name = "blocks and masks"
 
-    tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id.", "content")
+    tokenizer_name: str | None = setting(
+        None,
+        "Tokenizer folder or Hub id; default: the checkpoint's, else one is trained on the text.",
+        "content",
+    )
     input_format: Literal[
         "full_sentences", "doc_sentences", "segment_pair", "segment_pair_short", "sentence_pair", "contiguous"
     ] = setting(
@@ -291,6 +322,12 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
+    model_size: Literal["tiny", "mini", "small", "base", "large"] | None = setting(
+        None,
+        "Fresh weights without --config: the preset roberta_SIZE.yaml, but for its text, tokenizer and output folder; "
+        "default: mini.",
+        "start",
+    )
     config_name: str | None = setting(
         None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
     )
@@ -320,7 +357,9 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         *(("corpus", "train_file"), ("corpus", "validation_file")),
         *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
     )
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("model_name_or_path", "initialization"),)
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
+        *(("model_name_or_path", "initialization"), ("model_name_or_path", "tokenizer_name")),
+    )
 
     global_batch_size: int | None = setting(
         None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True

@@ -15,12 +15,17 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
             f"global_batch_size={global_batch_size} and per_device_train_batch_size={per_device} must be at least 1"
         )
     at_once = per_device * processes
+    if at_once > global_batch_size:
+        raise InputError(
+            f"{counted(processes, 'process')} x per_device_train_batch_size={per_device} = {at_once} is above "
+            f"global_batch_size={global_batch_size}: --global_batch_size {at_once}, or "
+            f"--per_device_train_batch_size {global_batch_size // processes or 1}"
+        )
     if global_batch_size % at_once:
         above = math.ceil(global_batch_size / at_once) * at_once
-        nearest = " or ".join(str(size) for size in (above - at_once, above) if size)
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {counted(processes, 'process')} x {per_device} "
-            f"per device = {at_once}; use {nearest}, or another per_device_train_batch_size"
+            f"per device = {at_once}; use {above - at_once} or {above}, or another per_device_train_batch_size"
         )
     return global_batch_size // at_once
 
@@ -34,7 +39,8 @@ def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tupl
     if args.gradient_accumulation_steps not in (1, steps):
         raise InputError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {at_once} is not "
-            f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived"
+            f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived, or name "
+            f"--global_batch_size {args.gradient_accumulation_steps * at_once}"
         )
     return global_batch_size, steps
 

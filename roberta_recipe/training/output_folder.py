@@ -15,6 +15,7 @@ from roberta_recipe.record import (
     RECORD_NAME,
     SKIPPED_NAME,
     TIME_LIMIT,
+    TOKENIZER_NAME,
     read_record,
 )
 from roberta_recipe.training.checkpoint import all_folders
@@ -22,7 +23,17 @@ from roberta_recipe.training.processes import from_first_process
 
 # files of a run that ended before its first checkpoint; "runs" is TensorBoard's
 _BEFORE_CHECKPOINT = {
-    *(durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME, "runs"),
+    *(
+        durable.LOCK_NAME,
+        HASHES_NAME,
+        PRESET_NAME,
+        LOG_NAME,
+        HUB_NAME,
+        SKIPPED_NAME,
+        INDEX_NAME,
+        TOKENIZER_NAME,
+        "runs",
+    ),
 }
 
 

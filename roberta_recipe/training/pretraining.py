@@ -1,6 +1,7 @@
 """Steps of pretraining (paper, section 4), for `train_mlm.py` and the tools that read its presets: argument checks,
 readers, model, collator, validation set, fingerprint."""
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -21,30 +22,61 @@ from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.settings import fixed_values, flags_of, parse
+from roberta_recipe.settings import config_of, fixed_values, flags_of, names_in, parse, value_of
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
+CONTINUE = "presets/mlm/continue.yaml"
+TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
+_OWN = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}  # not of the demonstration
+_OF_PRESET = {"corpus", "tokenizer_name", "output_dir", "fill_mask_examples"}  # of a preset, ignored by `model_size`
 MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 Reader = TextReader | token_cache.TokenCache
 
 
-def read_arguments(argv: list[str], description: str, own: tuple[type, ...] = ()) -> tuple[list[Any], dict[str, Any]]:
+def preset_of(argv: list[str]) -> tuple[str, set[str]]:
+    """The preset of a command line, and the values of it that do not apply. Without `--config`: the demonstration where
+    neither text, model nor tokenizer is named; else by the checkpoint or `model_size`."""
+    if is_demonstration(argv):
+        return DEMONSTRATION, set()
+    if config := config_of(argv):
+        return config, set()
+    if "model_name_or_path" in names_in(argv):
+        return CONTINUE, set()
+    return f"presets/mlm/roberta_{value_of(argv, 'model_size') or 'mini'}.yaml", _OF_PRESET
+
+
+def is_demonstration(argv: list[str]) -> bool:
+    """Whether a command line names neither preset, text, model nor tokenizer."""
+    return not config_of(argv) and not names_in(argv) & _OWN
+
+
+def read_arguments(
+    argv: list[str],
+    description: str,
+    own: tuple[type, ...] = (),
+    preset: tuple[str, set[str]] | None = None,
+) -> tuple[list[Any], dict[str, Any]]:
     """The filled dataclasses `own` (a tool's), `MlmArguments`, `MlmTrainingArguments`, and the resolved values as a
-    preset."""
-    filled, resolved = parse([*own, MlmArguments, MlmTrainingArguments], argv, DEMONSTRATION, description)
+    preset; by default over that of `preset_of`. A checkpoint brings its tokenizer."""
+    path, without = preset or preset_of(argv)
+    filled, resolved = parse([*own, MlmArguments, MlmTrainingArguments], argv, path, description, without)
+    args = filled[-2]
+    if args.model_size and (other := config_of(argv) or args.model_name_or_path):
+        raise InputError(f"model_size={args.model_size} is of fresh weights without --config: leave it or {other} out")
+    if not args.tokenizer_name and args.model_name_or_path:
+        filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
+        resolved["tokenizer_name"] = args.model_name_or_path
     return filled, {**resolved, "bf16": filled[-1].bf16}
 
 
 def check_data(args: MlmArguments) -> None:
     """Raise `InputError` for text, blocks, masks or objectives that are missing, out of range, or incompatible."""
-    if not args.tokenizer_name:
-        raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     if not args.corpus and not args.train_file:
-        raise InputError("nothing to train on: set corpus (a preset in presets/corpus) or train_file")
+        raise InputError("no text: set train_file, or corpus (a preset in presets/corpus)")
     if not args.train_file and (args.validation_file or args.language != "en"):
         raise InputError("validation_file and language go with train_file; a corpus preset has its own")
     if args.shuffle_window > 1 and not args.token_cache:
@@ -116,7 +148,7 @@ def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> N
 def check_training(training_args: MlmTrainingArguments) -> None:
     """Raise `InputError` for a missing output folder, a launcher that contradicts the flags, or an optimizer or
     schedule that cannot be built."""
-    if not training_args.output_dir:
+    if training_args.output_dir == "trainer_output":  # Trainer's, where none is named
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
     launch_checks.check(training_args)
     optimizers.check(training_args)
@@ -144,6 +176,23 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
     if args.train_file:
         return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
+
+
+def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer that is named, or the checkpoint's own. Raises `InputError`."""
+    is_own = args.tokenizer_name == args.model_name_or_path
+    return own_tokenizer(args.model_name_or_path) if is_own else tokenization.load_tokenizer(args.tokenizer_name)
+
+
+def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
+    try:
+        return tokenization.load_tokenizer(checkpoint)
+    except InputError as error:
+        raise InputError(
+            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
+            f"training: --tokenizer_name NAME ({error})"
+        ) from None
 
 
 def text_reader(
@@ -188,6 +237,16 @@ def build_readers(
     cache = cache_reader(args, corpus, seed)
     announce_cache(args.token_cache, cache)
     return cache, cache_reader(args, corpus, masking.EVAL_SEED)
+
+
+def resolve_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
+    """`max_steps`, also where `num_train_epochs` is given: without a token cache, the first process then packs the text
+    once, and the chunk index keeps the count."""
+    if training_args.num_train_epochs:
+        with training_args.main_process_first():
+            blocks = stream.blocks_of_pass(reader, pack=True)
+        arguments.resolve_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
+    return training_args.max_steps
 
 
 def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
@@ -257,10 +316,11 @@ def validation_blocks(args: MlmArguments, training_args: MlmTrainingArguments, r
     and for an objective without a label in them."""
     blocks = list(stream.validation_blocks(reader, args.max_eval_samples))
     more = "hold out more text (validation_file, or validation_share of the corpus) or raise max_eval_samples"
-    if len(blocks) < training_args.per_device_eval_batch_size:
+    at_once = training_args.per_device_eval_batch_size
+    if len(blocks) <= at_once * (training_args.world_size - 1):
         raise InputError(
             f"validation has {counted(len(blocks), 'block')}, less than one batch of per_device_eval_batch_size="
-            f"{training_args.per_device_eval_batch_size}: lower it, {more}"
+            f"{at_once} for each of {counted(training_args.world_size, 'process')}: lower it, {more}"
         )
     for name in filter(packed_formats, args.objective):
         column, needs = objectives.TABLE[name].column, objectives.TABLE[name].needs
