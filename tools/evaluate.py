@@ -4,9 +4,9 @@
     python tools/evaluate.py --model_name_or_path FacebookAI/roberta-base --train_file 'my_text/*.txt'
 
 Without `--config`, the preset is that in the checkpoint's folder: a run is measured on its held-out text, unless
-another is named. Uses the checkpoint's tokenizer, not the preset's, or `--tokenizer_name`. On several GPUs: `accelerate launch
-tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of `train_mlm.py`. Writes
-nothing except missing shards of a token cache.
+another is named. The tokenizer is the checkpoint's, not the preset's, or `--tokenizer_name`. On several GPUs:
+`accelerate launch tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of
+`train_mlm.py`. Writes nothing except missing shards of a token cache.
 """
 
 import dataclasses
