@@ -34,6 +34,7 @@ def start(config_file, tokenizer, tmp_path):
     """Flags that continue from a checkpoint and pad its vocabulary, four micro-batches a step."""
     torch.manual_seed(0)
     build_model(tokenizer, config_name=config_file, max_seq_length=64).save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
     flags = ["--model_name_or_path", tmp_path / "start", "--pad_vocab_to_multiple_of", "64"]
     return [*map(str, flags), "--per_device_train_batch_size", "2"]
 

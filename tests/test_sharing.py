@@ -118,7 +118,7 @@ def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_fi
     assert more["loss_at_steps"]["train"][0][1] < whole["loss_at_steps"]["train"][0][1]
 
 
-def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_path):
+def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tokenizer_dir, tmp_path):
     """As fine-tuning, or further pretraining, in the stock class leaves it."""
     config = weights.fresh_config(albert_file, "shared_parameters=attention")
     masked_lm.masked_lm_class(config)(config).save_pretrained(tmp_path / "saved")
@@ -127,7 +127,8 @@ def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tmp_pa
         stock.albert.encoder.albert_layer_groups[1].albert_layers[0].attention.query.bias[0] += 1
     stock.save_pretrained(tmp_path / "saved")
     with pytest.raises(InputError, match="layers whose attention differ: it was trained in the stock class"):
-        train_mlm.main(["--config", preset, "--model_name_or_path", str(tmp_path / "saved")])
+        flags = ["--model_name_or_path", str(tmp_path / "saved"), "--tokenizer_name", tokenizer_dir]
+        train_mlm.main(["--config", preset, *flags])
 
 
 @pytest.mark.parametrize(

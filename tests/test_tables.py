@@ -108,7 +108,7 @@ def test_a_table_has_tokens_parameters_and_what_was_published(small, tmp_path, f
     commit = commit[:7] + "-dirty" * commit.endswith("-dirty") if commit else "unknown"
     cores = f"{hardware['cpu_cores']} core{'s' * (hardware['cpu_cores'] > 1)} of "
     assert f" Runs: commit {commit}; {cores}" in notes and "; median time of a row " in notes
-    assert notes.endswith("published figures: a paper, Table 9.")
+    assert notes.endswith("published results: a paper, Table 9.")
 
 
 def test_flags_come_from_row_list_and_scale_in_this_order(small):

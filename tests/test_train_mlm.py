@@ -234,7 +234,7 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsy
     # a checkpoint without tokenizer: its config alone gives transformers a tokenizer of special tokens
     for path in (*run.glob("tokenizer*"), *run.glob("vocab*"), *run.glob("merges*"), *run.glob("special*")):
         path.unlink()
-    with pytest.raises(InputError, match=r"run' has no tokenizer for .*: --tokenizer_name NAME"):
+    with pytest.raises(InputError, match=r"run' has no tokenizer of its own .*: --tokenizer_name NAME"):
         evaluate.main(argv)
 
 
