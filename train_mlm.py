@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
     collator = pretraining.build_collator(args, training_args, tokenizer)
-    validation = pretraining.validation_blocks(args, training_args, validation_reader)
+    validation = pretraining.validation_blocks(args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
     blocks = build_blocks(args, training_args, reader, resumed)
 

@@ -89,7 +89,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     # a finished model has no heads of other objectives
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    validation = pretraining.validation_blocks(args, training_args, reader)
+    validation = pretraining.validation_blocks(args, reader)
     logger.info(f"Preset      {preset[0]}")
     logger.info(f"Text        {counted(len(validation), 'block')} held out of {in_words(corpus)}")
     collator = pretraining.build_collator(args, training_args, tokenizer)
