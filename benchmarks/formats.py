@@ -22,12 +22,11 @@ from transformers import DataCollatorForLanguageModeling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from roberta_recipe.data import NSP, SOP, order, stream, tokenization
 from roberta_recipe.data import corpus as corpora
-from roberta_recipe.data import order, stream, tokenization
 from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.pairs import NSP, SOP
 from roberta_recipe.model.objectives import labels_of_mask
 from roberta_recipe.publishing.tables import markdown_table
 

@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from roberta_recipe.data import IGNORED
+from roberta_recipe.data import IGNORED, NSP, SOP
 from roberta_recipe.data.chunks import PACKERS
-from roberta_recipe.data.pairs import NSP, SOP
 
 BOS, EOS = 0, 2
 FORMATS = [name for name in PACKERS if "_pair" in name]

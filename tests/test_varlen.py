@@ -6,8 +6,8 @@ from test_families import config_of
 from torch.nn import functional
 
 import train_mlm
+from roberta_recipe.data import NSP
 from roberta_recipe.data.masking import IGNORED
-from roberta_recipe.data.pairs import NSP
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures, attention, masked_lm, varlen
 from roberta_recipe.model.objectives import named

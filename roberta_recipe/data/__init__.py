@@ -4,4 +4,8 @@ corpus (sources and their files) -> documents (rows of a file) -> tokenization (
 chunks or token_cache (blocks from text, or from a cache) -> order, stream (blocks of a run) -> masking (batches).
 """
 
+from typing import Literal
+
 IGNORED = -100  # the label of a position that is not predicted
+NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # label columns of pairs
+MaskingUnit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]

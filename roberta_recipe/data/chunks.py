@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe import durable
-from roberta_recipe.data import packing, pairs
+from roberta_recipe.data import NSP, SOP, packing, pairs
 from roberta_recipe.data.corpus import Corpus, corpus_fingerprint
 from roberta_recipe.data.documents import Row, file_rows
 from roberta_recipe.data.packing import Columns, Document, Packer
@@ -46,9 +46,9 @@ PACKERS: dict[str, Packer] = {
     "full_sentences": packing.full_sentences,
     "doc_sentences": packing.doc_sentences,
     "contiguous": packing.contiguous,
-    **{f"{name} nsp": partial(packer, label=pairs.NSP) for name, packer in PAIRS.items()},
-    **{f"{name} sop": partial(packer, label=pairs.SOP) for name, packer in PAIRS.items()},
-    **{f"{name} in_order": partial(packer, label=pairs.SOP, share_of_ones=0.0) for name, packer in PAIRS.items()},
+    **{f"{name} nsp": partial(packer, label=NSP) for name, packer in PAIRS.items()},
+    **{f"{name} sop": partial(packer, label=SOP) for name, packer in PAIRS.items()},
+    **{f"{name} in_order": partial(packer, label=SOP, share_of_ones=0.0) for name, packer in PAIRS.items()},
 }
 
 

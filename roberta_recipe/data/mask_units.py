@@ -5,13 +5,11 @@ arXiv 1909.11942, section 4.1), phrases (SpanBERT, section 6.1). Lengths are in 
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from roberta_recipe.data.word_starts import WordStarts
-
-Unit = Literal["token", "whole_word", "span", "ngram", "entity", "noun_phrase"]
 
 REVISION = 2  # of the algorithm for spans and n-grams; part of the fingerprint
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers

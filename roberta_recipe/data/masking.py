@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from roberta_recipe.data import IGNORED, phrases
-from roberta_recipe.data.mask_units import Unit, Words, choose_phrases, choose_spans, choose_words, words_of_blocks
+from roberta_recipe.data import IGNORED, MaskingUnit, phrases
+from roberta_recipe.data.mask_units import Words, choose_phrases, choose_spans, choose_words, words_of_blocks
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
@@ -42,7 +42,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     seed: int = 0
     mask_count: Literal["bernoulli", "exact"] = "bernoulli"
-    masking_unit: Unit = "token"
+    masking_unit: MaskingUnit = "token"
     static_masks: int = 0  # K: pass e uses the mask of pass e mod K (BERT: 10); 0: a new mask each pass
     labels_of_mask: dict[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)  # further columns
     predicted_multiple: int = 1  # `predicted` is padded to a multiple of this, for a fixed batch shape

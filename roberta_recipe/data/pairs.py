@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from roberta_recipe.data import NSP
 from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, pack_sequences
 
-NSP, SOP = "next_sentence_labels", "sentence_order_labels"  # columns
 _TRIES = 16  # documents drawn to find a B that fits
 VERSIONS = 10  # different pairs drawn from a text (BERT's code: dupe_factor)
 SHORT = 0.1  # share of shorter pairs (BERT's code: short_seq_prob)

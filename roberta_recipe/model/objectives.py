@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from roberta_recipe.data import IGNORED
-from roberta_recipe.data.pairs import NSP, SOP
+from roberta_recipe.data import IGNORED, NSP, SOP
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.masked_lm import MLM, Objective

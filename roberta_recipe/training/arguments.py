@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from roberta_recipe import hardware
-from roberta_recipe.data import mask_units
+from roberta_recipe.data import MaskingUnit
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted
 from roberta_recipe.model import architectures, attention, objectives
@@ -297,7 +297,7 @@ class BlockArguments:
         "fixed",
         True,
     )
-    masking_unit: mask_units.Unit = setting(
+    masking_unit: MaskingUnit = setting(
         "token",
         "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or half spaCy's named entities or "
         "noun phrases, half words.",
