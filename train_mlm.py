@@ -134,12 +134,12 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
     tokenizer is the run's own."""
     (args, training_args), resolved = pretraining.read_arguments(argv, __doc__)
     if not args.tokenizer_name:
-        resolved["tokenizer_name"] = own_tokenizer(training_args)
-        args = dataclasses.replace(args, tokenizer_name=own_tokenizer(training_args))
+        resolved["tokenizer_name"] = own_tokenizer_folder(training_args)
+        args = dataclasses.replace(args, tokenizer_name=own_tokenizer_folder(training_args))
     return (args, training_args), resolved
 
 
-def own_tokenizer(training_args: MlmTrainingArguments) -> str:
+def own_tokenizer_folder(training_args: MlmTrainingArguments) -> str:
     """The folder of the tokenizer that a run trains."""
     return os.path.join(training_args.output_dir, records.TOKENIZER_NAME)
 
@@ -170,7 +170,7 @@ def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
     """Train the tokenizer of the demonstration, or of a run that names none, unless it exists."""
-    is_own = pretraining.is_demonstration(argv) or args.tokenizer_name == own_tokenizer(training_args)
+    is_own = pretraining.is_demonstration(argv) or args.tokenizer_name == own_tokenizer_folder(training_args)
     if not is_own or resolve_path(args.tokenizer_name).exists():
         return
     from roberta_recipe.data import tokenizer_training
