@@ -29,7 +29,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
-from roberta_recipe.model.heads import load_with_head
+from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.settings import setting, value_of

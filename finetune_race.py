@@ -20,7 +20,7 @@ from transformers import AutoModelForMultipleChoice
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, logger, set_up_logging
-from roberta_recipe.model.heads import load_with_head
+from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.settings import setting

@@ -30,18 +30,18 @@ from roberta_recipe.data import masking, order, stream
 from roberta_recipe.data.corpus import BYTES_PER_TOKEN
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.stream import TrainBlocks
+from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import PredictedPositions, flops_per_token
+from roberta_recipe.model.masked_lm import MaskedLmMixin, flops_per_token
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.settings import config_of, shown_names
+from roberta_recipe.settings import preset_path, shown_names
 from roberta_recipe.training import checkpoint, launch_checks, output_folder, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments, Reader
+from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.stopping import Stopping
 
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
@@ -134,12 +134,12 @@ def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArgu
     tokenizer is the run's own."""
     (args, training_args), resolved = pretraining.read_arguments(argv, __doc__)
     if not args.tokenizer_name:
-        resolved["tokenizer_name"] = own_tokenizer_folder(training_args)
-        args = dataclasses.replace(args, tokenizer_name=own_tokenizer_folder(training_args))
+        resolved["tokenizer_name"] = run_tokenizer_folder(training_args)
+        args = dataclasses.replace(args, tokenizer_name=run_tokenizer_folder(training_args))
     return (args, training_args), resolved
 
 
-def own_tokenizer_folder(training_args: MlmTrainingArguments) -> str:
+def run_tokenizer_folder(training_args: MlmTrainingArguments) -> str:
     """The folder of the tokenizer that a run trains."""
     return os.path.join(training_args.output_dir, records.TOKENIZER_NAME)
 
@@ -161,8 +161,8 @@ def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
     if pretraining.is_demonstration(argv):
         logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
         logger.info(f"The full recipe: {FULL_RECIPE}\n")
-    elif not config_of(argv):
-        other = "" if preset == pretraining.CONTINUE else "; --model_size tiny, small, base or large for another"
+    elif not preset_path(argv):
+        other = "" if preset == pretraining.CONTINUE else "; another: --model_size"
         logger.info(f"Preset      {preset}, as no --config is named{other}")
 
 
@@ -170,21 +170,21 @@ def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
     """Train the tokenizer of the demonstration, or of a run that names none, unless it exists."""
-    is_own = pretraining.is_demonstration(argv) or args.tokenizer_name == own_tokenizer_folder(training_args)
-    if not is_own or resolve_path(args.tokenizer_name).exists():
+    trains = pretraining.is_demonstration(argv) or args.tokenizer_name == run_tokenizer_folder(training_args)
+    if not trains or resolve_path(args.tokenizer_name).exists():
         return
     from roberta_recipe.data import tokenizer_training
 
     config = weights.fresh_config(args.config_name, args.config_overrides)
     sample = partial(sample_documents, corpus, "train", max_bytes=tokenizer_training.SAMPLE_BYTES, seed=0)
     size = sum(len(text.encode()) for _, text in sample())
-    given = "vocab_size" in (args.config_overrides or "")
-    entries = config.vocab_size if given else tokenizer_training.size_for(size)
+    is_size_given = "vocab_size" in (args.config_overrides or "")
+    entries = config.vocab_size if is_size_given else tokenizer_training.size_for(size)
     logger.info(
         f"Tokenizer   training one of at most {entries:,} entries on {size / 1e6:,.1f} MB of the text: "
         f"{args.tokenizer_name} (another size: --config_overrides vocab_size=N; another one: --tokenizer_name NAME)"
     )
-    tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not given)
+    tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not is_size_given)
     with weights.model_max_length_for(tokenizer, config):
         tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
 
@@ -194,7 +194,9 @@ def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> No
     for sentence in args.fill_mask_examples or []:
         ids = tokenizer(sentence).input_ids
         if ids.count(tokenizer.mask_token_id) != 1 or len(ids) > args.max_seq_length:
-            raise InputError(f"fill_mask_examples: {sentence!r} is too long, or has not {tokenizer.mask_token} once")
+            raise InputError(
+                f"fill_mask_examples: {sentence!r} is too long, or needs exactly one {tokenizer.mask_token}"
+            )
 
 
 def build_blocks(
@@ -214,7 +216,7 @@ def build_blocks(
 
 
 def blimp_while_training(
-    args: MlmArguments, model: PredictedPositions, tokenizer: PreTrainedTokenizerBase
+    args: MlmArguments, model: MaskedLmMixin, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[MlmTrainer], dict[str, float]] | None:
     """BLiMP at each evaluation; None without `blimp_dir`."""
     if not args.blimp_dir:
@@ -229,7 +231,7 @@ def announce_run(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     reader: Reader,
-    model: PredictedPositions,
+    model: MaskedLmMixin,
     validation: list[Block],
     entropy: float,
 ) -> None:
@@ -242,7 +244,7 @@ def announce_run(
         f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
-        f"Steps       {steps:,} of {length} tokens a sequence, at most "
+        f"Steps       {steps:,} with sequences of {length} tokens, at most "
         f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{passes(args, steps, reader)}\n"
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpora.in_words(reader.corpus)}\n"

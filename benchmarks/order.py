@@ -41,9 +41,9 @@ def mixing(cache: token_cache.TokenCache, batch: int, names: list[int]) -> list[
     return rows
 
 
-def first_batch_s(provider: stream.Provider, batch: int, start: int) -> float:
+def first_batch_s(reader: stream.Reader, batch: int, start: int) -> float:
     began_s = time.process_time()
-    list(itertools.islice(stream.blocks_at(provider, batches_of(start, batch, 1, 0)), batch))
+    list(itertools.islice(stream.blocks_at(reader, batches_of(start, batch, 1, 0)), batch))
     return time.process_time() - began_s
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"\nprocessor seconds to the first batch of {args.batch}")
     with tempfile.TemporaryDirectory() as folder:
         text = TextReader(corpus, tokenizer, **settings, index_folder=folder)
-        from_cache, from_text = (first_batch_s(provider, args.batch, 0) for provider in (cache, text))
+        from_cache, from_text = (first_batch_s(reader, args.batch, 0) for reader in (cache, text))
         print(f"fresh start: cache {from_cache:.3f}, text {from_text:.1f}")
         wanted = {int(blocks * share) // args.batch * args.batch: share for share in (0.01, 0.1, 0.5)}
         for number, _ in enumerate(stream.blocks_at(text, batches_of(0, args.batch, 1, 0)), 1):

@@ -236,7 +236,8 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
         # `ds_numel`: under ZeRO 3, the size of the unsharded parameter
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "loss_at_steps": {
-            "train": loss_at_steps(history, "loss"),
+            # of the masked LM, as for validation; "loss" is the sum over objectives
+            "train": loss_at_steps(history, "mlm_loss") or loss_at_steps(history, "loss"),
             "validation": loss_at_steps(history, "eval_loss"),
         },
         "tokens_at_steps": loss_at_steps(history, "tokens_seen"),

@@ -30,6 +30,7 @@ from roberta_recipe.input_files import read_text, resolve_path
 NUMBERS_END = 2**32  # upper limit of integers: of NumPy's seeds, and of torch's sizes
 _TRAINER_FLAGS = "Flags of transformers.TrainingArguments (huggingface.co/docs/transformers/main_classes/trainer):"
 _NOT_GIVEN = object()  # value of a flag that is not on the command line
+Pairs = tuple[tuple[str, str], ...]  # of flags
 Scope = Literal["start", "free", "layout", "content", "fixed", "data", "locked"]
 
 
@@ -98,7 +99,7 @@ def plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
-def config_of(argv: list[str]) -> str | None:
+def preset_path(argv: list[str]) -> str | None:
     """The `--config` of a command line; None without one."""
     return value_of(argv, "config")
 
@@ -121,8 +122,9 @@ def parse(
     """Read `--config` (its values `without` some) and the flags on top of it. Returns the filled dataclasses, and all
     resolved values as a preset, without flags of scope "start". Raises `InputError`.
 
-    Of a dataclass's `alternatives`, a flag for one replaces the preset's value for the other, and both at once are an
-    error; of its `replaces`, a flag for the first drops the preset's value for the second.
+    A dataclass's `alternatives` exclude each other: a flag for one replaces the preset's value for the other.
+    `replaces`: a flag for the first drops the preset's value for the second. Callers add derived values (bf16,
+    max_steps, tokenizer_name, attn_implementation) to the preset before it is written.
     """
     usage = "%(prog)s [--config PRESET] [--flag value ...]"
     parser = RecipeParser(dataclass_types, description=description, usage=usage, add_help=False)

@@ -22,7 +22,7 @@ import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
-from roberta_recipe.model import heads
+from roberta_recipe.model import task_heads
 from roberta_recipe.publishing import card
 from roberta_recipe.settings import load_yaml
 from roberta_recipe.tasks import glue, summaries
@@ -224,7 +224,7 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
     finetune_glue.main(flags("mnli"))
     best = tmp_path / "glue" / "mnli" / "lr0.001-batch8-seed1" / "best"
     for name, said in (("rte", "fresh, as the checkpoint's has another size"), ("mnli", "kept")):
-        model = heads.load_with_head(
+        model = task_heads.load_with_head(
             AutoModelForSequenceClassification, str(best), 0.0, num_labels=len(TASKS[name].labels)
         )
         assert f"Head        {said}" in capsys.readouterr().err and model.config.classifier_dropout == 0.0
@@ -234,7 +234,7 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
         layer = "roberta.encoder.layer.0.attention.self.query.weight"
         assert model.state_dict()[layer].equal(stored[layer])
     swapped = dict(enumerate(TASKS["mnli"].labels[::-1]))
-    heads.load_with_head(AutoModelForSequenceClassification, str(best), 0.0, num_labels=3, id2label=swapped)
+    task_heads.load_with_head(AutoModelForSequenceClassification, str(best), 0.0, num_labels=3, id2label=swapped)
     assert "fresh, as the checkpoint's has its labels in another order" in capsys.readouterr().err
 
 

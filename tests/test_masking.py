@@ -115,7 +115,7 @@ def test_padding(tokenizer, blocks):
 
 def test_validation_masks_are_the_same_in_every_run(tokenizer, blocks):
     first = fixed_masks(blocks, tokenizer)
-    assert [example["cluster"] for example in first] == [number // 2 for number in range(len(blocks))]
+    assert [example["document"] for example in first] == [number // 2 for number in range(len(blocks))]
     share = np.mean([(example["labels"] != IGNORED).mean() for example in first])
     assert share == pytest.approx(0.15 * 56 / 60, abs=0.01)
     collator = MlmCollator(tokenizer, seed=5, mlm_probability=0.4, mask_count="exact")  # of a training run

@@ -1,5 +1,6 @@
 """Span-boundary, next-sentence and sentence-order objectives: targets, heads by the plain definition, runs."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import masked_lm_class
-from roberta_recipe.model.objectives import labels_of_mask, named
+from roberta_recipe.model.objectives import TABLE, labels_of_mask, named
 from tools import evaluate
 
 SBO = ["--masking_unit", "span", "--objective", "mlm", "sbo"]
@@ -104,6 +105,17 @@ def test_a_finished_model_is_measured_and_trains_on_with_a_new_head(preset, tmp_
 def test_impossible_objectives_are_refused(preset, flags, message):
     with pytest.raises(InputError, match=message):
         train_mlm.main(["--config", preset, *flags])
+
+
+def test_an_objective_without_labels_is_refused(preset, monkeypatch):
+    monkeypatch.setitem(TABLE, "mine", dataclasses.replace(TABLE["nsp"], column="my_label"))
+    with pytest.raises(InputError, match="objective mine has no labels: declare labels_of_mask, or 'FORMAT mine'"):
+        train_mlm.main(["--config", preset, "--objective", "mlm", "mine"])
+
+
+def test_padding_is_no_target(tokenizer):
+    blocks = [Block({"input_ids": np.full(n, 300), "my_label": np.zeros(n)}, n) for n in (4, 8)]
+    assert (MlmCollator(tokenizer)(blocks)["my_label"] == IGNORED).sum() == 4
 
 
 @pytest.mark.parametrize("types", [1, 2])

@@ -22,7 +22,7 @@ from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.model.objectives import named
-from roberta_recipe.training.data_loading import step_record
+from roberta_recipe.training.data_loading import count_consumed
 
 COLUMNS = {"input_ids", "token_type_ids", "toy_label"}
 
@@ -82,9 +82,9 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
         types = block["token_type_ids"].tolist()
         assert row.tolist() == types + [0] * (len(row) - len(types))
     changed = [Block({**block, "toy_label": 1 - max(block["toy_label"], 0)}, block.id) for block in cached[:6]]
-    records = [step_record(of, collator(of)) for of in (cached[:6], changed)]
+    records = [count_consumed(of, collator(of)) for of in (cached[:6], changed)]
     assert (records[0][1:] != records[1][1:]).all()  # the hashes cover every column
-    assert all(set(example) == COLUMNS | {"labels", "cluster"} for example in fixed_masks(held_out, tokenizer))
+    assert all(set(example) == COLUMNS | {"labels", "document"} for example in fixed_masks(held_out, tokenizer))
 
 
 def by_definition(config, tokenizer, blocks):
@@ -152,6 +152,7 @@ def train_toy(preset, toy_config, tmp_path):
 
 def test_two_processes_and_zero_give_the_losses_of_one_process(train_toy, tmp_path, deepspeed_ranks):
     alone, record = train_toy(tmp_path / "alone")
+    assert [loss for _, loss in record["loss_at_steps"]["train"]] == [line["mlm_loss"] for line in alone]
     assert len(alone) == 4 and {"eval_loss", "eval_toy_loss", "eval_perplexity"} <= record["metrics"].keys()
     for name, start in (("two", forked_ranks), ("zero", functools.partial(deepspeed_ranks, "zero3"))):
         folder = tmp_path / name

@@ -110,7 +110,7 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     assert (
         "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 30% masked, seed 42" in lines
     )
-    assert "Steps       4 of 64 tokens a sequence, at most 0.0 M tokens, about 0.0 passes over the text\n" in lines
+    assert "Steps       4 with sequences of 64 tokens, at most 0.0 M tokens, about 0.0 passes over the text\n" in lines
     assert f"Corpus      train_file: {texts} 100.0%\n" in lines
     assert yaml.safe_load((tmp_path / "run" / "preset.yaml").read_text())["tokenizer_name"] == str(made)
 

@@ -22,7 +22,7 @@ from transformers import (
 import finetune_glue
 import finetune_race
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import heads
+from roberta_recipe.model import task_heads
 from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.tasks import glue, protocol, pseudo_likelihood, qnli_ranking, race, wsc
 from roberta_recipe.training import finetune_trainer
@@ -144,4 +144,4 @@ def test_the_pipeline_of_the_saved_folder_gives_the_predictions_of_validation(fl
 def test_a_head_that_reads_the_last_token_is_refused(tmp_path):
     XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=400).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads the last token"):
-        heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path), None)
+        task_heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path), None)

@@ -21,7 +21,7 @@ from transformers import (
 import finetune_squad
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.model import heads
+from roberta_recipe.model import task_heads
 from roberta_recipe.tasks import answerability, squad, squad_files
 from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
 from tools import squad_score
@@ -234,7 +234,7 @@ def test_the_classifier_of_a_checkpoint_is_kept_or_named(flags, tmp_path):
 
 def test_learning_rates_fall_from_the_head_to_the_embeddings(model_dir):
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
-    rates = heads.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
+    rates = task_heads.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
     assert rates["qa_outputs.weight"] == rates["answerability.dense.bias"] == 1.0
     assert rates["roberta.encoder.layer.1.output.dense.weight"] == 0.5
     assert rates["roberta.encoder.layer.0.attention.self.query.bias"] == 0.25

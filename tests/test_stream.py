@@ -356,7 +356,7 @@ def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_pat
         own = sorted(blocks[8 * step :][:8], key=lambda block: -len(block["input_ids"]))
         direct += [collator(own[start : start + 2]) for start in range(0, 8, 2)]
     found = list(itertools.islice(loader, len(direct)))
-    records = [batch.pop("record", [None])[0] for batch in found]
+    records = [batch.pop("consumed", [None])[0] for batch in found]
     tokens = [sum(len(block["input_ids"]) for block in blocks[8 * step :][:8]) for step in range(5)]
     assert records == [n for of in tokens for n in (of, None, None, None)]
     assert_same(found, direct)

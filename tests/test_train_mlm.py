@@ -75,7 +75,7 @@ def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
     assert counts["documents"] > 0 and counts["blocks"] >= 48 and counts["held_out_documents"] == 0
 
     assert f"Recipe      {preset}: learning rate 0.001, warm-up 0 steps, 15% masked, seed 42" in done.stderr
-    assert "Steps       6 of 64 tokens a sequence" in done.stderr and "Batch       8 sequences = 1" in done.stderr
+    assert "Steps       6 with sequences of 64 tokens" in done.stderr and "Batch       8 sequences = 1" in done.stderr
     assert done.stderr.count("unigram entropy") == 1 and done.stderr.count("  validation  loss ") == 2
     assert "The cat <mask> a dog.\n" in done.stdout and done.stdout.rstrip().endswith("loss_curve.png")
     assert yaml.safe_load((out / "preset.yaml").read_text())["max_steps"] == 6

@@ -16,7 +16,7 @@ from transformers import (
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import heads, weights
+from roberta_recipe.model import task_heads, weights
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.tasks import wsc
 from tools import evaluate, fairseq
@@ -29,7 +29,7 @@ def loaders(tokenizer):
     """Functions from a folder to a model, by use."""
     return {
         "pretraining": lambda folder: build_model(tokenizer, model_name_or_path=str(folder), max_seq_length=64),
-        "classifier": lambda folder: heads.load_with_head(AutoModelForSequenceClassification, str(folder), None),
+        "classifier": lambda folder: task_heads.load_with_head(AutoModelForSequenceClassification, str(folder), None),
         "wnli": lambda folder: wsc.load_masked_lm(str(folder)),
         "fairseq": lambda folder: fairseq.load_hugging_face(str(folder), None),
     }
@@ -110,11 +110,11 @@ def test_a_masked_lm_without_its_head(model_dir, loaders, tmp_path):
 
 def test_a_head_that_is_there_in_part(model_dir, tmp_path):
     RobertaForSequenceClassification.from_pretrained(model_dir).save_pretrained(tmp_path / "tuned")
-    heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
+    task_heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
     edit(tmp_path / "tuned", lambda stored: stored.pop("classifier.dense.bias"))
     with pytest.raises(InputError, match=r"has no weights for classifier.dense.bias$"):
-        heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
-    heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path / "tuned"), None, random_weights=True)
+        task_heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
+    task_heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path / "tuned"), None, random_weights=True)
 
 
 def without_a_layer(folder):

@@ -28,7 +28,9 @@ def toy_loss(model, hidden, labels):
 OBJECTIVE = objectives.Objective(
     "toy_label",
     "a toy: the number of a block",
-    *("toy_head", lambda model: torch.nn.Linear(model.config.hidden_size, 2), toy_loss),
+    head_name="toy_head",
+    head=lambda model: torch.nn.Linear(model.config.hidden_size, 2),
+    loss=toy_loss,
 )
 
 

@@ -337,7 +337,7 @@ def corpus_bytes(corpus: Corpus) -> float | None:
 def read_estimate(argv: list[str]) -> Estimate:
     """The estimate for a command line, with the ZeRO stage of `--deepspeed`. Raises `InputError`."""
     argv = [*argv, "--use_cpu", "true"]  # accepts bf16 on a machine without a GPU
-    (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(EstimateArguments,))
+    (chosen, args, training_args), _ = pretraining.read_arguments(argv, __doc__, extra=(EstimateArguments,))
     pretraining.check_data(args)
     pretraining.check_model(args)
     if training_args.num_train_epochs:

@@ -27,7 +27,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics
-from roberta_recipe.settings import config_of, names_in, value_of
+from roberta_recipe.settings import names_in, preset_path, value_of
 from roberta_recipe.tasks import blimp
 from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -37,10 +37,10 @@ def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBas
     """The tokenizer `named`, with a warning if it differs from the checkpoint's, else the checkpoint's. Raises
     `InputError`."""
     if named is None:
-        return pretraining.own_tokenizer(checkpoint)
+        return pretraining.checkpoint_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(named)
     try:
-        own = tokenization.tokenizer_fingerprint(pretraining.own_tokenizer(checkpoint))
+        own = tokenization.tokenizer_fingerprint(pretraining.checkpoint_tokenizer(checkpoint))
     except InputError:  # nothing to compare with
         return tokenizer
     if tokenization.tokenizer_fingerprint(tokenizer) != own:
@@ -55,7 +55,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     """As `pretraining.preset_of`, and without `--config` the preset in the checkpoint's folder: but for its text where
     the command names one, and for its attention, which another device may not have."""
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
-    if config_of(argv) or not own.is_file():
+    if preset_path(argv) or not own.is_file():
         return pretraining.preset_of(argv)
     return str(own), {"attn_implementation"} | (pretraining.TEXT if names_in(argv) & pretraining.TEXT else set())
 

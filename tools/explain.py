@@ -32,15 +32,15 @@ from roberta_recipe.data import order, tokenization
 from roberta_recipe.data.corpus import Corpus, hash_files, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.stream import TrainBlocks
+from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
-from roberta_recipe.training.data_loading import step_record
+from roberta_recipe.training.data_loading import count_consumed
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
-from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments, Reader
+from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments
 from tools.compare import read_log
 
 LEGEND = (
@@ -101,7 +101,7 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     preset = ["--config", str(folder / PRESET_NAME)] if folder else []
     # accepts bf16 on a machine without a GPU
     argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
-    filled, _ = pretraining.read_arguments(argv, __doc__, own=(ExplainArguments,))
+    filled, _ = pretraining.read_arguments(argv, __doc__, extra=(ExplainArguments,))
     explain, args, training_args = filled
     if folder is None and not found.config:
         raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
@@ -162,7 +162,7 @@ def print_step(
     if not args.token_cache:
         logger.info(f"Reading text up to block {first:,}, from the end of the run's chunk index")
     examples = list(blocks.blocks([positions]))
-    if wanted is not None and step_record(examples, collator(examples))[-1] % DIGEST_MODULUS != wanted:
+    if wanted is not None and count_consumed(examples, collator(examples))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
             f"{folder / LOG_NAME}: step {step} saw other blocks or masks than these settings give: was the run resumed "
             "despite changes, or by another version of this recipe?"

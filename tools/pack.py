@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> bool:
     set_up_logging()
     # accepts bf16 on a machine without a GPU
     argv = [*(sys.argv[1:] if argv is None else argv), "--use_cpu", "true"]
-    (packing, args, training_args), _ = pretraining.read_arguments(argv, __doc__, own=(PackArguments,))
+    (packing, args, training_args), _ = pretraining.read_arguments(argv, __doc__, extra=(PackArguments,))
     pretraining.check_data(args)
     if not args.token_cache:
         raise InputError("token_cache is not set: name the folder to pack into")

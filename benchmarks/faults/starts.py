@@ -245,7 +245,7 @@ def _program(scenario, start: "Start", environment: dict[str, str], file_bytes: 
         if file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         if scenario.launcher:
-            if scenario.processes == 1:  # `use_all_cores` would take all for this case
+            if scenario.processes == 1:  # `set_up_process` would take all for this case
                 os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
             command = [sys.executable, *scenario.launcher, *argv]
             os.execv(command[0], command)

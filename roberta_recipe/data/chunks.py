@@ -141,7 +141,7 @@ class ChunkIndex:
 
 @dataclass(eq=False)
 class TextReader:
-    """Provider of chunks from text, tokenized and packed on demand."""
+    """Reader of chunks from text, tokenized and packed on demand."""
 
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase

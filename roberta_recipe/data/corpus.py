@@ -19,7 +19,7 @@ from pydantic import Field
 
 from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
-from roberta_recipe.data.readers import COMPRESSIONS, READERS
+from roberta_recipe.data.file_formats import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.input_files import parsing, read_input_json, resolve_path
 from roberta_recipe.log import Bar

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged
+from roberta_recipe.data.file_formats import READERS, BadRow, Text, open_file
 from roberta_recipe.data.order import file_order, interleave
-from roberta_recipe.data.readers import READERS, BadRow, Text, open_file
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 

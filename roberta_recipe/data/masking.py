@@ -21,7 +21,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.word_starts import word_starts
 
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # of validation masks, the same in every run
-CLUSTER = "cluster"  # column of a validation example: index of its first document, for standard errors
+DOCUMENT = "document"  # column of a validation example: index of its first document, for standard errors
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
 
     Returns `input_ids` and `labels` (batch, longest block) int64; `predicted`, the flat positions of the labels, padded
     with -1; `attention_mask` if anything is padded. Other columns of a block become int64 tensors too, padded with -100
-    if the name ends in "labels", else with 0. Examples with `labels` are already masked.
+    if the name contains "label", else with 0. Examples with `labels` are already masked.
     """
 
     seed: int = 0
@@ -100,7 +100,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _count(self, of: int) -> int:
         return int(self.mlm_probability * of + self._draws.random())
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:  # by transformers' `__call__`
         seen = self.seen_by_model(examples)
         lengths = np.array([len(columns["input_ids"]) for columns in seen])
         multiple = self.pad_to_multiple_of or 1
@@ -129,7 +129,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         """One column of a batch: (batch,), or (batch, width) with padding."""
         if not isinstance(values[0], np.ndarray):
             return torch.tensor(values, dtype=torch.int64)
-        padding = self._pad if name == "input_ids" else IGNORED if name.endswith("labels") else 0
+        padding = self._pad if name == "input_ids" else IGNORED if "label" in name else 0
         rows = np.full((len(values), width), padding, dtype=np.int64)
         for row, value in zip(rows, values, strict=True):
             row[: len(value)] = value
@@ -142,11 +142,11 @@ def validation_collator(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> 
 
 
 def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[dict[str, Any]]:
-    """Validation examples with the same masks in every run, each with its `CLUSTER`."""
-    examples, clusters = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
+    """Validation examples with the same masks in every run, each with its `DOCUMENT`."""
+    examples, documents = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
     for block, example in zip(blocks, examples, strict=True):
         source, file, _ = place_of(block.id)
-        example[CLUSTER] = clusters.setdefault((source, file, block.document), len(clusters))
+        example[DOCUMENT] = documents.setdefault((source, file, block.document), len(documents))
     return examples
 
 

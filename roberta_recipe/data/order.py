@@ -1,7 +1,7 @@
 """The order of blocks: a pure function of corpus, seed and position, without state.
 
-A run consumes positions 0, 1, 2, ... of one endless sequence; optimizer step k consumes [k x B, (k + 1) x B), for any
-number of processes, micro-batches and data workers.
+A run consumes positions 0, 1, 2, ... of one endless sequence; optimizer step k, from 0 on, consumes [k x B,
+(k + 1) x B), for any number of processes, micro-batches and data workers.
 
 Sources are mixed by share: an item is due at the time (cost of its source's earlier items) / (share of the source), and
 items are sorted by due time (ties: the first source). `interleave` does this for streams of any length, `mixture` at
@@ -40,9 +40,10 @@ def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np
     a source is due at time i / share, so a source is less than one block ahead of its share, and at most (number of
     sources x share) behind."""
     rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
-    # blocks due before a time by which at most `start` blocks are due; the rest is sorted
+    # a time by which at most `start` blocks are due: the blocks before it are counted, only the rest is sorted
     time = max(start - len(shares), 0)
     earlier = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
+    # rounding: one less where the last is not due before `time`, one more where the next is
     earlier -= (earlier > 0) & ((earlier - 1) / rate >= time)
     earlier += earlier / rate < time
     missing = start - int(earlier.sum())
@@ -64,7 +65,7 @@ def blocks_by_source(shares: list[float], positions: int) -> list[int]:
 def interleave(
     streams: list[Iterator[Any]], shares: list[float], cost: Callable[[Any], float] = lambda item: 1.0
 ) -> Iterator[Any]:
-    """Items of several streams by the rule above; a stream that ends drops out."""
+    """Items of several streams by due time (module docstring); a stream that ends drops out."""
     costs = {number: 0.0 for number in range(len(streams))}  # of the items so far
     while costs:
         number = min(costs, key=lambda stream: (costs[stream] / shares[stream], stream))
@@ -133,7 +134,8 @@ def in_words(positions: Sequence[range]) -> str:
 def unskipped(start: int, count: int, skipped: Skipped) -> tuple[range, ...]:
     """The first `count` positions from `start` on that are not `skipped`."""
     parts, left = [], count
-    for gap in [*skipped, range(start + count + sum(map(len, skipped)), 0)]:
+    end = range(start + count + sum(map(len, skipped)), 0)  # sentinel: no gap after the last
+    for gap in [*skipped, end]:
         if part := range(start, min(start + left, gap.start)):
             parts.append(part)
             left -= len(part)

@@ -3,7 +3,7 @@
 `order.mixture` assigns a source to each position of a run. Sources are mixed by blocks, not by documents: drawing
 documents in proportion to size would give a corpus of books a thousand times its share of tokens. Within a source, each
 pass has its files in another order, and the blocks of `shuffle_window` chunks are shuffled together. The number of
-consumed blocks is the whole state of a run.
+consumed blocks is the whole state of the data order.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar, counted, logger
 
-Provider = TextReader | TokenCache
+Reader = TextReader | TokenCache
 _FileChunk = tuple[File, Chunk, Sequence[Columns]]
 
 
@@ -65,121 +65,121 @@ class _Window:
         return Block(columns, block_id(self.source, file.number, chunk.first_block + index), self.epoch, document)
 
 
-def _windows(provider: Provider, source: int, index: int) -> Iterator[_Window]:
+def _windows(reader: Reader, source: int, index: int) -> Iterator[_Window]:
     """The endless windows of a source, beginning at or before the window that contains block `index`."""
-    size, first = max(provider.shuffle_window, 1), 0
-    pass_counts = cache(lambda version: _pass_counts(provider, source, "train", version))
+    size, first = max(reader.shuffle_window, 1), 0
+    pass_counts = cache(lambda version: _pass_counts(reader, source, "train", version))
     for epoch in itertools.count():
-        counts, complete = pass_counts(epoch % provider.versions)
+        counts, complete = pass_counts(epoch % reader.versions)
         if complete and 0 < counts["blocks"] <= index - first:
             first += counts["blocks"]
             continue
-        chunks = _chunks(provider, source, epoch, index - first)
+        chunks = _chunks(reader, source, epoch, index - first)
         for number in itertools.count():
             if not (window := [*itertools.islice(chunks, size)]):
                 break
-            shuffled = partial(random_order, provider.seed, WINDOWS, (source, epoch, number))
-            yield _Window(source, epoch, first, window, shuffled if provider.shuffle_window else range)
+            shuffled = partial(random_order, reader.seed, WINDOWS, (source, epoch, number))
+            yield _Window(source, epoch, first, window, shuffled if reader.shuffle_window else range)
             first += sum(chunk.blocks for _, chunk, _ in window)
 
 
-def _chunks(provider: Provider, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
+def _chunks(reader: Reader, source: int, epoch: int, skip: int) -> Iterator[_FileChunk]:
     """The chunks of a training pass; those within the first `skip` blocks may come without their blocks. Raises
     `InputError` for an empty source."""
     read = 0
-    for file in _files(provider, source, "train", epoch):
-        for chunk, blocks in provider.chunks(file, skip - read):
+    for file in _files(reader, source, "train", epoch):
+        for chunk, blocks in reader.chunks(file, skip - read):
             read += chunk.blocks
             yield file, chunk, blocks
     if not read:
-        name = provider.corpus.sources[source].name
+        name = reader.corpus.sources[source].name
         raise InputError(f"source {name!r} is empty: none of its documents has text to train on")
 
 
-def _files(provider: Provider, source: int, split: str, epoch: int) -> list[File]:
+def _files(reader: Reader, source: int, split: str, epoch: int) -> list[File]:
     """The files of a source in the order of a pass."""
-    _, paths = provider.corpus.files(provider.corpus.sources[source], split)
-    version = epoch % provider.versions if split == "train" else 0
-    numbers = file_order(source, len(paths), seed=provider.seed, epoch=epoch)
+    _, paths = reader.corpus.files(reader.corpus.sources[source], split)
+    version = epoch % reader.versions if split == "train" else 0
+    numbers = file_order(source, len(paths), seed=reader.seed, epoch=epoch)
     return [File(source, split, number, version) for number in numbers]
 
 
-def blocks_at(provider: Provider, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
+def blocks_at(reader: Reader, batches: Iterable[tuple[range, ...]]) -> Iterator[Block]:
     """The blocks at the ascending positions of `batches`."""
     windows: dict[int, Iterator[_Window]] = {}
     current: dict[int, _Window] = {}
     for positions in itertools.chain.from_iterable(batches):
-        places = mixture(provider.corpus.shares, positions.start, len(positions))
+        places = mixture(reader.corpus.shares, positions.start, len(positions))
         for source, index in zip(*(part.tolist() for part in places), strict=True):
             if source not in windows:
-                windows[source] = _windows(provider, source, index)
+                windows[source] = _windows(reader, source, index)
                 current[source] = next(windows[source])
             while index >= current[source].first + current[source].ends[-1]:
                 current[source] = next(windows[source])
             yield current[source].block(index - current[source].first)
 
 
-def validation_blocks(provider: Provider, limit: int | None) -> Iterator[Block]:
+def validation_blocks(reader: Reader, limit: int | None) -> Iterator[Block]:
     """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, sampled
     evenly from a source's validation files, or from as many of its training files as hold out `limit` blocks."""
-    windows, shares = [], provider.corpus.shares
+    windows, shares = [], reader.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
-        for number, source in enumerate(provider.corpus.sources):
+        for number, source in enumerate(reader.corpus.sources):
             chunks, count = [], 0
-            for file in _files(provider, number, "validation", epoch=0):
-                for chunk, blocks in provider.chunks(file):
+            for file in _files(reader, number, "validation", epoch=0):
+                for chunk, blocks in reader.chunks(file):
                     chunks.append((file, chunk, blocks))
                     count += chunk.blocks
                     bar.update(chunk.blocks)
                 if limit is not None and count >= limit and not source.validation_files:
                     break
             windows.append(_Window(number, 0, 0, chunks))
-    samples = sample_evenly([window.ends[-1] for window in windows], shares, limit, provider.seed)
+    samples = sample_evenly([window.ends[-1] for window in windows], shares, limit, reader.seed)
     return interleave([map(window.block, sample) for window, sample in zip(windows, samples, strict=True)], shares)
 
 
-def _pass_counts(provider: Provider, source: int, split: str, epoch: int = 0) -> tuple[dict[str, int], bool]:
+def _pass_counts(reader: Reader, source: int, split: str, epoch: int = 0) -> tuple[dict[str, int], bool]:
     """The counts of the indexed chunks of a pass, and whether all its files are indexed to the end."""
-    files = [provider.indexed_chunks(file) for file in _files(provider, source, split, epoch)]
+    files = [reader.indexed_chunks(file) for file in _files(reader, source, split, epoch)]
     return sum_counts(itertools.chain(*files)), all(chunks and chunks[-1].last for chunks in files)
 
 
-def blocks_of_pass(provider: Provider, pack: bool = False) -> int | None:
+def blocks_of_pass(reader: Reader, pack: bool = False) -> int | None:
     """The training blocks of a pass over all sources; None where a file has not been packed to its end, unless `pack`
     packs what is left, to count."""
-    sources = range(len(provider.corpus.sources))
+    sources = range(len(reader.corpus.sources))
     if pack:
         with Bar(desc="Counting blocks", unit=" blocks", mininterval=1, leave=False) as bar:
-            for _, chunk, _ in itertools.chain(*(_chunks(provider, source, 0, sys.maxsize) for source in sources)):
+            for _, chunk, _ in itertools.chain(*(_chunks(reader, source, 0, sys.maxsize) for source in sources)):
                 bar.update(chunk.blocks)
-    counts = [_pass_counts(provider, source, "train") for source in sources]
+    counts = [_pass_counts(reader, source, "train") for source in sources]
     return sum(of_source["blocks"] for of_source, _ in counts) if all(complete for _, complete in counts) else None
 
 
-def count_table(provider: Provider, split: str) -> dict[str, dict[str, int]]:
+def count_table(reader: Reader, split: str) -> dict[str, dict[str, int]]:
     """The counts of one pass over a split by source, as far as its files are indexed."""
-    sources = enumerate(provider.corpus.sources)
-    return {source.name: _pass_counts(provider, number, split)[0] for number, source in sources}
+    sources = enumerate(reader.corpus.sources)
+    return {source.name: _pass_counts(reader, number, split)[0] for number, source in sources}
 
 
-def consumed(provider: Provider, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
     """(counts, passes) by source, of the chunks with the first `positions` blocks. A partial pass counts 0 while the
     length of a pass is unknown."""
     counts, passes = {}, {}
-    for number, left in enumerate(blocks_by_source(provider.corpus.shares, positions)):
+    for number, left in enumerate(blocks_by_source(reader.corpus.shares, positions)):
         chunks, read, epoch = [], 0.0, 0
         while left > 0:
             before = left
             # indexed chunks come without their blocks; chunks lost with a damaged index are packed again
-            for _, chunk, _ in _chunks(provider, number, epoch, sys.maxsize):
+            for _, chunk, _ in _chunks(reader, number, epoch, sys.maxsize):
                 chunks.append(chunk)
                 left -= chunk.blocks
                 if left <= 0:
                     break
-            pass_counts, complete = _pass_counts(provider, number, "train", epoch)
+            pass_counts, complete = _pass_counts(reader, number, "train", epoch)
             read += min(before / pass_counts["blocks"], 1) if complete else 0
             epoch += 1
-        name = provider.corpus.sources[number].name
+        name = reader.corpus.sources[number].name
         counts[name], passes[name] = sum_counts(chunks), round(read, 4)
     return counts, passes
 
@@ -193,7 +193,7 @@ class TrainBlocks(torch.utils.data.IterableDataset):
     done so before, which TOKENIZERS_PARALLELISM=false prevents.
     """
 
-    reader: Provider
+    reader: Reader
     _: KW_ONLY
     batch_size: int
     processes: int = 1

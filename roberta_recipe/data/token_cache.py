@@ -44,7 +44,7 @@ _pack_in_worker: Callable[[list[File]], int]  # set in a packing process
 
 
 class TokenCache:
-    """Provider of chunks from a complete cache; starting at any position reads nothing. Raises `InputError` for a
+    """Reader of chunks from a complete cache; starting at any position reads nothing. Raises `InputError` for a
     damaged shard: names and sizes are checked here, the hash of a chunk when it is opened."""
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):

@@ -33,7 +33,9 @@ class ObjectivesOutput(MaskedLMOutput):
 @dataclass(frozen=True)
 class Objective:
     """Declaration of an objective. `head(model)` becomes the attribute `head_name` of the masked LM. `loss(model,
-    hidden, labels)`: sum in nats, from the encoder's output (batch, seq_len, hidden_size) and the label column."""
+    hidden, labels)`: sum in nats (for a regression: of negative log-likelihoods), from the encoder's output (batch,
+    seq_len, hidden_size) and the label column. With varlen attention they are (1, tokens, hidden_size) and (1, tokens):
+    a label per block is impossible. A step's loss adds the objectives with weight 1."""
 
     column: str  # label column of a batch; -100: no target
     help: str = ""
@@ -44,15 +46,15 @@ class Objective:
     labels_of_mask: Callable[[np.ndarray], np.ndarray] | None = None
     masking_units: tuple[str, ...] = ()  # supported ones; empty: all
     needs: str = "other text"  # for the error message if the validation blocks have no label
-    # for FLOPs: (hidden_size, width of the token embedding) -> (inputs, outputs) of the head's layers before the output
-    # layer over the vocabulary; empty for one prediction per block, which is not counted
+    # for FLOPs: (hidden_size, width of the token embedding) -> (inputs, outputs) of the linear layers of the head, but
+    # for the output layer over the vocabulary; empty: the head is not counted
     layers: Callable[[int, int], list[tuple[int, int]]] = lambda hidden, width: []
 
 
 MLM = Objective("labels", layers=lambda hidden, width: [(hidden, width)])
 
 
-class PredictedPositions:
+class MaskedLmMixin:
     """Mixin for a stock masked LM: runs the head on predicted positions only (`architectures.TABLE`), and returns a sum
     of losses for each of `objectives`. Class name, parameters, config and checkpoints are those of the stock class."""
 
@@ -103,7 +105,7 @@ class PredictedPositions:
         attention, first_position = self.config._attn_implementation, None
         if self.config.model_type in architectures.MULTI_SEQUENCE_MODELS:
             first_position = architecture.first_position(self.config)
-        added = self.dtype if attention == "eager" else None  # eager attention adds the mask to the scores
+        additive_dtype = self.dtype if attention == "eager" else None  # eager attention adds the mask to the scores
         if attention == VARLEN and labels is not None:
             unpadded = unpad(input_ids, attention_mask, sequence, first_position)
             input_ids, labels = unpadded.row(input_ids), unpadded.row(labels)
@@ -113,24 +115,26 @@ class PredictedPositions:
             kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
             kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
         elif sequence is not None:
-            attention_mask, kwargs["position_ids"] = separate_sequences(sequence, attention_mask, first_position, added)
+            attention_mask, kwargs["position_ids"] = separate_sequences(
+                sequence, attention_mask, first_position, additive_dtype
+            )
         elif attention_mask is not None and attention in TAKES_4D_MASK and first_position is not None:
             # for a 2-D mask, transformers calls `.all()`, which synchronizes; a 4-D mask is passed on
-            attention_mask = _additive(attention_mask[:, None, None, :].bool(), added)
+            attention_mask = _additive(attention_mask[:, None, None, :].bool(), additive_dtype)
         if labels is None:
             return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
         if predicted is None:
             predicted = (labels.flatten() != IGNORED).nonzero()[:, 0]
-        at = predicted.clamp(min=0)
-        targets = torch.where(predicted < 0, IGNORED, labels.flatten()[at])
+        positions = predicted.clamp(min=0)
+        targets = torch.where(predicted < 0, IGNORED, labels.flatten()[positions])
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if architecture:
             hidden = self.base_model(**inputs, return_dict=True)[0]
-            logits = architecture.head(self, hidden.flatten(0, 1).index_select(0, at))  # (positions, vocab_size)
+            logits = architecture.head(self, hidden.flatten(0, 1).index_select(0, positions))  # (positions, vocab_size)
         else:
             output = super().forward(**inputs, output_hidden_states=bool(others), return_dict=True)
             hidden = (output.hidden_states or [None])[-1]
-            logits = output.logits.flatten(0, 1).index_select(0, at)
+            logits = output.logits.flatten(0, 1).index_select(0, positions)
         losses = cross_entropy(logits, targets)
         total = losses.sum()
         mean = total / (targets != IGNORED).sum().clamp(min=1)
@@ -138,19 +142,19 @@ class PredictedPositions:
         return ObjectivesOutput(loss=mean, loss_sums={"mlm": total, **loss_sums}, losses=losses)
 
 
-class RobertaForMaskedLM(PredictedPositions, transformers.RobertaForMaskedLM):
+class RobertaForMaskedLM(MaskedLmMixin, transformers.RobertaForMaskedLM):
     """RoBERTa with the masked-LM objective only."""
 
 
 def masked_lm_class(
     config: PreTrainedConfig, source: str = "config", objectives: dict[str, Objective] | None = None
-) -> type[PredictedPositions]:
-    """The stock class for a config (of `source`, for error messages) with the mixins `PredictedPositions`, with
+) -> type[MaskedLmMixin]:
+    """The stock class for a config (of `source`, for error messages) with the mixins `MaskedLmMixin`, with
     `objectives` (None: the masked LM), and `albert.SharedParts` if the config needs it."""
     stock = architectures.stock_class(config, source)
     shared = (albert.SharedParts,) if albert.shares_parts(config) else ()
-    attributes = {"objectives": objectives or PredictedPositions.objectives}
-    return type(stock.__name__, (PredictedPositions, *shared, stock), attributes)
+    attributes = {"objectives": objectives or MaskedLmMixin.objectives}
+    return type(stock.__name__, (MaskedLmMixin, *shared, stock), attributes)
 
 
 def separate_sequences(
@@ -171,7 +175,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if dtype else mask
 
 
-def compile_encoder(model: PredictedPositions, backend: str | None = None, mode: str | None = None) -> None:
+def compile_encoder(model: MaskedLmMixin, backend: str | None = None, mode: str | None = None) -> None:
     """Compile `base_model` in place for a fixed batch shape; head and losses stay eager, parameter names unchanged."""
     model.base_model.compile(backend=backend or "inductor", mode=mode, dynamic=False)
 
@@ -185,7 +189,7 @@ def build_model(
     max_seq_length: int = 512,
     pad_vocab_to_multiple_of: int | None = None,
     objectives: dict[str, Objective] | None = None,
-) -> PredictedPositions:
+) -> MaskedLmMixin:
     """A masked LM with the heads of `objectives` (None: the masked LM), with fresh weights or those of a checkpoint.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding; a bias hides them from the softmax, so that losses do not
@@ -257,7 +261,7 @@ def flops_per_token(
     embedding = 6 * hidden * width * (width != hidden)
     attention = 12 * layers * seq_len * hidden
     head = 0.0
-    for objective in (objectives or PredictedPositions.objectives).values():
+    for objective in (objectives or MaskedLmMixin.objectives).values():
         if head_layers := objective.layers(hidden, width):
             head += 6 * (sum(map(math.prod, head_layers)) + width * config.vocab_size) * mlm_probability
     return body + embedding + attention + head

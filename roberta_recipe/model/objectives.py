@@ -81,18 +81,21 @@ def _pair_loss(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tenso
     return cross_entropy(model.pair_head(hidden[labelled]), labels[labelled]).sum()
 
 
-_PAIR = ("pair_head", _pair_head, _pair_loss)
+_PAIR = {"head_name": "pair_head", "head": _pair_head, "loss": _pair_loss}
 TABLE = {
     "mlm": MLM,
     "sbo": Objective(
         "sbo_labels",
         "SpanBERT: the tokens of a span from the two beside it",
-        *("sbo_head", _span_boundary_head, _span_boundary_loss, _without_outer_spans),
+        head_name="sbo_head",
+        head=_span_boundary_head,
+        loss=_span_boundary_loss,
+        labels_of_mask=_without_outer_spans,
         masking_units=("span",),
         layers=lambda hidden, width: [(2 * hidden, hidden), (hidden, width)],
     ),
-    "nsp": Objective(NSP, "BERT: whether the second segment follows", *_PAIR, needs="files with several documents"),
-    "sop": Objective(SOP, "ALBERT: the order of two segments", *_PAIR, needs="documents of two sentences or more"),
+    "nsp": Objective(NSP, "BERT: whether the second segment follows", **_PAIR, needs="files with several documents"),
+    "sop": Objective(SOP, "ALBERT: the order of two segments", **_PAIR, needs="documents of two sentences or more"),
 }
 
 

@@ -35,7 +35,7 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
-from roberta_recipe.settings import config_of, fixed_values, parse, shown_names
+from roberta_recipe.settings import fixed_values, parse, preset_path, shown_names
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
 from roberta_recipe.training import (
@@ -227,7 +227,7 @@ def announce(
     else:
         length = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'} ({' or '.join(map('{:,}'.format, lengths))} steps)"
     logger.info(
-        f"Protocol    {config_of(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
+        f"Protocol    {preset_path(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
         f"warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
         f"seeds {of_runs[2]}"
     )

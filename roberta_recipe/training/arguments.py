@@ -14,7 +14,7 @@ from roberta_recipe.data import MaskingUnit
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted
 from roberta_recipe.model import architectures, attention, objectives
-from roberta_recipe.settings import Flag, setting
+from roberta_recipe.settings import Flag, Pairs, setting
 from roberta_recipe.training import batch, optimizers
 
 # Every flag of transformers 5.23's `TrainingArguments`, by resume scope (`Flag`).
@@ -93,7 +93,7 @@ class RecipeTrainingArguments(TrainingArguments):
 
     _argument_group_name = "TrainingArguments with defaults of this recipe"
     inherited_flags: ClassVar[dict[str, Flag]] = TRAINER_FLAGS
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("bf16", "fp16"),)
+    alternatives: ClassVar[Pairs] = (("bf16", "fp16"),)
 
     attn_implementation: str | None = setting(
         None,
@@ -155,8 +155,8 @@ def resolve(
     can_unpad: bool = False,
 ) -> None:
     """Set the derived arguments: global batch, micro-batch (`micro_batch`, default: the flag), accumulation, attention
-    of a model of `config` (`can_unpad`: its class supports unpadded batches). Called right after parsing; nothing else
-    assigns to argument objects. Raises `InputError`."""
+    of a model of `config` (`can_unpad`: its class supports unpadded batches). Called right after parsing; later only
+    `resolve_steps` assigns to argument objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
@@ -190,9 +190,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         "greater_is_better": Flag("locked", because=_LAST_STEP),
     }
 
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
-        *(("num_train_epochs", "max_steps"), ("max_steps", "num_train_epochs")),
-    )
+    replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"), ("max_steps", "num_train_epochs"))
 
     # "start": it becomes `max_steps` (`resolve_steps`), which is in fingerprint and preset
     num_train_epochs: float = setting(
@@ -353,13 +351,13 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     """The flags of pretraining in addition to `TrainingArguments`."""
 
     _argument_group_name = "run"
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
-        *(("corpus", "train_file"), ("corpus", "validation_file")),
-        *(("config_name", "model_name_or_path"), ("config_overrides", "model_name_or_path")),
+    alternatives: ClassVar[Pairs] = (
+        ("corpus", "train_file"),
+        ("corpus", "validation_file"),
+        ("config_name", "model_name_or_path"),
+        ("config_overrides", "model_name_or_path"),
     )
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
-        *(("model_name_or_path", "initialization"), ("model_name_or_path", "tokenizer_name")),
-    )
+    replaces: ClassVar[Pairs] = (("model_name_or_path", "initialization"), ("model_name_or_path", "tokenizer_name"))
 
     global_batch_size: int | None = setting(
         None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True

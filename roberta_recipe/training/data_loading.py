@@ -12,31 +12,31 @@ import torch
 
 from roberta_recipe.data.packing import Block
 
-RECORD = ("tokens", "blocks_digest", "digest")  # fields of `step_record`
+CONSUMED = ("tokens", "blocks_digest", "digest")  # fields of `count_consumed`
 _BATCH_COLUMNS = ("predicted", "attention_mask")  # these depend on the other blocks of a batch
 Collator = Callable[[list[Block]], dict[str, torch.Tensor]]  # `masking.MlmCollator`, or transformers' own
-Step = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `flatten_batches`, `step_record`
+PackedStep = tuple[dict[str, torch.Tensor], list[dict[str, Any]], np.ndarray]  # `flatten_batches`, `count_consumed`
 
 
-def micro_batches(collate: Collator, size: int, blocks: list[Block]) -> Step:
+def micro_batches(collate: Collator, size: int, blocks: list[Block]) -> PackedStep:
     """A process's blocks of an optimizer step as micro-batches of `size` blocks, sorted by length for less padding. The
     gradient of the step does not depend on this order."""
     blocks = sorted(blocks, key=lambda block: -len(block["input_ids"]))
     parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     batches = [collate(part) for part in parts]
-    return *flatten_batches(batches), sum(map(step_record, parts, batches))
+    return *flatten_batches(batches), sum(map(count_consumed, parts, batches))
 
 
-def step_record(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
-    """(3,) int64, as in `RECORD`: tokens without padding, and two sums of checksums over the blocks, as read and as the
+def count_consumed(blocks: list[Block], batch: dict[str, torch.Tensor]) -> np.ndarray:
+    """(3,) int64, as in `CONSUMED`: tokens without padding, and two sums of the blocks' checksums: as read, and as the
     model sees them in `batch`."""
     columns = {name: value.numpy() for name, value in batch.items() if name not in _BATCH_COLUMNS}
-    record = np.zeros(3, dtype=np.int64)
+    consumed = np.zeros(3, dtype=np.int64)
     for row, block in enumerate(blocks):
         size = len(block["input_ids"])
         seen = {name: values[row][:size] if values.ndim > 1 else values[row] for name, values in columns.items()}
-        record += size, _checksum(block.id, block), _checksum(block.id, seen)
-    return record
+        consumed += size, _checksum(block.id, block), _checksum(block.id, seen)
+    return consumed
 
 
 def _checksum(number: int, columns: dict[str, Any]) -> int:
@@ -75,7 +75,7 @@ def unflatten_batches(
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
     """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`. Yields micro-batches on `device`, the
-    first of each step with the step's "record". Waits for data within the context `waiting()`."""
+    first of each step with "consumed", the step's `count_consumed`. Waits for data within the context `waiting()`."""
 
     def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class MicroBatchLoader(torch.utils.data.DataLoader):
         steps = super().__iter__()
         while True:
             with self.waiting():
-                columns, shapes, record = next(steps)
+                columns, shapes, consumed = next(steps)
             first, *others = unflatten_batches(columns, shapes, self.device)
-            yield {**first, "record": record}
+            yield {**first, "consumed": consumed}
             yield from others

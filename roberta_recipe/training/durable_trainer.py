@@ -66,9 +66,9 @@ class DurableTrainer(Trainer):
     """`Trainer` with sealed checkpoints and bit-identical resuming; `resumed` is the `recipe_state.json` of the
     checkpoint, None for a new run.
 
-    `fingerprint`: the settings that must not change between two starts. `objectives`: objective -> batch column of its
-    targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets) in the
-    effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
+    `fingerprint`: the settings that must not change between two starts. `label_columns`: objective -> batch column
+    of its targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets)
+    in the effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
     `stopping` ends training early. `on_save` of `callbacks` is called after a checkpoint is sealed and older ones are
     rotated; `Trainer` itself neither pushes nor rotates.
 
@@ -84,7 +84,7 @@ class DurableTrainer(Trainer):
         *,
         args: TrainingArguments,
         fingerprint: dict[str, Any],
-        objectives: dict[str, str],
+        label_columns: dict[str, str],
         resumed: dict[str, Any] | None,
         stopping: Stopping | None = None,
         callbacks: Iterable[TrainerCallback] = (),
@@ -98,10 +98,10 @@ class DurableTrainer(Trainer):
         with library_errors():
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-        self.fingerprint, self.objectives, self.save_total_limit = fingerprint, objectives, args.save_total_limit
+        self.fingerprint, self.label_columns, self.save_total_limit = fingerprint, label_columns, args.save_total_limit
         self.unsaved_prefixes: tuple[str, ...] = ()  # name prefixes of weights that are not saved
         # (objectives,): this process's losses of the current step, and of the `_steps` since the last log line
-        self._step_losses, self._losses = torch.zeros(2, len(objectives), device=self.args.device)
+        self._step_losses, self._losses = torch.zeros(2, len(label_columns), device=self.args.device)
         self._steps = 0
         self._start_s, self._end_s = time.monotonic(), None  # of training
         self.stopping.trainer, resumed = self, resumed or {}
@@ -160,7 +160,7 @@ class DurableTrainer(Trainer):
             batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:  # end of the data; Trainer warns
             return batches, None
-        counts = [sum((batch[column] != IGNORED).sum() for batch in batches) for column in self.objectives.values()]
+        counts = [sum((batch[column] != IGNORED).sum() for batch in batches) for column in self.label_columns.values()]
         return batches, self.sum_over_processes(torch.stack(counts).to(device))
 
     def loss_of_batch(self, losses: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ class DurableTrainer(Trainer):
             self.count_consumed()
             logs |= {"loss": sum(means), "tokens_seen": self.state.num_input_tokens_seen}
             if len(means) > 1:
-                logs |= {f"{name}_loss": mean for name, mean in zip(self.objectives, means, strict=True)}
+                logs |= {f"{name}_loss": mean for name, mean in zip(self.label_columns, means, strict=True)}
             if self.args.fp16:
                 logs |= {"skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
             if self.step_was_skipped:  # the norm is infinite, or of an earlier step

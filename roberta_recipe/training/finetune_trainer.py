@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from roberta_recipe import durable
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
-from roberta_recipe.model.heads import layer_rates
+from roberta_recipe.model.task_heads import layer_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -135,8 +135,8 @@ class FinetuneTrainer(DurableTrainer):
         callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks, objectives = [Epochs(self), *callbacks], {"task": "labels"}
-        super().__init__(objectives=objectives, resumed=resumed, callbacks=callbacks, **kwargs)
+        callbacks, columns = [Epochs(self), *callbacks], {"task": "labels"}
+        super().__init__(label_columns=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         resumed = resumed or {}
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric

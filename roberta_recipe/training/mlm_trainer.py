@@ -27,13 +27,13 @@ from roberta_recipe.training import data_loading, optimizers
 from roberta_recipe.training.data_workers import DataTimeout, ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
-_DATA_DIGESTS = data_loading.RECORD[1:]  # hashes in log lines, checkpoints and the run record
+_DATA_DIGESTS = data_loading.CONSUMED[1:]  # hashes in log lines, checkpoints and the run record
 _TOKENIZED_PER_CORE = 480_000  # tokens/s, read and packed (docs/pretraining.md, "Pack once")
 _TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
-class TrainingStart(TrainerCallback):
+class AfterCheckpointLoad(TrainerCallback):
     """After a checkpoint is loaded: restores the command line's hyperparameters, where a change was allowed; warns of
     slow tokenization."""
 
@@ -67,9 +67,9 @@ class MlmTrainer(DurableTrainer):
     The model's `objectives` declare them ("mlm" is always included), and its output has a sum of losses for each
     (`masked_lm.ObjectivesOutput`). An evaluation loss is the sum over all targets / their number, in nats, so that it
     does not depend on the batch: eval_loss is the masked LM's, eval_loss_error its standard error over documents,
-    eval_<name>_loss that of another objective. The first micro-batch of a step carries the step's record
-    (`data_loading.RECORD`). `skipped`: the positions that `train_dataset` skips. `extra_metrics(trainer)`, called on
-    all ranks, returns further metrics for each evaluation of `eval_dataset`.
+    eval_<name>_loss that of another objective; the loss of a log line is the sum over objectives. The first micro-batch
+    of a step carries its `data_loading.CONSUMED`. `skipped`: the positions that `train_dataset` skips.
+    `extra_metrics(trainer)`, called on all ranks, returns further metrics for each evaluation of `eval_dataset`.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class MlmTrainer(DurableTrainer):
         callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks = [TrainingStart(self), *callbacks]
+        callbacks = [AfterCheckpointLoad(self), *callbacks]
         columns = {name: objective.column for name, objective in model.objectives.items()}
-        super().__init__(model=model, objectives=columns, resumed=resumed, callbacks=callbacks, **kwargs)
+        super().__init__(model=model, label_columns=columns, resumed=resumed, callbacks=callbacks, **kwargs)
         self.flops_per_token, resumed = flops_per_token, resumed or {}
         self.changed: list[str] = resumed.get("changed", [])  # settings that differ from the checkpoint's
         # order-independent hashes of all consumed blocks: as read, and as the model saw them
@@ -134,7 +134,7 @@ class MlmTrainer(DurableTrainer):
         return order.unskipped(first, steps * self.fingerprint["global_batch_size"], self.skipped)
 
     def _step_position(self, step: int) -> int:
-        """The position of a step's first block."""
+        """The position of the first block of a step, counted from 1."""
         blocks = (step - 1 - self._first_step) * self.fingerprint["global_batch_size"]
         return order.position_after(self._first_position, blocks, self.skipped)
 
@@ -164,18 +164,18 @@ class MlmTrainer(DurableTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss_sums = model(**inputs).loss_sums
-        return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.objectives]), num_items_in_batch)
+        return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.label_columns]), num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self._consumed += inputs.pop("record", 0)
+        self._consumed += inputs.pop("consumed", 0)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
         return super().diverged(f"{what} (blocks {order.in_words(self.last_blocks(1))})")
 
     def count_consumed(self) -> None:
-        counted = torch.from_numpy(self._consumed % DIGEST_MODULUS).to(self.args.device)
-        tokens, *digests = self.sum_over_processes(counted).tolist()
+        consumed = torch.from_numpy(self._consumed % DIGEST_MODULUS).to(self.args.device)
+        tokens, *digests = self.sum_over_processes(consumed).tolist()
         self.state.num_input_tokens_seen += tokens
         self.throughput.count(tokens, tokens * self.flops_per_token)
         for name, digest in zip(_DATA_DIGESTS, digests, strict=True):
@@ -263,26 +263,26 @@ class MlmTrainer(DurableTrainer):
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
         # (objectives, 2): sum of losses, number of targets; (documents, 2): the same of the masked LM, by document
-        sums = torch.zeros(len(self.objectives), 2, dtype=torch.float64, device=self.args.device)
-        clusters = max((example[masking.CLUSTER] for example in dataloader.dataset), default=-1) + 1
-        by_document = torch.zeros(clusters, 2, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(len(self.label_columns), 2, dtype=torch.float64, device=self.args.device)
+        documents = max((example[masking.DOCUMENT] for example in dataloader.dataset), default=-1) + 1
+        by_document = torch.zeros(documents, 2, dtype=torch.float64, device=self.args.device)
         blocks = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for inputs, counts in self._equal_batch_counts(dataloader):
             inputs = {name: value for name, value in inputs.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
-            documents = inputs.pop(masking.CLUSTER)
+            document = inputs.pop(masking.DOCUMENT)
             with torch.no_grad():
                 output = model(**inputs)
             if not counts:
                 continue
-            for row, (name, column) in zip(sums, self.objectives.items(), strict=True):
+            for row, (name, column) in zip(sums, self.label_columns.items(), strict=True):
                 targets = (inputs[column] != masking.IGNORED).sum().double()
                 row += torch.stack([output.loss_sums[name].double(), targets])
-            position_documents = documents[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
+            position_document = document[:, None].expand_as(inputs["labels"])[inputs["labels"] != masking.IGNORED]
             losses = output.losses.double()
-            by_document.index_add_(0, position_documents, torch.stack([losses, torch.ones_like(losses)], 1))
+            by_document.index_add_(0, position_document, torch.stack([losses, torch.ones_like(losses)], 1))
             blocks += len(inputs["labels"])
-        totals = zip(self.objectives, self.sum_over_processes(sums).tolist(), strict=True)
+        totals = zip(self.label_columns, self.sum_over_processes(sums).tolist(), strict=True)
         losses = {name: total / targets for name, (total, targets) in totals if targets}
         mlm = losses.pop("mlm")
         metrics = {"loss": mlm, "perplexity": math.exp(min(mlm, 700.0)), "bits": mlm / math.log(2)}

@@ -22,19 +22,8 @@ from roberta_recipe.training.checkpoint import all_folders
 from roberta_recipe.training.processes import from_first_process
 
 # files of a run that ended before its first checkpoint; "runs" is TensorBoard's
-_BEFORE_CHECKPOINT = {
-    *(
-        durable.LOCK_NAME,
-        HASHES_NAME,
-        PRESET_NAME,
-        LOG_NAME,
-        HUB_NAME,
-        SKIPPED_NAME,
-        INDEX_NAME,
-        TOKENIZER_NAME,
-        "runs",
-    ),
-}
+_BEFORE_CHECKPOINT = {durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME}
+_BEFORE_CHECKPOINT |= {TOKENIZER_NAME, "runs"}
 
 
 def prepare(args: TrainingArguments, extend: bool) -> None:

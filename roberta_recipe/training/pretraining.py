@@ -17,12 +17,13 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
 from roberta_recipe.data.chunks import PACKERS, TextReader
 from roberta_recipe.data.packing import Block
+from roberta_recipe.data.stream import Reader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.settings import config_of, fixed_values, flags_of, names_in, parse, value_of
+from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, preset_path, value_of
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
@@ -30,11 +31,14 @@ from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
-_OWN = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}  # not of the demonstration
-_OF_PRESET = {"corpus", "tokenizer_name", "output_dir", "fill_mask_examples"}  # of a preset, ignored by `model_size`
+_NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
+_OF_PRESET = {
+    "corpus",
+    "tokenizer_name",
+    "output_dir",
+    "fill_mask_examples",
+}  # not taken from the preset of --model_size
 MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
-
-Reader = TextReader | token_cache.TokenCache
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
@@ -42,7 +46,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     neither text, model nor tokenizer is named; else by the checkpoint or `model_size`."""
     if is_demonstration(argv):
         return DEMONSTRATION, set()
-    if config := config_of(argv):
+    if config := preset_path(argv):
         return config, set()
     if "model_name_or_path" in names_in(argv):
         return CONTINUE, set()
@@ -51,21 +55,21 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
 
 def is_demonstration(argv: list[str]) -> bool:
     """Whether a command line names neither preset, text, model nor tokenizer."""
-    return not config_of(argv) and not names_in(argv) & _OWN
+    return not preset_path(argv) and not names_in(argv) & _NOT_DEMONSTRATION
 
 
 def read_arguments(
     argv: list[str],
     description: str,
-    own: tuple[type, ...] = (),
+    extra: tuple[type, ...] = (),
     preset: tuple[str, set[str]] | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The filled dataclasses `own` (a tool's), `MlmArguments`, `MlmTrainingArguments`, and the resolved values as a
-    preset; by default over that of `preset_of`. A checkpoint brings its tokenizer."""
+    """The filled dataclasses `extra` (a tool's), `MlmArguments`, `MlmTrainingArguments`, and the resolved values as a
+    preset, on top of `preset` (default: `preset_of`). A checkpoint brings its tokenizer."""
     path, without = preset or preset_of(argv)
-    filled, resolved = parse([*own, MlmArguments, MlmTrainingArguments], argv, path, description, without)
+    filled, resolved = parse([*extra, MlmArguments, MlmTrainingArguments], argv, path, description, without)
     args = filled[-2]
-    if args.model_size and (other := config_of(argv) or args.model_name_or_path):
+    if args.model_size and (other := preset_path(argv) or args.model_name_or_path):
         raise InputError(f"model_size={args.model_size} is of fresh weights without --config: leave it or {other} out")
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
@@ -111,6 +115,8 @@ def _check_objectives(args: MlmArguments) -> None:
     if len(packed := [name for name in names if packed_formats(name)]) > 1:
         raise InputError(f"objectives {' and '.join(packed)} exclude each other: each needs its own blocks")
     for name in names:
+        if name != "mlm" and not table[name].labels_of_mask and not packed_formats(name):
+            raise InputError(f"objective {name} has no labels: declare labels_of_mask, or 'FORMAT {name}' in PACKERS")
         for flag, valid in {"masking_unit": table[name].masking_units, "input_format": packed_formats(name)}.items():
             if valid and getattr(args, flag) not in valid:
                 raise InputError(f"objective {name} goes with {flag}={' or '.join(valid)}, not {getattr(args, flag)}")
@@ -180,11 +186,12 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
 
 def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
     """The tokenizer that is named, or the checkpoint's own. Raises `InputError`."""
-    is_own = args.tokenizer_name == args.model_name_or_path
-    return own_tokenizer(args.model_name_or_path) if is_own else tokenization.load_tokenizer(args.tokenizer_name)
+    if args.tokenizer_name == args.model_name_or_path:
+        return checkpoint_tokenizer(args.model_name_or_path)
+    return tokenization.load_tokenizer(args.tokenizer_name)
 
 
-def own_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+def checkpoint_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     """The tokenizer that is saved with a checkpoint. Raises `InputError` where there is none for a masked LM."""
     try:
         return tokenization.load_tokenizer(checkpoint)
@@ -202,7 +209,7 @@ def text_reader(
     seed: int,
     index_folder: str | None = None,
 ) -> TextReader:
-    """The provider of chunks from text. The packer depends on format and objective; formats of pairs without a pair
+    """The reader of chunks from text. The packer depends on format and objective; formats of pairs without a pair
     objective have pairs in text order."""
     packers = [f"{args.input_format} {name}" for name in (*args.objective, "in_order")]
     return TextReader(
@@ -218,14 +225,14 @@ def text_reader(
 
 
 def cache_reader(args: MlmArguments, corpus: corpora.Corpus, seed: int) -> token_cache.TokenCache:
-    """The provider of chunks from a complete token cache."""
+    """The reader of chunks from a complete token cache."""
     return token_cache.TokenCache(args.token_cache, corpus, seed=seed, shuffle_window=args.shuffle_window)
 
 
 def build_readers(
     args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Reader, Reader]:
-    """The providers of training and validation blocks: the text, or a token cache, which is built first if needed."""
+    """The readers of training and validation blocks: the text, or a token cache, which is built first if needed."""
     seed = data_seed(training_args)
     # only the training reader has a chunk index, as held-out text is read once
     reader = text_reader(args, corpus, tokenizer, seed, None if args.token_cache else training_args.output_dir)
@@ -270,7 +277,7 @@ def build_model(
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     names: Sequence[str] | None = None,
-) -> masked_lm.PredictedPositions:
+) -> masked_lm.MaskedLmMixin:
     """The model with the objectives `names` (default: `args.objective`) and the resolved attention of `training_args`,
     with fresh weights or a checkpoint's; not sharded."""
     # with ZeRO 3's config, `from_pretrained` would build a shard, and padding of the vocabulary have no effect;
@@ -312,7 +319,7 @@ def build_collator(
 
 
 def validation_blocks(args: MlmArguments, reader: Reader) -> list[Block]:
-    """Blocks of `stream.validation_blocks`, the same for every seed. Raises `InputError` for too few blocks,
+    """The held-out blocks, at most `max_eval_samples`, the same for every seed. Raises `InputError` for too few blocks,
     and for an objective without a label in them."""
     blocks = list(stream.validation_blocks(reader, args.max_eval_samples))
     more = "hold out more text (validation_file, or validation_share of the corpus) or raise max_eval_samples"
@@ -389,7 +396,7 @@ def data_fingerprint(training_args: MlmTrainingArguments, reader: Reader) -> dic
 def run_fingerprint(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
-    model: masked_lm.PredictedPositions,
+    model: masked_lm.MaskedLmMixin,
     tokenizer: PreTrainedTokenizerBase,
     reader: Reader,
 ) -> tuple[dict[str, Any], set[str]]:

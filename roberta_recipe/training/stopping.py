@@ -40,14 +40,17 @@ SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _SAME_INTERRUPT_S = 2.0  # one Ctrl-C arrives twice, from the terminal and from the launcher
 WINDOW = 128  # steps whose mean a loss is compared with
 MIN_LOSSES = 32  # steps without spike detection
-STEPS_SKIPPED = 2  # the step of the spike, and the step before it, whose update caused it
+STEPS_OF_SPIKE = 2  # the step of the spike, and the step before it, whose update caused it
 MAX_REWINDS = 3  # from the same checkpoint
 
 
 class Stopping(TrainerCallback):
     """Stops training early, at the same step on all ranks: with a checkpoint on SIGTERM, on Ctrl-C and after `minutes`;
     without one if the loss is not finite, and at a loss spike (`is_spike` with `deviations`). A second Ctrl-C ends the
-    process at once. `trainer` is set by the trainer."""
+    process at once. `trainer` is set by the trainer.
+
+    The end of a step: the trainer's losses of the step (`step_losses`) are summed over ranks together with the other
+    figures, and added to the logged mean (`count_step`)."""
 
     trainer: "DurableTrainer"
 
@@ -124,7 +127,9 @@ class Stopping(TrainerCallback):
         (DeepSpeed would skip the step and continue)."""
         trainer = self.trainer
         if self.deviations and is_spike(loss, self.recent_losses, self.deviations):
-            raise from_first_process(trainer.args, lambda: skip_spike(trainer, loss, self.stopped_by or "a loss spike"))
+            raise from_first_process(
+                trainer.args, lambda: record_spike(trainer, loss, self.stopped_by or "a loss spike")
+            )
         self.recent_losses.append(loss)
         if not_finite or trainer.step_was_skipped:
             kind = "loss" if not_finite else "gradient"
@@ -196,7 +201,7 @@ def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def skip_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
+def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     """Record a spike in the last step, so that the next start skips its blocks; returns the error that ends this start,
     with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
@@ -208,7 +213,7 @@ def skip_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
             f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or warm up "
             f"longer in another output_dir, or move newer checkpoints away to go back further. {trainer.last_good}"
         )
-    blocks = trainer.last_blocks(STEPS_SKIPPED)
+    blocks = trainer.last_blocks(STEPS_OF_SPIKE)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*spikes, entry]})
     what += f"; the next start leaves out blocks {in_words(blocks)}"
