@@ -346,19 +346,19 @@ def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_pat
     """And its workers append the chunks to the index, the counts of which survive a flipped bit."""
     collator = MlmCollator(tokenizer, mlm_probability=0.15, pad_to_multiple_of=8, seed=3)
     reader = reader_of(one_source, tokenizer, index_folder=tmp_path)
+    counts = []
     loader = MicroBatchLoader(
         TrainBlocks(reader, batch_size=8),
         **{"batch_size": 8, "collate_fn": functools.partial(micro_batches, collator, 2), "num_workers": workers},
-        **{"device": "cpu", "waiting": contextlib.nullcontext},
+        **{"device": "cpu", "waiting": contextlib.nullcontext, "count": counts.append},
     )
     blocks, direct = [*blocks_at(reader_of(one_source, tokenizer), [(range(40),)])], []
     for step in range(5):
         own = sorted(blocks[8 * step :][:8], key=lambda block: -len(block["input_ids"]))
         direct += [collator(own[start : start + 2]) for start in range(0, 8, 2)]
     found = list(itertools.islice(loader, len(direct)))
-    records = [batch.pop("consumed", [None])[0] for batch in found]
     tokens = [sum(len(block["input_ids"]) for block in blocks[8 * step :][:8]) for step in range(5)]
-    assert records == [n for of in tokens for n in (of, None, None, None)]
+    assert [count[0] for count in counts] == tokens
     assert_same(found, direct)
     assert 0 < sum("attention_mask" in batch for batch in found) < len(found)
     fresh = reader_of(one_source, tokenizer)

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from official_files import write_glue
@@ -70,6 +72,15 @@ def flags(root, tmp_path, model_dir):
     return ["--config", str(root / "presets/glue/rte.yaml"), *argv]
 
 
+class Tracker(transformers.TrainerCallback):
+    """The names that a tracker like wandb gets, which Trainer calls before other callbacks."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.update(logs)
+
+
 def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_path, capsys, monkeypatch):
     """Of the steps between two lines: what their tokens take by the formula, in the time without evaluations."""
     rates, counted = iter((1e8, 5e10)), []  # the threads of a process that begins may share a core
@@ -77,7 +88,9 @@ def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_pa
     monkeypatch.setattr(throughput, "matrix_rate", lambda device, dtype: next(rates))
     count = throughput.Throughput.count
     monkeypatch.setattr(throughput.Throughput, "count", lambda self, *of: counted.append(of) or count(self, *of))
+    monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda names: [Tracker])
     finetune_glue.main(flags)
+    assert {"loss", "tokens_per_second", "mfu"} <= Tracker.seen
     assert throughput._probe.cache_info().misses == 2  # in two seeds
     throughput._probe.cache_clear()
     assert capsys.readouterr().err.count("GFLOP/s in fp32") == 2

@@ -55,7 +55,7 @@ _START = (
 # "locked": other values would repeat work of this recipe, or write checkpoints that cannot be resumed
 _LOCKED = {
     "the loss is normalised over all processes": ("average_tokens_across_devices",),
-    "lower per_device_train_batch_size, and the global batch stays; Trainer shrinks it": ("auto_find_batch_size",),
+    "Trainer would shrink the global batch; lower per_device_train_batch_size instead": ("auto_find_batch_size",),
     "evaluation has the precision of training": ("bf16_full_eval", "fp16_full_eval"),
     "Liger has kernels for decoders, and silently none for an encoder": ("use_liger_kernel", "liger_kernel_config"),
     "a loss that is not finite ends the run anyway, and Trainer's detection of it fails on masks": ("debug",),
@@ -82,8 +82,8 @@ TRAINER_FLAGS: dict[str, Flag] = {
     **{name: Flag("start") for name in _START},
     **{name: Flag("locked", because=reason) for reason, names in _LOCKED.items() for name in names},
 }
-# this recipe does these itself: SIGTERM saves the step, tokens_seen excludes padding, training batches are always full
-# (dataloader_drop_last would shorten evaluation)
+# done by this recipe: SIGTERM saves the step; tokens are counted without a synchronization per micro-batch; training
+# batches are always full (dataloader_drop_last would shorten evaluation)
 _DONE_HERE = {"enable_jit_checkpoint": False, "include_num_input_tokens_seen": "no", "dataloader_drop_last": False}
 
 
@@ -203,7 +203,6 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     )
     eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
     save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
-    prediction_loss_only: bool = setting(True, "Evaluation keeps no logits.")
     ddp_find_unused_parameters: bool | None = setting(False, "Every step uses every weight.")
     ignore_data_skip: bool = setting(True, "A resumed run starts reading at the checkpoint's position.")
     accelerator_config: dict | str | None = setting(

@@ -74,18 +74,24 @@ def unflatten_batches(
 
 
 class MicroBatchLoader(torch.utils.data.DataLoader):
-    """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`. Yields micro-batches on `device`, the
-    first of each step with "consumed", the step's `count_consumed`. Waits for data within the context `waiting()`."""
+    """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`. Yields micro-batches on `device`; calls
+    `count` with each step's `count_consumed`. Waits for data within the context `waiting()`."""
 
-    def __init__(self, *args, device: torch.device, waiting: Callable[[], AbstractContextManager], **kwargs):
+    def __init__(
+        self,
+        *args,
+        device: torch.device,
+        waiting: Callable[[], AbstractContextManager],
+        count: Callable[[np.ndarray], Any],
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        self.device, self.waiting = device, waiting
+        self.device, self.waiting, self.count = device, waiting, count
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         steps = super().__iter__()
         while True:
             with self.waiting():
                 columns, shapes, consumed = next(steps)
-            first, *others = unflatten_batches(columns, shapes, self.device)
-            yield {**first, "consumed": consumed}
-            yield from others
+            self.count(consumed)
+            yield from unflatten_batches(columns, shapes, self.device)

@@ -66,9 +66,9 @@ class DurableTrainer(Trainer):
     """`Trainer` with sealed checkpoints and bit-identical resuming; `resumed` is the `recipe_state.json` of the
     checkpoint, None for a new run.
 
-    `fingerprint`: the settings that must not change between two starts. `label_columns`: objective -> batch column
-    of its targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets)
-    in the effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
+    `fingerprint`: the settings that must not change between two starts. `label_columns`: objective -> batch column of
+    its targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets) in
+    the effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
     `stopping` ends training early. `on_save` of `callbacks` is called after a checkpoint is sealed and older ones are
     rotated; `Trainer` itself neither pushes nor rotates.
 
@@ -92,8 +92,9 @@ class DurableTrainer(Trainer):
     ):
         self._layout = checkpoint.layout(args)  # before Trainer fills in a DeepSpeed configuration
         self.stopping, self.throughput = stopping or Stopping(), Throughput(args)
+        # in this order: Stopping asks for a checkpoint, LogFile logs its step, Progress prints last
         own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
-        trainer_args = copy.copy(args)
+        trainer_args = copy.copy(args)  # `self.args`
         vars(trainer_args).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
         with library_errors():
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
@@ -189,6 +190,7 @@ class DurableTrainer(Trainer):
                 logs |= {f"{name}_loss": mean for name, mean in zip(self.label_columns, means, strict=True)}
             if self.args.fp16:
                 logs |= {"skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
+            logs |= self.throughput.figures()
             if self.step_was_skipped:  # the norm is infinite, or of an earlier step
                 logs.pop("grad_norm", None)
         super().log(logs, start_time)
@@ -297,7 +299,7 @@ class DurableTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         with self.writing(folder, folder.name):
             super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # for the files of all ranks
+            self.accelerator.wait_for_everyone()  # all ranks have written
             hashes = checkpoint.state_hashes(self, folder)
             if self.args.should_save:
                 durable.write_json(folder / checkpoint.STATE_NAME, {**self.recipe_state(), "digests": hashes})
@@ -306,7 +308,7 @@ class DurableTrainer(Trainer):
             checkpoint.rotate(self.args.output_dir, self.save_total_limit)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Write the finished model atomically; `_internal_call`: the model of a checkpoint."""
+        """Write the finished model atomically; `_internal_call`: from `_save_checkpoint`."""
         folder = Path(output_dir or self.args.output_dir)
         if _internal_call:
             self.write_model(folder)
@@ -331,7 +333,8 @@ class DurableTrainer(Trainer):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load with `from_pretrained`, as the model's class may need more than its weight files."""
+        """Load with `from_pretrained`: the weights of `tasks.answerability` are in two files, and `Trainer` would
+        report tied weights as missing."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(stored.state_dict())
 

@@ -67,9 +67,9 @@ class MlmTrainer(DurableTrainer):
     The model's `objectives` declare them ("mlm" is always included), and its output has a sum of losses for each
     (`masked_lm.ObjectivesOutput`). An evaluation loss is the sum over all targets / their number, in nats, so that it
     does not depend on the batch: eval_loss is the masked LM's, eval_loss_error its standard error over documents,
-    eval_<name>_loss that of another objective; the loss of a log line is the sum over objectives. The first micro-batch
-    of a step carries its `data_loading.CONSUMED`. `skipped`: the positions that `train_dataset` skips.
-    `extra_metrics(trainer)`, called on all ranks, returns further metrics for each evaluation of `eval_dataset`.
+    eval_<name>_loss that of another objective; the loss of a log line is the sum over objectives. `skipped`: the
+    positions that `train_dataset` skips. `extra_metrics(trainer)`, called on all ranks, returns further metrics for
+    each evaluation of `eval_dataset`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MlmTrainer(DurableTrainer):
         self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.skipped, self.extra_metrics = skipped, extra_metrics
         self._first_position = resumed.get("position", 0)
-        self._consumed = np.zeros(3, dtype=np.int64)  # sum of this process's step records since `count_consumed`
+        self._consumed = np.zeros(3, dtype=np.int64)  # `data_loading.CONSUMED` of this process since `count_consumed`
         if self.args.torch_compile:  # the encoder only; accelerate would compile head and losses too
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
             masked_lm.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
@@ -110,6 +110,7 @@ class MlmTrainer(DurableTrainer):
             num_workers=workers,
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             device=self.args.device,
+            count=self._consumed.__iadd__,
             waiting=functools.partial(DataTimeout, self, progress) if workers else contextlib.nullcontext,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # not the global one, which dropout uses
@@ -165,10 +166,6 @@ class MlmTrainer(DurableTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss_sums = model(**inputs).loss_sums
         return self.loss_of_batch(torch.stack([loss_sums[name] for name in self.label_columns]), num_items_in_batch)
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self._consumed += inputs.pop("consumed", 0)
-        return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
         return super().diverged(f"{what} (blocks {order.in_words(self.last_blocks(1))})")
@@ -262,6 +259,7 @@ class MlmTrainer(DurableTrainer):
         # not the DDP wrapper, whose forward would wait for ranks with one batch less
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
+        self.callback_handler.eval_dataloader = dataloader
         # (objectives, 2): sum of losses, number of targets; (documents, 2): the same of the masked LM, by document
         sums = torch.zeros(len(self.label_columns), 2, dtype=torch.float64, device=self.args.device)
         documents = max((example[masking.DOCUMENT] for example in dataloader.dataset), default=-1) + 1
@@ -273,6 +271,7 @@ class MlmTrainer(DurableTrainer):
             document = inputs.pop(masking.DOCUMENT)
             with torch.no_grad():
                 output = model(**inputs)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if not counts:
                 continue
             for row, (name, column) in zip(sums, self.label_columns.items(), strict=True):

@@ -68,13 +68,13 @@ def read_arguments(
     preset, on top of `preset` (default: `preset_of`). A checkpoint brings its tokenizer."""
     path, without = preset or preset_of(argv)
     filled, resolved = parse([*extra, MlmArguments, MlmTrainingArguments], argv, path, description, without)
-    args = filled[-2]
+    *_, args, training_args = filled
     if args.model_size and (other := preset_path(argv) or args.model_name_or_path):
-        raise InputError(f"model_size={args.model_size} is of fresh weights without --config: leave it or {other} out")
+        raise InputError(f"model_size={args.model_size} is for fresh weights without --config; drop it or {other}")
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
         resolved["tokenizer_name"] = args.model_name_or_path
-    return filled, {**resolved, "bf16": filled[-1].bf16}
+    return filled, {**resolved, "bf16": training_args.bf16}
 
 
 def check_data(args: MlmArguments) -> None:

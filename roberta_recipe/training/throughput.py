@@ -25,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @functools.cache  # for several fine-tuning runs in one process
-def _probe(device: torch.device, dtype: torch.dtype, again: bool) -> float:
+def _probe(device: torch.device, dtype: torch.dtype, at_end: bool) -> float:
     return matrix_rate(device, dtype)
 
 
@@ -43,7 +43,7 @@ def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float 
 
 
 class Throughput(TrainerCallback):
-    """Adds tokens per second, data wait and MFU of all processes since the last log entry to each entry."""
+    """Tokens per second, data wait and MFU of all processes since the last log entry."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
@@ -54,7 +54,7 @@ class Throughput(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Measure `matrix_rate`."""
         precision, device = attention.precision(args), args.device
-        self.matrix_rate = _probe(device, _DTYPES[precision], again=False)
+        self.matrix_rate = _probe(device, _DTYPES[precision], at_end=False)
         reset_peak_memory()  # which the probe has raised
         on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
         where = torch.cuda.get_device_name() if on_gpu else threads
@@ -64,12 +64,6 @@ class Throughput(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if self._since_s is None:  # excludes the wait for the first batch
             self._restart()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            figures = self.figures()
-            logs |= figures
-            state.log_history[-1] |= figures
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -100,8 +94,8 @@ class Throughput(TrainerCallback):
         }
         if not math.isnan(self._flops):
             if self.args.device.type == "cpu":  # a GPU may have no free memory for the probe
-                again = _probe(self.args.device, _DTYPES[attention.precision(self.args)], again=True)
-                self.matrix_rate = max(self.matrix_rate, again)
+                measured = _probe(self.args.device, _DTYPES[attention.precision(self.args)], at_end=True)
+                self.matrix_rate = max(self.matrix_rate, measured)
             figures["mfu"] = round(self._flops / elapsed_s / self.args.world_size / self.matrix_rate, 4)
         self._restart()
         return figures
