@@ -39,6 +39,7 @@ class Progress(TrainerCallback):
             self._say("  ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._remaining(state)]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        self.on_evaluate(args, state, control)  # `external_write_mode` would print its bar again
         if self._training is not None and (line := self._line(state, logs)):
             self._say(line)
 
