@@ -181,7 +181,7 @@ def train_missing_tokenizer(
     is_size_given = "vocab_size" in (args.config_overrides or "")
     entries = config.vocab_size if is_size_given else tokenizer_training.size_for(size)
     logger.info(
-        f"Tokenizer   training one of at most {entries:,} entries on {size / 1e6:,.1f} MB of the text: "
+        f"Tokenizer   at most {entries:,} entries, trained on {size / 1e6:,.1f} MB of the text: "
         f"{args.tokenizer_name} (another size: --config_overrides vocab_size=N; another one: --tokenizer_name NAME)"
     )
     tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not is_size_given)
@@ -195,7 +195,7 @@ def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> No
         ids = tokenizer(sentence).input_ids
         if ids.count(tokenizer.mask_token_id) != 1 or len(ids) > args.max_seq_length:
             raise InputError(
-                f"fill_mask_examples: {sentence!r} is too long, or needs exactly one {tokenizer.mask_token}"
+                f"fill_mask_examples: {sentence!r} must have one {tokenizer.mask_token} and fit max_seq_length"
             )
 
 
@@ -267,7 +267,7 @@ def passes(args: MlmArguments, steps: int, reader: Reader) -> str:
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:
     """Log the checkpoint that training resumes from, and the skipped blocks."""
     if skipped:
-        logger.info(f"Left out    blocks {order.in_words(skipped)}")
+        logger.info(f"Skipping    blocks {order.in_words(skipped)}")
     if resumed_from:
         logger.info(f"Resuming    from {resumed_from}")
 

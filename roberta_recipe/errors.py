@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 from roberta_recipe.credentials import redact
 from roberta_recipe.launcher import resume_hint
 
-_FIRST_RANK_S = 3.0  # head start of rank 0 to print an error, after which the launcher ends the other ranks
+_HEAD_START_S = 3.0  # head start of rank 0 to print an error, after which the launcher ends the other ranks
 # of tokenizers (Rust), which raises a plain Exception, and of torch's writers, whose RuntimeError may not give a reason
 _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
 
 
 # modules of libraries that read flags when training starts, and the flags
-_READ_FLAGS = {
+_FLAGS_OF_MODULE = {
     "transformers.integrations.integration_utils": "report_to",
     "transformers.trainer": "flags of TrainingArguments",
     "accelerate.": "torch_compile_backend or another flag of accelerate",
@@ -73,7 +73,7 @@ def is_disk_full(error: BaseException) -> bool:
 @contextlib.contextmanager
 def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Re-raise as `InputError`, while `is_start()`, an error that a library raises for a flag: in a module of
-    `_READ_FLAGS`. Errors of this package, of data and of models keep their traceback."""
+    `_FLAGS_OF_MODULE`. Errors of this package, of data and of models keep their traceback."""
     try:
         yield
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -81,7 +81,7 @@ def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None
 
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = [name for name in modules if name != "enum"][-1]
-        flags = next((flags for prefix, flags in _READ_FLAGS.items() if raised_in.startswith(prefix)), None)
+        flags = next((flags for prefix, flags in _FLAGS_OF_MODULE.items() if raised_in.startswith(prefix)), None)
         if flags is None or not is_start() or lost_process(error):
             raise
         raise InputError(f"{flags}: {type(error).__name__}: {first_line(error)}") from error
@@ -110,7 +110,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     message, code = described
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if os.environ.get("RANK", "0") != "0":  # an error on all ranks is printed once
-        time.sleep(_FIRST_RANK_S)
+        time.sleep(_HEAD_START_S)
     print(redact(message), file=sys.stderr, flush=True)
     raise SystemExit(code)
 

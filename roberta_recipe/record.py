@@ -45,7 +45,7 @@ class RunRecord(TypedDict):
     state_digests: dict[str, str]  # hashes: "weights" of the finished model, "optimizer", "scheduler" of the last step
     fingerprint: dict[str, Any]  # of settings, model and text
     resolved_args: dict[str, Any]  # a valid preset
-    shown_args: list[str]  # arguments for the model card and the ledger
+    shown_args: list[str]  # arguments for the model card and the results
     wall_clock_s: float  # of this start
     versions: dict[str, str]
     commit: str | None

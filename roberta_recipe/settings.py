@@ -36,7 +36,7 @@ Scope = Literal["start", "free", "layout", "content", "fixed", "data", "locked"]
 
 @dataclass(frozen=True)
 class Flag:
-    """Resume scope of a flag, and whether the model card and the ledger show it.
+    """Resume scope of a flag, and whether model card and results show it.
 
     `resume` is one of:
     "start":   applies to one start of a run, and is not saved in the run's preset;
@@ -45,7 +45,7 @@ class Flag:
     "content": a file or folder; its content is in the fingerprint of the run;
     "fixed":   in the fingerprint: must not change;
     "data":    as "fixed", and the order of blocks depends on it;
-    "locked":  only the default is allowed, `because`.
+    "locked":  only the default is allowed, for the reason `because`.
     """
 
     resume: Scope
@@ -86,7 +86,7 @@ def fixed_values(args: Any) -> dict[str, Any]:
 
 
 def shown_names(*filled: Any) -> list[str]:
-    """The names of the flags of filled dataclasses that the model card and the ledger show."""
+    """The names of the flags of filled dataclasses that the model card and the results show."""
     return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown]
 
 
@@ -134,7 +134,7 @@ def parse(
     argv = stock_flags.without_accepted(argv, defaults)
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults, _NOT_GIVEN))))
     path, is_help = given.pop("config"), given.pop("help")
-    is_missing = is_help and not resolve_path(path).is_file()  # a script that was copied without its preset
+    is_missing = is_help and not resolve_path(path).is_file()  # --help works without the preset
     preset = {} if is_missing else read_preset(path, dataclass_types)
     preset = {name: value for name, value in preset.items() if name not in without}
     if is_help:

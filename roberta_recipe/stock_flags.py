@@ -12,18 +12,18 @@ _NEVER, _ALWAYS, _ANY = ("false",), ("true",), ("true", "false")
 # name: (accepted values; none: any number, and the reason why it changes nothing)
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), (("float32",), "weights are fp32; half precision is --bf16 or --fp16")),
-    "group_by_length": (_ALWAYS, "rows of like length come together always"),
+    "group_by_length": (_ALWAYS, "rows are always grouped by length"),
     "ignore_mismatched_sizes": (_ANY, "a head of another size is made fresh, and logged"),
-    "low_cpu_mem_usage": (_ANY, "weights are loaded without a second copy always"),
+    "low_cpu_mem_usage": (_ANY, "weights are always loaded without a second copy"),
     "model_revision": (("main",), "main is read; another: hf download MODEL --revision R --local-dir my_model"),
     "overwrite_cache": (_ANY, "caches are checked against text and tokenizer"),
     **dict.fromkeys(("no_pad_to_max_length", "pad_to_max_length"), (_ANY, "the loss does not depend on padding")),
-    "preprocessing_num_workers": ((), "text that is tokenized ahead takes every core"),
-    "save_safetensors": (_ALWAYS, "checkpoints are safetensors always"),
-    "streaming": (_ANY, "text is streamed always"),
+    "preprocessing_num_workers": ((), "tokenizing ahead uses all cores"),
+    "save_safetensors": (_ALWAYS, "checkpoints are always safetensors"),
+    "streaming": (_ANY, "text is always streamed"),
     "trust_remote_code": (_NEVER, "code from the Hub never runs"),
-    "use_auth_token": (_ANY, "the token of `hf auth login` or HF_TOKEN is used always"),
-    "use_fast_tokenizer": (_ALWAYS, "tokenizers are fast always"),
+    "use_auth_token": (_ANY, "the token of `hf auth login` or HF_TOKEN is always used"),
+    "use_fast_tokenizer": (_ALWAYS, "tokenizers are always fast"),
 }
 _OVERWRITE = "no run is overwritten: the same command resumes; delete the folder, or name another --output_dir"
 _MEASURED = "every row is scored, as validation picks the best epoch: name a shorter file"

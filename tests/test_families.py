@@ -160,7 +160,7 @@ def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, 
         (
             {"model_type": "deberta-v2", "legacy": False},
             ["--masking_unit", "span", "--objective", "mlm", "sbo"],
-            "objective sbo: a 'deberta-v2' model does not show its output layer",
+            "objective sbo: a 'deberta-v2' model has no output layer that can be shared",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     entries = entries_of(made)
     assert 261 < entries < 4096 and f"vocabulary {entries:,}\n" in lines
     assert "Preset      presets/mlm/roberta_tiny.yaml, as no --config is named; another: --model_size\n" in lines
-    assert f"Tokenizer   training one of at most 4,096 entries on 0.4 MB of the text: {made} (" in lines
+    assert f"Tokenizer   at most 4,096 entries, trained on 0.4 MB of the text: {made} (" in lines
     assert (
         "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 30% masked, seed 42" in lines
     )

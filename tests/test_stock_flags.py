@@ -142,7 +142,7 @@ def test_accepted_flags_are_logged_once_and_change_nothing(caplog):
     with caplog.at_level(logging.INFO, "recipe"):
         plain, given, _ = parse("train_mlm", []), parse("train_mlm", words), parse("train_mlm", words)
     assert given == plain and len([line for line in caplog.messages if "has no effect: " in line]) == 4
-    assert "Flags       --streaming has no effect: text is streamed always" in caplog.messages
+    assert "Flags       --streaming has no effect: text is always streamed" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_accepted_flags_are_logged_once_and_change_nothing(caplog):
         ("--trust_remote_code", "code from the Hub never runs"),
         ("--model_revision v2", "hf download MODEL --revision"),
         ("--dtype bfloat16", "--bf16 or --fp16"),
-        ("--use_fast_tokenizer false", "tokenizers are fast always"),
+        ("--use_fast_tokenizer false", "tokenizers are always fast"),
         ("--preprocessing_num_workers many", "takes every core"),
-        ("--streaming maybe", "text is streamed always"),
+        ("--streaming maybe", "text is always streamed"),
         ("--use_auth_token hf_abcdefgh", "the token of `hf auth login` or HF_TOKEN"),
     ],
 )

@@ -54,7 +54,7 @@ OPTIMIZER = optimizers.Optimizer(
     {"momentum": float},
     lambda args, groups, matrices, momentum=0.9: SignDescent(groups, args.learning_rate, momentum),
     "a toy: signs of a running mean",
-    lost_under_zero="nothing, but a toy has not been tried",
+    breaks_under_zero="nothing, but a toy has not been tried",
 )
 
 

@@ -111,19 +111,19 @@ class ChunkIndex:
     those of another text (`made_from`), are ignored, and their chunks packed again."""
 
     def __init__(self, path: str | Path = os.devnull, made_from: str = ""):
-        self._path, self._seed, self._read = path, zlib.crc32(made_from.encode()), 0
+        self._path, self._text_crc, self._bytes_read = path, zlib.crc32(made_from.encode()), 0
         self._chunks: dict[File, list[Chunk]] = {}
 
     def chunks(self, file: File) -> list[Chunk]:
         """The chunks of a file, including those that other processes have appended."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as stream:
-            stream.seek(self._read)
+            stream.seek(self._bytes_read)
             for line in stream:
                 if not line.endswith(b"\n"):  # being written
                     break
-                self._read += len(line)
+                self._bytes_read += len(line)
                 checksum, _, entry = line.rstrip(b"\n").partition(b" ")
-                if checksum == b"%08x" % zlib.crc32(entry, self._seed):
+                if checksum == b"%08x" % zlib.crc32(entry, self._text_crc):
                     key, number, chunk = json.loads(entry)
                     if number == len(chunks := self._chunks.setdefault(File(*key), [])):
                         chunks.append(Chunk(*chunk))
@@ -136,7 +136,7 @@ class ChunkIndex:
             entry = json.dumps([file, number, chunk]).encode()
             # on a full or read-only disk, the chunk is packed again after a restart
             with contextlib.suppress(OSError), open(self._path, "ab", buffering=0) as stream:
-                stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._seed), entry))
+                stream.write(b"%08x %b\n" % (zlib.crc32(entry, self._text_crc), entry))
 
 
 @dataclass(eq=False)

@@ -53,8 +53,8 @@ class Source:
     builtin: Literal["docstrings"] | None = None
     text_column: str = "text"
     filters: list[list[Any]] | None = None  # [column, operator, value] triples, all of which hold; Parquet only
-    size_gb: Share | None = None  # the share of the mixture: sizes of text,
-    weight: Share | None = None  # or plain weights; one kind for all sources
+    size_gb: Share | None = None  # share of the mixture by size of text
+    weight: Share | None = None  # share of the mixture by weight; all sources use the same kind
     validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
 
     def __post_init__(self):

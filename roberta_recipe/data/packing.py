@@ -29,7 +29,7 @@ class Block(dict):
         self.id, self.epoch, self.document = id, epoch, document
 
 
-class Sequence(NamedTuple):
+class PackedSequence(NamedTuple):
     """Tokens that attend to each other: a whole block, or one of several sequences in it."""
 
     ids: list[int]  # with special tokens
@@ -89,17 +89,19 @@ def doc_sentences(
     sequences share a block, `<s> d1s1 </s> d1s2 </s> <s> d2s1 </s>`, so that a step has as many tokens as in
     FULL-SENTENCES (paper, section 4.2)."""
     sequences = (
-        Sequence(block["input_ids"], number, len(block["input_ids"]))
+        PackedSequence(block["input_ids"], number, len(block["input_ids"]))
         for number, sentences in enumerate(documents)
         for block in full_sentences([sentences], max_seq_length, bos_id, eos_id)
     )
     return pack_sequences(sequences, max_seq_length)
 
 
-def pack_sequences(sequences: Iterable[Sequence], max_seq_length: int, label: str | None = None) -> Iterator[Columns]:
+def pack_sequences(
+    sequences: Iterable[PackedSequence], max_seq_length: int, label: str | None = None
+) -> Iterator[Columns]:
     """Blocks of several sequences, best fit first: each goes into the fullest open block with room for it. The column
     `sequence`, the number of each token's sequence, is for the attention mask. `label`: as in `columns_of`."""
-    open_blocks: list[list[Sequence]] = []
+    open_blocks: list[list[PackedSequence]] = []
     for sequence in sequences:
         fitting = [block for block in open_blocks if _size(block) + len(sequence.ids) <= max_seq_length]
         if fitting:
@@ -112,17 +114,17 @@ def pack_sequences(sequences: Iterable[Sequence], max_seq_length: int, label: st
         yield _fullest(open_blocks, label)
 
 
-def _size(block: list[Sequence]) -> int:
+def _size(block: list[PackedSequence]) -> int:
     return sum(len(sequence.ids) for sequence in block)
 
 
-def _fullest(open_blocks: list[list[Sequence]], label: str | None) -> Columns:
+def _fullest(open_blocks: list[list[PackedSequence]], label: str | None) -> Columns:
     block = open_blocks.pop(open_blocks.index(max(open_blocks, key=_size)))
     numbers = np.repeat(np.arange(len(block)), [len(sequence.ids) for sequence in block])
     return {**columns_of(block, label), "sequence": numbers.astype(np.uint16)}
 
 
-def columns_of(block: list[Sequence], label: str | None) -> Columns:
+def columns_of(block: list[PackedSequence], label: str | None) -> Columns:
     """The columns of a block. With `label` also that column, -100 except at the `<s>` of a labelled pair, and
     `token_type_ids`, 1 in second segments."""
     ids = [*itertools.chain.from_iterable(sequence.ids for sequence in block)]

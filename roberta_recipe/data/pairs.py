@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from roberta_recipe.data import NSP
-from roberta_recipe.data.packing import Columns, Document, Sequence, columns_of, pack_sequences
+from roberta_recipe.data.packing import Columns, Document, PackedSequence, columns_of, pack_sequences
 
 _TRIES = 16  # documents drawn to find a B that fits
 VERSIONS = 10  # different pairs drawn from a text (BERT's code: dupe_factor)
@@ -45,7 +45,7 @@ def _pairs(
     most_sentences: int | None = None,
     short: float = 0.0,
     share_of_ones: float = 0.5,
-) -> Iterator[Sequence]:
+) -> Iterator[PackedSequence]:
     """Pairs and single segments in text order. A share `short` of them has a random length below the block's, but at
     least one sentence."""
     room = max_seq_length - 4  # <s> A </s> </s> B </s>
@@ -62,7 +62,7 @@ def _pairs(
             if len(text) == 1 or (donors and not donors.has_other_than(number)):
                 _consume(rest, text)
                 ids = [bos_id, *(token for sentence in text for token in sentence), eos_id]
-                yield Sequence(ids, number, len(ids))
+                yield PackedSequence(ids, number, len(ids))
                 continue
             cut, value = int(draws.integers(1, len(text))), int(draws.random() < share_of_ones)
             first, second = text[:cut], text[cut:]
@@ -73,7 +73,7 @@ def _pairs(
             elif value:
                 first, second = second, first
             one, two = ([token for sentence in part for token in sentence] for part in (first, second))
-            yield Sequence([bos_id, *one, eos_id, eos_id, *two, eos_id], number, len(one) + 2, value)
+            yield PackedSequence([bos_id, *one, eos_id, eos_id, *two, eos_id], number, len(one) + 2, value)
 
 
 def _fitting(sentences: Document, room: int, most: int | None, start: int = 0) -> Document:

@@ -32,7 +32,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     if not named:
         if not is_pluggable:
             return "eager"
-        # the fastest of `benchmarks/attention.py` at 64 to 512 tokens; PyTorch's own where they are within a seventh
+        # the fastest of `benchmarks/attention.py` at 64 to 512 tokens; sdpa or eager where at most 1/7 slower
         if args.device.type != "cpu" or args.torch_compile:
             return "sdpa"
         if dropout:

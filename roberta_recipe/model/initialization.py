@@ -55,14 +55,14 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
     table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); those before `first` are unused
     table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
     for layer in model.base_model.encoder.layer:
-        own, output = layer.attention.self, layer.attention.output.dense
+        attention, output = layer.attention.self, layer.attention.output.dense
         # orthonormal rows, by QR decomposition of a normal matrix
         by_head = [nn.init.orthogonal_(torch.empty(size // heads, size)) for _ in range(heads)]
         shared = torch.cat(by_head)  # (size, size)
-        own.query.weight += factor["query_key"] * shared
-        own.key.weight += factor["query_key"] * shared
+        attention.query.weight += factor["query_key"] * shared
+        attention.key.weight += factor["query_key"] * shared
         rotation = nn.init.orthogonal_(torch.empty(size, size))
-        own.value.weight += factor["value_output"] * rotation
+        attention.value.weight += factor["value_output"] * rotation
         output.weight += factor["value_output"] * rotation.T
 
 

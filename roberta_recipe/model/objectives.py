@@ -53,7 +53,7 @@ class SpanBoundaryHead(nn.Module):
 def _span_boundary_head(model: PreTrainedModel) -> SpanBoundaryHead:
     decoder = model.get_output_embeddings()
     if getattr(decoder, "out_features", None) != model.config.vocab_size:
-        raise InputError(f"objective sbo: a {model.config.model_type!r} model does not show its output layer")
+        raise InputError(f"objective sbo: a {model.config.model_type!r} model has no output layer that can be shared")
     return SpanBoundaryHead(model.config, decoder.in_features)
 
 

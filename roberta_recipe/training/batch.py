@@ -14,33 +14,33 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         raise InputError(
             f"global_batch_size={global_batch_size} and per_device_train_batch_size={per_device} must be at least 1"
         )
-    at_once = per_device * processes
-    if at_once > global_batch_size:
+    micro_batch = per_device * processes
+    if micro_batch > global_batch_size:
         raise InputError(
-            f"{counted(processes, 'process')} x per_device_train_batch_size={per_device} = {at_once} is above "
-            f"global_batch_size={global_batch_size}: --global_batch_size {at_once}, or "
+            f"{counted(processes, 'process')} x per_device_train_batch_size={per_device} = {micro_batch} is above "
+            f"global_batch_size={global_batch_size}: --global_batch_size {micro_batch}, or "
             f"--per_device_train_batch_size {global_batch_size // processes or 1}"
         )
-    if global_batch_size % at_once:
-        above = math.ceil(global_batch_size / at_once) * at_once
+    if global_batch_size % micro_batch:
+        above = math.ceil(global_batch_size / micro_batch) * micro_batch
         raise InputError(
             f"global_batch_size={global_batch_size} is not divisible by {counted(processes, 'process')} x {per_device} "
-            f"per device = {at_once}; use {above - at_once} or {above}, or another per_device_train_batch_size"
+            f"per device = {micro_batch}; use {above - micro_batch} or {above}, or another per_device_train_batch_size"
         )
-    return global_batch_size // at_once
+    return global_batch_size // micro_batch
 
 
 def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tuple[int, int]:
     """(global batch size, gradient accumulation steps). Raises `InputError` where both are given and contradict."""
-    at_once = args.per_device_train_batch_size * args.world_size
+    micro_batch = args.per_device_train_batch_size * args.world_size
     if global_batch_size is None:
-        return at_once * args.gradient_accumulation_steps, args.gradient_accumulation_steps
+        return micro_batch * args.gradient_accumulation_steps, args.gradient_accumulation_steps
     steps = accumulation_steps(global_batch_size, args.per_device_train_batch_size, args.world_size)
     if args.gradient_accumulation_steps not in (1, steps):
         raise InputError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {at_once} is not "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {micro_batch} is not "
             f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived, or name "
-            f"--global_batch_size {args.gradient_accumulation_steps * at_once}"
+            f"--global_batch_size {args.gradient_accumulation_steps * micro_batch}"
         )
     return global_batch_size, steps
 

@@ -21,7 +21,7 @@ from roberta_recipe.log import counted, logger
 from roberta_recipe.record import LOG_NAME
 from roberta_recipe.settings import values_of
 from roberta_recipe.training import optimizers
-from roberta_recipe.training.processes import from_first_process
+from roberta_recipe.training.processes import on_first_process
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -69,19 +69,19 @@ def resume(
     The newest intact checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` if all
     checkpoints are damaged.
     """
-    path = from_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
+    path = on_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
     return path, path and load_state(path, fingerprint, layout(args), despite_changes, data_keys)
 
 
-def _find(output_dir: str, explicit: str | None) -> str | None:
+def _find(output_dir: str, named: str | None) -> str | None:
     checkpoints, folders = newest_first(output_dir), all_folders(output_dir)
     if folders and not checkpoints and not Path(output_dir, LOG_NAME).is_file():  # rotation would delete them
         raise InputError(
             f"output_dir={output_dir} has checkpoints of another program ({folders[0].name}): name another output_dir, "
             f"and for their weights --model_name_or_path {folders[0]}"
         )
-    if explicit is not None and Path(explicit).resolve() in [path.resolve() for path in checkpoints[1:]]:
-        raise InputError(f"resume_from_checkpoint={explicit}: {output_dir} has newer checkpoints; move them away first")
+    if named is not None and Path(named).resolve() in [path.resolve() for path in checkpoints[1:]]:
+        raise InputError(f"resume_from_checkpoint={named}: {output_dir} has newer checkpoints; move them away first")
     for path in folders:
         if (damage := durable.damage(path)) is None:
             return str(path)
@@ -91,9 +91,9 @@ def _find(output_dir: str, explicit: str | None) -> str | None:
             f"no checkpoint in output_dir={output_dir} is whole (passed over: "
             f"{', '.join(path.name for path in checkpoints)}); move them away to start from the beginning"
         )
-    if explicit is not None and (damage := durable.damage(explicit)):
-        raise InputError(f"resume_from_checkpoint={explicit} cannot be used: {damage}")
-    return explicit
+    if named is not None and (damage := durable.damage(named)):
+        raise InputError(f"resume_from_checkpoint={named} cannot be used: {damage}")
+    return named
 
 
 def layout(args: TrainingArguments) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def load_state(
     With `despite_changes`, a change of one of `data_keys` (settings of the order of blocks) restarts the data.
     """
     state, fix = read_state(checkpoint), "start as before, or a new run from its weights with --model_name_or_path"
-    moved = durable.differences(state["layout"], layout_now)
-    with_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
-    if with_zero and (fixed := [moved[name] for name in ("processes", "zero_stage") if name in moved]):
+    other_layout = durable.differences(state["layout"], layout_now)
+    uses_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
+    if uses_zero and (fixed := [other_layout[name] for name in ("processes", "zero_stage") if name in other_layout]):
         raise InputError(
             f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(fixed)}): {fix}"
         )
@@ -154,9 +154,9 @@ def load_state(
         raise InputError(f"{checkpoint} has the state of another optimizer ({listed}): {fix}")
     if changed:
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
-    if moved:
+    if other_layout:
         logger.info(
-            f"Resuming in another layout ({'; '.join(moved.values())}): examples and mathematics are the same, "
+            f"Resuming in another layout ({'; '.join(other_layout.values())}): examples and mathematics are the same, "
             "rounding and dropout draws are not"
         )
     data_changed = any(name in data_keys for name in changed)

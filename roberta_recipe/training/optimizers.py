@@ -27,7 +27,7 @@ class Optimizer:
     build: Callable[..., torch.optim.Optimizer] | None = None
     help: str = ""
     matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where they differ
-    lost_under_zero: str = ""  # what ZeRO's flat shards destroy, so that the updates would change
+    breaks_under_zero: str = ""  # what ZeRO's flat shards destroy, so that the updates would change
 
 
 def custom_names() -> list[str]:
@@ -115,18 +115,18 @@ def _muon(
 TABLE = {
     "adamw_torch": Optimizer(2),
     "adamw_torch_fused": Optimizer(2),
-    "adafactor": Optimizer(0, lost_under_zero="the matrices that Adafactor takes rows and columns of"),  # few numbers
+    "adafactor": Optimizer(0, breaks_under_zero="the matrices that Adafactor takes rows and columns of"),  # few numbers
     "sgd": Optimizer(0, {"momentum": float, "dampening": float, "nesterov": bool}),
     "adagrad": Optimizer(1, {"lr_decay": float, "eps": float}),
     "rmsprop": Optimizer(1, {"momentum": float, "alpha": float, "eps": float, "centered": bool}),
-    "lamb": Optimizer(2, {}, _lamb, "You et al. 2020, ALBERT's", lost_under_zero="the tensors whose norms LAMB takes"),
+    "lamb": Optimizer(2, {}, _lamb, "You et al. 2020; ALBERT", breaks_under_zero="the tensors whose norms LAMB takes"),
     "muon": Optimizer(
         2,
         {"lr": float, "weight_decay": float, "momentum": float, "ns_steps": int, "adjust_lr_fn": str},
         _muon,
         "for the matrices of layers, with its own learning rate (--optim_args lr=0.02), and AdamW for the rest",
         matrix_states=1,
-        lost_under_zero="the matrices that Muon orthogonalizes",
+        breaks_under_zero="the matrices that Muon orthogonalizes",
     ),
 }
 
@@ -134,7 +134,7 @@ TABLE = {
 def check(args: TrainingArguments) -> None:
     """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments that have no effect."""
     name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
-    if args.deepspeed_plugin and (lost := TABLE[name].lost_under_zero):
+    if args.deepspeed_plugin and (lost := TABLE[name].breaks_under_zero):
         raise InputError(f"optim={name}: ZeRO flattens {lost}; use adamw_torch, or start without DeepSpeed")
     try:
         build(args, nn.ModuleList([nn.Linear(2, 2)]), ["0.weight"])

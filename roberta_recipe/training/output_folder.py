@@ -19,7 +19,7 @@ from roberta_recipe.record import (
     read_record,
 )
 from roberta_recipe.training.checkpoint import all_folders
-from roberta_recipe.training.processes import from_first_process
+from roberta_recipe.training.processes import on_first_process
 
 # files of a run that ended before its first checkpoint; "runs" is TensorBoard's
 _BEFORE_CHECKPOINT = {durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME}
@@ -30,7 +30,7 @@ def prepare(args: TrainingArguments, extend: bool) -> None:
     """Create and lock the output folder, on rank 0. Raises `InputError`, on all ranks, if another process uses it, or
     if it holds anything but a run to resume, so that nothing is overwritten. `extend`: also resume a finished run that
     has fewer than `max_steps` steps."""
-    from_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
+    on_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
 
 
 def _prepare(path: Path, max_steps: int) -> None:
@@ -48,7 +48,7 @@ def check_content(path: Path, max_steps: int) -> None:
         if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:
             raise InputError(
                 f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
-                "longer with a higher --max_steps and --resume_despite_changes true (on the longer schedule)"
+                "longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
             )
     others = {entry.name for entry in path.iterdir() if not durable.is_temporary(entry.name)} - _BEFORE_CHECKPOINT
     if others and not all_folders(path):

@@ -1,4 +1,4 @@
-"""Set-up of a process (threads, allocator, end with the launcher), broadcast from rank 0, end of the process group."""
+"""Process set-up (threads, allocator, exit when the launcher dies), broadcast from rank 0, end of the process group."""
 
 import signal
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
 
 
 def set_up_process() -> None:
-    """End with the launcher, free the memory of an earlier run in this process, have glibc reuse freed memory, and
-    divide the cores among this machine's processes if they train on the CPU.
+    """Exit when the launcher dies, free the memory of an earlier run in this process, have glibc reuse freed memory,
+    and divide the cores among this machine's processes if they train on the CPU.
 
     Launchers set OMP_NUM_THREADS=1 for CPU processes, which leaves cores idle; a user's own setting stays.
     """
@@ -27,7 +27,7 @@ def set_up_process() -> None:
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 
-def from_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
+def on_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
     """The result of `call()` on rank 0, broadcast to all ranks; its `InputError` is raised on all ranks."""
     result: list[Any] = [None]
     if args.process_index == 0:

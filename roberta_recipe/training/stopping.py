@@ -31,7 +31,7 @@ from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.training import processes
 from roberta_recipe.training.checkpoint import newest_first
-from roberta_recipe.training.processes import from_first_process
+from roberta_recipe.training.processes import on_first_process
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -127,9 +127,7 @@ class Stopping(TrainerCallback):
         (DeepSpeed would skip the step and continue)."""
         trainer = self.trainer
         if self.deviations and is_spike(loss, self.recent_losses, self.deviations):
-            raise from_first_process(
-                trainer.args, lambda: record_spike(trainer, loss, self.stopped_by or "a loss spike")
-            )
+            raise on_first_process(trainer.args, lambda: record_spike(trainer, loss, self.stopped_by or "a loss spike"))
         self.recent_losses.append(loss)
         if not_finite or trainer.step_was_skipped:
             kind = "loss" if not_finite else "gradient"
