@@ -1,5 +1,5 @@
-"""`--report_to`: each start and each seed is a run of its own, with a name and its metrics by step. A recorder stands in
-for the trackers; those that are installed (`pip install wandb tensorboard trackio mlflow`) are tried too, offline."""
+"""`--report_to`: each start and each seed is a named run with its metrics by step. A recorder stands in for a tracker;
+installed ones (`pip install wandb tensorboard trackio mlflow`) are tried too, offline."""
 
 import json
 import sqlite3
