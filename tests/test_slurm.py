@@ -69,7 +69,7 @@ def test_each_node_launches_its_ranks_and_some_exit_codes_queue_the_job_again(sb
 
 @pytest.mark.slow
 def test_a_job_that_is_preempted_is_the_same_run(root, sbatch, preset, tmp_path):
-    flags = ["--config", preset, "--max_steps", "60", "--output_dir"]
+    flags = ["--config", preset, "--max_steps", "100", "--per_device_train_batch_size", "4", "--output_dir"]
     whole = train_mlm.main([*flags, str(tmp_path / "whole")])
     folder, run = clone(root, tmp_path / "job"), tmp_path / "preempted"
     shutil.copy(root / "requirements.txt", folder)
@@ -83,4 +83,4 @@ def test_a_job_that_is_preempted_is_the_same_run(root, sbatch, preset, tmp_path)
     assert (folder / "requeued").read_text().split() == ["requeue", str(os.getpid())]
     assert sbatch(python, *flags, run, SLURM_GPUS_ON_NODE="1", OMP_NUM_THREADS="1").wait() == 0
     record = json.loads((run / "run_record.json").read_text())
-    assert (record["resumes"], record["steps"], record["digest"]) == (1, 60, whole["digest"])
+    assert (record["resumes"], record["steps"], record["digest"]) == (1, 100, whole["digest"])

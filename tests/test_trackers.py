@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import finetune_glue
 import train_mlm
+from roberta_recipe.errors import InputError
 
 SEEDS = ["rte/lr0.001-batch8-seed1", "rte/lr0.001-batch8-seed2"]
 
@@ -57,6 +58,15 @@ def test_a_seed_is_a_run_of_its_own(runs, monkeypatch):
     metrics = [set().union(*(names for _, names in run.logged)) for run in wandb.runs]
     assert {"loss", "learning_rate", "tokens_seen", "eval_perplexity"} < metrics[1]
     assert metrics[2] == metrics[3] > {"loss", "eval_accuracy"}
+
+
+def test_an_error_of_a_tracker_is_one_line(preset, monkeypatch):
+    module = {"__name__": "mlflow.store"}
+    exec("class StoreError(Exception): pass\ndef begin(*_, **__): raise StoreError('use a database')", module)
+    monkeypatch.setattr(Recorder, "on_train_begin", module["begin"])
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "wandb", Recorder)
+    with pytest.raises(InputError, match="report_to: StoreError: use a database"):
+        train_mlm.main(["--config", preset, "--report_to", "wandb"])
 
 
 def read_tensorboard(folder):
