@@ -82,7 +82,8 @@ def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = [name for name in modules if name != "enum"][-1]
         flags = next((flags for prefix, flags in _READ_FLAGS.items() if raised_in.startswith(prefix)), None)
-        if flags is None or not is_start() or lost_process(error):
+        is_bug = isinstance(error, TypeError | LookupError | AttributeError)
+        if flags is None or is_bug or not is_start() or lost_process(error):
             raise
         raise InputError(f"{flags}: {type(error).__name__}: {first_line(error)}") from error
 

@@ -98,8 +98,7 @@ class DurableTrainer(Trainer):
         own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
         trainer_args = copy.copy(args)
         name = run_name or args.run_name or Path(args.output_dir).name  # in trackers
-        # Trainer would rotate before a checkpoint is sealed
-        vars(trainer_args).update(save_total_limit=None, run_name=name)
+        vars(trainer_args).update(save_total_limit=None, run_name=name)  # Trainer would rotate before the seal
         with library_errors():
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
