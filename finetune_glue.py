@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["roberta-recipe"]
+# tool.uv.sources.roberta-recipe = { path = ".", editable = true }
+# ///
 """Fine-tune an encoder on GLUE as RoBERTa did (paper, section 5.1), or on your own table: median of five seeds, best
 epoch on validation.
 

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["roberta-recipe"]
+# tool.uv.sources.roberta-recipe = { path = ".", editable = true }
+# ///
 """Fine-tune an encoder on RACE as RoBERTa did (paper, section 5.3): median of five seeds.
 
     accelerate launch finetune_race.py --config presets/race/paper.yaml            # or: make race

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["roberta-recipe"]
+# tool.uv.sources.roberta-recipe = { path = ".", editable = true }
+# ///
 """Fine-tune an encoder on SQuAD 1.1 or 2.0 as RoBERTa did (paper, section 5.2): median of five seeds.
 
     accelerate launch finetune_squad.py --config presets/squad/v2.0.yaml          # or: make squad VERSION=2.0

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["roberta-recipe"]
+# tool.uv.sources.roberta-recipe = { path = ".", editable = true }
+# ///
 """Pretrain RoBERTa from raw text.
 
     accelerate launch train_mlm.py                       # the demonstration: minutes on two CPU cores

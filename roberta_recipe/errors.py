@@ -23,7 +23,7 @@ _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream erro
 
 # modules of libraries that read flags when training starts, and the flags
 _FLAGS_OF_MODULE = {
-    "transformers.integrations.integration_utils": "report_to",
+    **dict.fromkeys(("transformers.integrations.integration_utils", "mlflow.", "trackio.", "wandb."), "report_to"),
     "transformers.trainer": "flags of TrainingArguments",
     "accelerate.": "torch_compile_backend or another flag of accelerate",
     "torch.utils.data.": "flags of data loading (dataloader_prefetch_factor, ...)",
@@ -76,13 +76,14 @@ def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None
     `_FLAGS_OF_MODULE`. Errors of this package, of data and of models keep their traceback."""
     try:
         yield
-    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
         from roberta_recipe.hardware import lost_process  # torch, which has been imported where this is raised
 
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = [name for name in modules if name != "enum"][-1]
         flags = next((flags for prefix, flags in _FLAGS_OF_MODULE.items() if raised_in.startswith(prefix)), None)
-        if flags is None or not is_start() or lost_process(error):
+        is_bug = isinstance(error, TypeError | LookupError | AttributeError)
+        if flags is None or is_bug or not is_start() or lost_process(error):
             raise
         raise InputError(f"{flags}: {type(error).__name__}: {first_line(error)}") from error
 

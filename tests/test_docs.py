@@ -111,7 +111,7 @@ def typed(root, tmp_path):
     for name, text in (
         ("python", NOTED.format(python=sys.executable, calls=str(calls))),
         ("make", f'#!/bin/sh\nexec {shutil.which("make")} -s VENV={tmp_path / "venv"} "$@"\n'),
-        *((name, "#!/bin/sh\n") for name in ("pip", "git", "hf", "accelerate", "source")),
+        *((name, "#!/bin/sh\n") for name in ("pip", "git", "hf", "accelerate", "source", "uv", "sbatch", "docker")),
     ):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)

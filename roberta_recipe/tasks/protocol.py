@@ -266,6 +266,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         layer_decay=args.layer_decay,
         fingerprint=fingerprint,
         resumed=resumed,
+        run_name=f"{training_args.run_name or run.output_dir.parent.name}/{run.output_dir.name}",
     )
     trainer.remove_callback(Progress)
     trainer.add_callback(Progress(sum(steps[1:])))

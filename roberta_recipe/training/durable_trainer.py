@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -87,6 +89,7 @@ class DurableTrainer(Trainer):
         label_columns: dict[str, str],
         resumed: dict[str, Any] | None,
         stopping: Stopping | None = None,
+        run_name: str | None = None,
         callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
@@ -95,7 +98,8 @@ class DurableTrainer(Trainer):
         # in this order: Stopping asks for a checkpoint, LogFile logs its step, Progress prints last
         own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
         trainer_args = copy.copy(args)  # `self.args`
-        vars(trainer_args).update(save_total_limit=None)  # Trainer would rotate before a checkpoint is sealed
+        name = run_name or args.run_name or Path(args.output_dir).name  # in trackers
+        vars(trainer_args).update(save_total_limit=None, run_name=name)  # Trainer would rotate before the seal
         with library_errors():
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
@@ -268,6 +272,10 @@ class DurableTrainer(Trainer):
         with self.stopping.training(), library_errors(lambda: self.state.global_step <= self._first_step):
             output = super().train(*args, **kwargs)
         self._end_s = time.monotonic()
+        for tracker in get_reporting_integration_callbacks(self.args.report_to):
+            self.remove_callback(tracker)  # with a later log line, MLflow and Trackio would begin another run
+        if run := getattr(sys.modules.get("wandb"), "run", None):
+            run.finish()  # the next seed would log to it
         return output
 
     def _run_epoch(self, **kwargs):
