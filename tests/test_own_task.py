@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 import finetune_glue
 import finetune_squad
-from roberta_recipe import durable
+from roberta_recipe import durable, log
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import glue_scores
@@ -96,6 +96,16 @@ def test_scores_are_a_regression_on_their_range(argv, tmp_path, capfd):
         "pearson",
         "spearman",
     }
+
+
+def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tmp_path, capfd):
+    """`test_glue_data.py` holds the error for a length on the command line."""
+    log.log_once.cache_clear()
+    words = argv("my.csv", CSV, "--text_column", "review", "--label_column", "stars")
+    del words[(at := words.index("--max_seq_length")) : at + 2]
+    finetune_glue.main(words)
+    assert capfd.readouterr().err.count("Length      64, all positions of ") == 1
+    assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
 
 
 OK = "text,label\na,x\nb,y\n"
