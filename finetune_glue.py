@@ -146,9 +146,7 @@ def default_preset(argv: list[str]) -> str:
 
 def task_of(args: GlueArguments) -> glue.Task:
     """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
-    for name, sources in own_task.GOES_WITH.items():
-        if getattr(args, name) not in (None, "label") and not any(getattr(args, source) for source in sources):
-            raise InputError(f"{name}={getattr(args, name)} has no effect without {' or '.join(sources)}")
+    own_task.check_sources(args)
     if args.table:
         if args.task_name in TASKS:
             raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")

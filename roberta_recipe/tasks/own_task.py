@@ -1,9 +1,10 @@
-"""A classification or regression task on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub."""
+"""Tasks on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub; classification and regression."""
 
 import csv
 import dataclasses
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,26 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass
-class OwnTaskArguments(FinetuneArguments):
+class OwnFileArguments(FinetuneArguments):
+    """The flags that name the user's files."""
+
+    _argument_group_name = "your files"
+
+    train_file: str | None = setting(
+        None, "By its extension JSON lines, Parquet, or as in the script's help.", "content"
+    )
+    validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
+    test_file: str | None = setting(None, "With do_predict: predicted into a file.", "content")
+    dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
+    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
+
+
+@dataclass
+class OwnTaskArguments(OwnFileArguments):
     """The flags of a task on the user's tables."""
 
     _argument_group_name = "a task on your tables"
 
-    train_file: str | None = setting(None, "CSV, TSV (no quotes), JSON lines or Parquet, by its extension.", "content")
-    validation_file: str | None = setting(None, "Default: a tenth of train_file, stratified by label.", "content")
-    test_file: str | None = setting(None, "With do_predict: predicted into a TSV.", "content")
-    dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
-    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
     text_column: str | None = setting(None, "Default: text, sentence, or the pair sentence1, sentence2.", "content")
     text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
     label_column: str = setting("label", "Labels; numbers with a decimal point make a regression.", "content")
@@ -48,10 +59,8 @@ class OwnTaskArguments(FinetuneArguments):
 def read_task(args: OwnTaskArguments) -> Task:
     """The task with its rows: labels are those of the training rows, sorted. Raises `InputError` that names file, row
     and value."""
-    tables = _of_files(args) if args.train_file else _of_hub(args)
+    tables = read_tables(args, read_table)
     where, rows = tables["train"]
-    if not rows:
-        raise InputError(f"{where} has no rows")
     columns, label = _columns(args, where, list(rows[0])), args.label_column
     names, scale = _labels(where, label, [row.get(label) for row in rows])
     examples = {
@@ -63,7 +72,14 @@ def read_task(args: OwnTaskArguments) -> Task:
     }
     held_out = "validation" not in examples
     if held_out:
-        examples["train"], examples["validation"] = _split(examples["train"])
+        examples["train"], examples["validation"] = (
+            dataclasses.replace(
+                examples["train"],
+                texts=[examples["train"].texts[row] for row in part],
+                labels=[examples["train"].labels[row] for row in part],
+            )
+            for part in hold_out(examples["train"].labels)
+        )
     if not examples["validation"].texts:
         raise InputError(f"{where} has {len(rows)} rows, too few to hold out a tenth: name a validation_file")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
@@ -82,12 +98,25 @@ def read_task(args: OwnTaskArguments) -> Task:
     )
 
 
-def _of_files(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+def check_sources(args: OwnFileArguments) -> None:
+    """Raise `InputError` for a flag without effect: the flag of its source is missing."""
+    for name in [name for name in GOES_WITH if hasattr(args, name)]:
+        value, sources = getattr(args, name), GOES_WITH[name]
+        if value not in (None, getattr(type(args), name)) and not any(getattr(args, source) for source in sources):
+            raise InputError(f"{name}={value} has no effect without {' or '.join(sources)}")
+
+
+def read_tables(args: OwnFileArguments, read: Callable[[str], Rows]) -> dict[str, tuple[str, Rows]]:
+    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes. Raises
+    `InputError`."""
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-    return {split: (file, _read(file)) for split, file in files.items() if file}
+    tables = {split: (file, read(file)) for split, file in files.items() if file} if args.train_file else _of_hub(args)
+    if not tables["train"][1]:
+        raise InputError(f"{tables['train'][0]} has no rows")
+    return tables
 
 
-def _of_hub(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+def _of_hub(args: OwnFileArguments) -> dict[str, tuple[str, Rows]]:
     config = [args.dataset_config_name] if args.dataset_config_name else []
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
@@ -96,14 +125,16 @@ def _of_hub(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
     for split in ("train", "validation", "test"):
         if split in dataset:
             rows, feature = dataset[split].to_list(), dataset[split].features.get(args.label_column)
-            if hasattr(feature, "names"):  # class numbers; -1 in a test set without labels
-                names = dict(enumerate(feature.names))
-                rows = [{**row, args.label_column: names.get(row[args.label_column])} for row in rows]
+            if classes := getattr(getattr(feature, "feature", feature), "names", None):  # `feature`: of a list
+                names = dict(enumerate(classes))  # -1: no label
+                for row in rows:
+                    label = row[args.label_column]
+                    row[args.label_column] = [*map(names.get, label)] if isinstance(label, list) else names.get(label)
             tables[split] = f"{args.dataset_name}, {split}", rows
     return tables
 
 
-def _read(path: str) -> Rows:
+def read_table(path: str) -> Rows:
     """The rows of a file by its extension."""
     kind = Path(path).suffix.lower()
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
@@ -210,16 +241,9 @@ def shortened(names: tuple[str, ...]) -> str:
     return ", ".join(names[:20]) + f", ... ({len(names):,})" * (len(names) > 20)
 
 
-def _split(examples: Examples) -> tuple[Examples, Examples]:
-    """Training rows and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
+def hold_out(labels: list[int] | list[float]) -> tuple[list[int], list[int]]:
+    """Training rows, and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
     shuffled within a label."""
-    draws = np.random.default_rng(_SPLIT_SEED).random(len(examples))
-    held_out = set(np.lexsort((draws, examples.labels))[_HELD_OUT].tolist())
-    parts = [[row for row in range(len(examples)) if (row in held_out) == wanted] for wanted in (False, True)]
-    train, validation = (
-        dataclasses.replace(
-            examples, texts=[examples.texts[row] for row in part], labels=[examples.labels[row] for row in part]
-        )
-        for part in parts
-    )
-    return train, validation
+    draws = np.random.default_rng(_SPLIT_SEED).random(len(labels))
+    held_out = set(np.lexsort((draws, labels))[_HELD_OUT].tolist())
+    return [row for row in range(len(labels)) if row not in held_out], sorted(held_out)
