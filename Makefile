@@ -88,6 +88,9 @@ squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/robe
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
 
+ner: setup        ## five seeds of token classification: make ner DATA=train.conll MODEL=runs/roberta_base
+	$(LAUNCH) finetune_ner.py $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--train_file "$(DATA)") $(ARGS)
+
 blimp: setup      ## BLiMP accuracy of a masked LM: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
 	$(PY) tools/blimp.py $(CHOSEN)
 

@@ -1,7 +1,7 @@
 """Fine-tune an encoder to tag words (named entities, parts of speech) by the paper's protocol: median of five seeds.
 
-    accelerate launch finetune_ner.py --train_file train.conll --validation_file dev.conll       # or: make ner
-    accelerate launch finetune_ner.py --dataset_name tner/ontonotes5 --label_column tags --model_name_or_path runs/mine
+    accelerate launch finetune_ner.py --train_file train.conll --validation_file dev.conll     # or: make ner DATA=...
+    accelerate launch finetune_ner.py --dataset_name unimelb-nlp/wikiann --dataset_config_name en
 
 Any checkpoint that AutoModelForTokenClassification loads, with a fast tokenizer. A CoNLL file has a word per line, its
 tag in the last column, and a blank line between sentences; JSON lines and Parquet have a list of each per sentence. The
@@ -122,6 +122,19 @@ def read_split(args: NerArguments, split: str, where: str, rows: own_task.Rows) 
     return ner.parse_rows(where, rows, args.text_column, args.label_column, is_test=split == "test")
 
 
+def build_model(args: NerArguments, names: tuple[str, ...]) -> torch.nn.Module:
+    """The checkpoint with a head that scores the tags of each token."""
+    return load_with_head(
+        AutoModelForTokenClassification,
+        args.model_name_or_path,
+        args.head_dropout,
+        args.random_weights,
+        num_labels=len(names),
+        id2label=dict(enumerate(names)),
+        label2id={name: number for number, name in enumerate(names)},
+    )
+
+
 def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme: str | None, overlap: int) -> dict:
     """Log the task and the data in a few lines; return the counts."""
     counts = {}
@@ -137,19 +150,6 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
         f"Duplicates  {overlap:,} of {len(windows['validation'].sentences):,} validation sentences are in training"
     )
     return {"duplicates": {"in_train": overlap}, "features": counts}
-
-
-def build_model(args: NerArguments, names: tuple[str, ...]) -> torch.nn.Module:
-    """The checkpoint with a head that scores the tags of each token."""
-    return load_with_head(
-        AutoModelForTokenClassification,
-        args.model_name_or_path,
-        args.head_dropout,
-        args.random_weights,
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: number for number, name in enumerate(names)},
-    )
 
 
 def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict) -> protocol.Job:

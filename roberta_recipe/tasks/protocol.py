@@ -1,4 +1,4 @@
-"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, a run per seed, its best epoch,
+"""The protocol of the fine-tuning scripts (paper, section 5): argument checks, a run per seed, its best epoch,
 the summary over seeds. A script describes its task as a `Job`."""
 
 import contextlib
