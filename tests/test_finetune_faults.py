@@ -198,7 +198,8 @@ def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch
     """By the launcher's word, which no flag of the script shows."""
     tuning = ["--model_name_or_path", model_dir, "--use_cpu", "--output_dir", str(tmp_path / "out")]
     argv = {train_mlm: ["--config", preset], finetune_glue: flags("rte")}.get(script, tuning)
+    argv += ["--train_file", "my.conll"] if script is finetune_ner else []
     with monkeypatch.context() as patch, pytest.raises(InputError, match="accelerate is configured to use FSDP"):
         patch.setenv("ACCELERATE_USE_FSDP", "true")
-        patch.setattr(weights, "check_length", lambda *_: None)  # the presets' lengths are those of large models
+        patch.setattr(weights, "max_positions", lambda *_: None)  # the presets' lengths are those of large models
         script.main(argv)
