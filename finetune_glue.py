@@ -459,11 +459,11 @@ def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data
     if task.labels:
         probabilities = form.averaged(scores) if scores.ndim == 2 else None
         return summaries.class_answers(examples, task.labels, labels, predictions, probabilities)
-    rows = [
-        {**example, "label": label, "prediction": predicted, "error": abs(predicted - label)}
-        for example, label, predicted in zip(examples, labels, predictions, strict=True)
+    rows = sorted(zip(examples, labels, predictions, strict=True), key=lambda row: -abs(row[2] - row[1]))
+    return [
+        {**example, "label": f"{label:.6g}", "prediction": f"{predicted:.6g}", "error": f"{abs(predicted - label):.6g}"}
+        for example, label, predicted in rows
     ]
-    return sorted(rows, key=lambda row: -row["error"])
 
 
 def write_submission(

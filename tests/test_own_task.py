@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import SUBJECTS, second_of_training
 from sklearn.metrics import f1_score
-from transformers import AutoConfig
+from transformers import AutoConfig, pipeline
 
 import finetune_glue
 import finetune_squad
@@ -106,6 +106,27 @@ def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tm
     finetune_glue.main(words)
     assert capfd.readouterr().err.count("Length      64, all positions of ") == 1
     assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
+
+
+def test_predictions_of_scores_are_on_the_users_scale(argv, tmp_path):
+    """Also on one of a millionth; the saved model's output is the share of it that the card names."""
+    table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5e-6\n" for n, word in enumerate(SUBJECTS * 2))
+    words = argv(
+        "s.csv", table, "--validation_file", tmp_path / "s.csv", "--do_predict", "--test_file", tmp_path / "s.csv"
+    )
+    summary = finetune_glue.main(words)
+    tsv = (tmp_path / "out" / "submission" / "s_predictions.tsv").read_text().splitlines()[1:]
+    run = tmp_path / "out" / "lr0.001-batch4-seed1"
+    answers = [line.split("\t") for line in (run / "validation_answers.tsv").read_text().splitlines()[1:]]
+    assert sorted(float(row[1]) for row in answers) == pytest.approx([(20.5 + n) * 1e-6 for n in range(16)])
+    score = pipeline("text-classification", str(run / "best"))
+    for number, word in enumerate(SUBJECTS * 2):
+        expected = (20.5 + 15 * score(f"{word} {number}")[0]["score"]) * 1e-6
+        assert float(tsv[number].split("\t")[1]) == pytest.approx(expected, rel=1e-4)
+        (predicted,) = [float(row[2]) for row in answers if row[0] == f"{word} {number}"]
+        assert predicted == pytest.approx(expected, rel=1e-4)
+    config, record = (durable.read_json(run / name) for name in ("best/config.json", "run_record.json"))
+    assert "0 stands for 2.05e-05, 1 for 3.55e-05" in str(card.fine_tuned("me/mine", config, record, summary))
 
 
 OK = "text,label\na,x\nb,y\n"

@@ -16,6 +16,7 @@ from roberta_recipe.tasks.summaries import name_on_split
 HUB_DATASET = "nyu-mll/glue"
 SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1"}  # where the Hub has another name
+_SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:g}, 1 for {:g}."
 
 
 def tsv_splits(
@@ -147,6 +148,7 @@ def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
         "task_type": "text-classification",
         "hub_metrics": {metric: _HUB_METRICS.get(metric, metric) for metric in metrics},
         "note": task.note,
+        **({} if task.labels else {"loading_note": _SCALE_NOTE.format(*task.scale)}),
     }
 
 
@@ -254,6 +256,6 @@ def is_score(text: str) -> bool:
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
     """Class numbers, or scores clipped to the task's scale, in the submission format."""
     if not task.labels:
-        return [f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
+        return [f"{score:.6g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
     words = submission_labels(task)
     return [words[number] for number in predictions]

@@ -1,7 +1,6 @@
 """Tasks on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub; classification and regression."""
 
 import csv
-import dataclasses
 import io
 import math
 from collections.abc import Callable
@@ -72,13 +71,10 @@ def read_task(args: OwnTaskArguments) -> Task:
     }
     held_out = "validation" not in examples
     if held_out:
+        whole = examples["train"]
         examples["train"], examples["validation"] = (
-            dataclasses.replace(
-                examples["train"],
-                texts=[examples["train"].texts[row] for row in part],
-                labels=[examples["train"].labels[row] for row in part],
-            )
-            for part in hold_out(examples["train"].labels)
+            Examples([whole.texts[row] for row in part], [whole.labels[row] for row in part])
+            for part in hold_out(whole.labels)
         )
     if not examples["validation"].texts:
         raise InputError(f"{where} has {len(rows)} rows, too few to hold out a tenth: name a validation_file")
