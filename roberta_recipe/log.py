@@ -63,8 +63,7 @@ class Bar(tqdm):
 
 
 @functools.cache
-def log_once(line: str) -> None:
-    """Log a line; not again when fine-tuning parses its command line for each seed."""
+def log_once(line: str) -> None:  # fine-tuning parses its command line for each seed
     logger.info(line)
 
 

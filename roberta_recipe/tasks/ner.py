@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
@@ -49,8 +48,7 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
 
 
 def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: str, is_test: bool) -> list[Sentence]:
-    """The sentences of rows with a list of words and a list of tags. A test set may have no tags, or a single
-    placeholder. Raises `InputError` that names file, sentence and value."""
+    """The sentences of rows with a list of words and of tags; a test set may have no tags, or a single placeholder."""
     sentences = []
     for number, row in enumerate(rows, 1):
         words, tags = row.get(text_column), row.get(label_column)
@@ -74,8 +72,7 @@ class Windows:
     word_index: list[tuple[int, np.ndarray]]  # by window: its sentence, and the words that have a label
 
     def tags(self, scores: np.ndarray) -> list[list[str]]:
-        """The tags of each sentence by `scores` (windows, tokens), class numbers; words without a token have the first
-        name."""
+        """The tags of each sentence by `scores` (windows, tokens), class numbers; of words without a token, 0."""
         tags = [[self.names[0]] * len(sentence.words) for sentence in self.sentences]
         for feature, (number, words), row in zip(self.features, self.word_index, scores, strict=True):
             for word, best in zip(words, row[np.flatnonzero(feature["labels"] != IGNORED)], strict=True):
@@ -83,9 +80,7 @@ class Windows:
         return tags
 
 
-def make_windows(
-    sentences: list[Sentence], names: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_seq_length: int
-) -> Windows:
+def make_windows(sentences: list[Sentence], names: Sequence[str], tokenizer, max_seq_length: int) -> Windows:
     """Sentences, their words joined by spaces, in windows of `max_seq_length` tokens. Tags that are not among `names`
     have the label 0; only training computes a loss."""
     encode, numbers = tokenization.text_tokenizer(tokenizer), {name: number for number, name in enumerate(names)}
@@ -136,8 +131,7 @@ def names_and_scheme(sentences: list[Sentence]) -> tuple[tuple[str, ...], str | 
 
 
 def scores(references: Sequence[Sequence[str]], predictions: list[list[str]], scheme: str | None) -> dict[str, float]:
-    """The metrics of sentences, from 0 to 1: `accuracy` of words; with a scheme, `f1`, `precision` and `recall` of
-    entities (seqeval's default mode), and `strict_f1`."""
+    """Shares: `accuracy` of words and, with a scheme, `f1`, `precision` and `recall` of entities, and `strict_f1`."""
     pairs = [pair for tags in zip(references, predictions, strict=True) for pair in zip(*tags, strict=True)]
     accuracy = {"accuracy": sum(wanted == tag for wanted, tag in pairs) / len(pairs)}
     if not scheme:

@@ -36,7 +36,7 @@ class OwnFileArguments(FinetuneArguments):
     _argument_group_name = "your files"
 
     train_file: str | None = setting(
-        None, "By its extension JSON lines, Parquet, or as in the script's help.", "content"
+        None, "JSON lines, Parquet, CSV, TSV (no quotes); finetune_ner.py: CoNLL.", "content"
     )
     validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
     test_file: str | None = setting(None, "With do_predict: predicted into a file.", "content")
@@ -52,7 +52,7 @@ class OwnTaskArguments(OwnFileArguments):
 
     text_column: str | None = setting(None, "Default: text, sentence, or the pair sentence1, sentence2.", "content")
     text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
-    label_column: str = setting("label", "Labels; numbers with a decimal point make a regression.", "content")
+    label_column: str = setting("label", "Labels, or lists of them; a decimal point makes a regression.", "content")
 
 
 def read_task(args: OwnTaskArguments) -> Task:
@@ -62,10 +62,11 @@ def read_task(args: OwnTaskArguments) -> Task:
     where, rows = tables["train"]
     columns, label = _columns(args, where, list(rows[0])), args.label_column
     names, scale = _labels(where, label, [row.get(label) for row in rows])
+    multi_label = isinstance(rows[0].get(label), list)
     examples = {
         split: Examples(
             [_texts(f"{where}, row {number}", row, columns) for number, row in enumerate(rows, 1)],
-            _class_numbers_or_scores(split, where, label, rows, names),
+            _encode_labels(split, where, label, rows, names, multi_label),
         )
         for split, (where, rows) in tables.items()
     }
@@ -87,7 +88,8 @@ def read_task(args: OwnTaskArguments) -> Task:
         label_column=label,
         labels=names,
         scale=scale,
-        metrics=metrics,
+        multi_label=multi_label,
+        metrics=("micro_f1", "macro_f1") if multi_label else metrics,
         words=True,
         note="a tenth of its rows held out for validation" if held_out else "",
         examples=examples,
@@ -103,8 +105,7 @@ def check_sources(args: OwnFileArguments) -> None:
 
 
 def read_tables(args: OwnFileArguments, read: Callable[[str], Rows]) -> dict[str, tuple[str, Rows]]:
-    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes. Raises
-    `InputError`."""
+    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes."""
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     tables = {split: (file, read(file)) for split, file in files.items() if file} if args.train_file else _of_hub(args)
     if not tables["train"][1]:
@@ -196,6 +197,8 @@ def _number(value: Any) -> int | float | None:
 
 def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
     """The sorted names of the classes, none for scores; lowest and highest score."""
+    if all(isinstance(value, list) for value in values):
+        return tuple(sorted({str(name) for value in values for name in value})), (0.0, 1.0)
     if others := [value for value in values if not isinstance(value, str | int | float | None)]:
         raise InputError(f"{where}: {column} is {others[0]!r}, and a row has a single label, a word or a number")
     numbers = [_number(value) for value in values]
@@ -216,17 +219,21 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
     return tuple(sorted(order, key=lambda name: (order[name], name))), (0.0, 1.0)
 
 
-def _class_numbers_or_scores(
-    split: str, where: str, column: str, rows: Rows, names: tuple[str, ...]
-) -> list[int] | list[float] | None:
-    """The labels of a split; None for a test set without labels, or with a single placeholder."""
+def _encode_labels(
+    split: str, where: str, column: str, rows: Rows, names: tuple[str, ...], multi_label: bool
+) -> list[Any] | None:
+    """Class numbers, scores, or a 0 or 1 for each class; None for a test set without labels, or with a placeholder."""
     values = [row.get(column) for row in rows]
     if split == "test" and len(set(map(str, values))) < 2:
         return None
     numbers = {name: number for number, name in enumerate(names)}
-    labels = [numbers.get(str(value)) if names else _number(value) for value in values]
+    if multi_label:
+        sets = [{*map(str, value)} if isinstance(value, list) else {None} for value in values]
+        labels = [tuple(int(name in each) for name in names) if each <= {*names} else None for each in sets]
+    else:
+        labels = [numbers.get(str(value)) if names else _number(value) for value in values]
     for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
-        if label is None or not math.isfinite(label):
+        if label is None or not np.isfinite(label).all():
             wanted = f"none of the training labels {shortened(names)}" if names else "no number"
             raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
     return labels
@@ -237,9 +244,9 @@ def shortened(names: tuple[str, ...]) -> str:
     return ", ".join(names[:20]) + f", ... ({len(names):,})" * (len(names) > 20)
 
 
-def hold_out(labels: list[int] | list[float]) -> tuple[list[int], list[int]]:
+def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:
     """Training rows, and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
     shuffled within a label."""
     draws = np.random.default_rng(_SPLIT_SEED).random(len(labels))
-    held_out = set(np.lexsort((draws, labels))[_HELD_OUT].tolist())
+    held_out = set(np.lexsort((draws, np.unique(labels, axis=0, return_inverse=True)[1]))[_HELD_OUT].tolist())
     return [row for row in range(len(labels)) if row not in held_out], sorted(held_out)

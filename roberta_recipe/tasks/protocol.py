@@ -92,8 +92,7 @@ class Job:
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
-    """The parsed arguments (`cls`: the script's dataclass), and the resolved values as a preset. A preset's
-    `max_seq_length` is lowered to the positions of the model; one on the command line is not."""
+    """The parsed arguments (`cls`: the script's dataclass), their preset's length lowered to the model's; a preset."""
     (args, training_args), resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
     with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
         longest = weights.max_positions(weights.read_config(args.model_name_or_path))
