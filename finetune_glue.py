@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -274,7 +275,8 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
 
 
 def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
-    """An output per class, binary cross-entropy of each, a class is predicted from a probability of 0.5 on."""
+    """An output per class, binary cross-entropy of each; a class is predicted from a probability of 0.5 on."""
+    warnings.filterwarnings("ignore", message="Label smoothing is not compatible")  # Trainer's, for its None too
     return dataclasses.replace(
         as_classification(args, task, data, tokenizer),
         build_model=lambda: build_model(args, list(task.labels), "multi_label_classification"),

@@ -70,7 +70,7 @@ def closure(script: str) -> set[Path]:
     ("script", "files", "lines"),
     [
         ("train_mlm.py", 62, 9_800),
-        ("finetune_glue.py", 51, 8_400),
+        ("finetune_glue.py", 51, 8_450),
         ("finetune_squad.py", 48, 7_700),
         ("finetune_race.py", 45, 7_100),
         ("finetune_ner.py", 48, 7_700),
