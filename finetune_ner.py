@@ -164,8 +164,9 @@ def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, t
         name=name,
         metric=metrics[0],
         dataset={
-            **{"name": name, "hub_id": args.dataset_name, "hub_config": args.dataset_config_name},
-            **{"split": "validation", "task_type": "token-classification", "note": ""},
+            **{"name": name, "hub_id": None, "hub_config": None, "split": "validation"},
+            "task_type": "token-classification",
+            "note": "" if args.validation_file or args.dataset_name else "a tenth of it held out for validation",
             "hub_metrics": {metric: metric for metric in metrics},
         },
         tokenizer=tokenizer,

@@ -13,6 +13,7 @@ from transformers import AutoConfig, pipeline
 import finetune_ner
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import card
 from roberta_recipe.tasks import ner
 
 RUN = "lr0.001-batch4-seed1"
@@ -63,6 +64,11 @@ def test_from_the_command_line(argv, tmp_path, capfd):
     assert AutoConfig.from_pretrained(best / "best").id2label == dict(enumerate(NAMES))
     tag = pipeline("token-classification", str(best / "best"), aggregation_strategy="first")
     assert {entity["entity_group"] for entity in tag("the cat sees 😀 in the garden .")} == {"PER", "LOC"}
+    config, record = (durable.read_json(best / name) for name in ("best/config.json", "run_record.json"))
+    shown = str(card.fine_tuned("me/mine", config, record, summary))
+    assert (
+        "fine-tuned on train.conll, a tenth of it held out" in shown and "pipeline_tag: token-classification" in shown
+    )
     finetune_ner.main(words)
     assert "Done        " in capfd.readouterr().err
 
