@@ -16,7 +16,7 @@ NEEDS_compare = A=runs/a B=runs/b
 need = $(if $($(firstword $(subst =, ,$2))),,$(error $1 needs $(firstword $(subst =, ,$2)): make $1 $(NEEDS_$1)))
 $(foreach target,$(MAKECMDGOALS),$(foreach example,$(NEEDS_$(target)),$(call need,$(target),$(example))))
 
-.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race blimp \
+.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race ner blimp \
         table experiments compare contamination faults bench gpu report push clean
 
 help:             ## this list
