@@ -16,7 +16,7 @@ NEEDS_compare = A=runs/a B=runs/b
 need = $(if $($(firstword $(subst =, ,$2))),,$(error $1 needs $(firstword $(subst =, ,$2)): make $1 $(NEEDS_$1)))
 $(foreach target,$(MAKECMDGOALS),$(foreach example,$(NEEDS_$(target)),$(call need,$(target),$(example))))
 
-.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race blimp \
+.PHONY: help setup demo test test-slow lint tokenizer pack estimate pretrain evaluate glue glue-all glue-table glue-submission squad race ner blimp \
         table experiments compare contamination faults bench gpu report push clean
 
 help:             ## this list
@@ -87,6 +87,9 @@ squad: setup      ## five seeds of SQuAD: make squad VERSION=2.0 MODEL=runs/robe
 
 race: setup       ## five seeds of RACE: make race MODEL=runs/roberta_base (RECIPE=fairseq: the authors' commands)
 	$(LAUNCH) finetune_race.py --config "presets/race/$(or $(RECIPE),paper).yaml" $(CHOSEN)
+
+ner: setup        ## five seeds of token classification: make ner DATA=train.conll MODEL=runs/roberta_base
+	$(LAUNCH) finetune_ner.py $(if $(MODEL),--model_name_or_path "$(MODEL)") $(if $(DATA),--train_file "$(DATA)") $(ARGS)
 
 blimp: setup      ## BLiMP accuracy of a masked LM: make blimp MODEL=runs/roberta_base (DATA=folder of *.jsonl, or the Hub)
 	$(PY) tools/blimp.py $(CHOSEN)

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,9 +152,7 @@ def default_preset(argv: list[str]) -> str:
 
 def task_of(args: GlueArguments) -> glue.Task:
     """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
-    for name, sources in own_task.GOES_WITH.items():
-        if getattr(args, name) not in (None, "label") and not any(getattr(args, source) for source in sources):
-            raise InputError(f"{name}={getattr(args, name)} has no effect without {' or '.join(sources)}")
+    own_task.check_sources(args)
     if args.table:
         if args.task_name in TASKS:
             raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
@@ -167,6 +166,8 @@ def task_of(args: GlueArguments) -> glue.Task:
 def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments, task: glue.Task) -> None:
     """Raise `InputError` for values out of range and for flags that exclude each other."""
     glue.check_metrics(args.task_name, task)
+    if task.multi_label and {*task.labels} <= {"0", "1", "0.0", "1.0"}:
+        raise InputError(f'{task.label_column} has lists of 0 and 1: name the labels of a row, ["joy", "fear"]')
     if args.test_file and not training_args.do_predict:
         raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
     if training_args.do_predict and not task.splits_of("test"):
@@ -247,6 +248,8 @@ def form_name(args: GlueArguments, task: glue.Task) -> str:
         return "candidates"
     if not task.labels:
         return "regression"
+    if task.multi_label:
+        return "multi_label"
     return args.qnli_form if args.task_name == "qnli" else "classification"
 
 
@@ -272,6 +275,18 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         build_model=lambda: build_model(args, [task.label_column]),
         loss_sum=regression_loss,
         predictions=lambda split, scores, _: lowest + (highest - lowest) * scores,
+        averaged=lambda scores: scores,
+    )
+
+
+def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+    """An output per class, binary cross-entropy of each; a class is predicted from a probability of 0.5 on."""
+    warnings.filterwarnings("ignore", message="Label smoothing is not compatible")  # Trainer's, for its None too
+    return dataclasses.replace(
+        as_classification(args, task, data, tokenizer),
+        build_model=lambda: build_model(args, list(task.labels), "multi_label_classification"),
+        loss_sum=multi_label_loss,
+        predictions=lambda split, scores, _: (scores >= 0.5).astype(np.int64),
         averaged=lambda scores: scores,
     )
 
@@ -330,19 +345,20 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
 FORMS = {
     "classification": as_classification,
     "regression": as_regression,
+    "multi_label": as_multi_label,
     "ranking": as_ranking,
     "candidates": as_candidates,
 }
 
 
-def build_model(args: GlueArguments, labels: list[str]) -> torch.nn.Module:
+def build_model(args: GlueArguments, labels: list[str], problem_type: str | None = None) -> torch.nn.Module:
     """The checkpoint with a head for `labels`."""
     return load_with_head(
         AutoModelForSequenceClassification,
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
-        problem_type="regression" if len(labels) == 1 else "single_label_classification",
+        problem_type=problem_type or ("regression" if len(labels) == 1 else "single_label_classification"),
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
@@ -354,9 +370,9 @@ def make_features(
 ) -> tuple[dict[str, list[dict]], dict[str, int]]:
     """Model inputs of every example, two texts as a pair, and how many were truncated. Scores are scaled to [0, 1]."""
     features, cut, encode = {}, {}, tokenization.text_tokenizer(tokenizer)
-    lowest, highest = task.scale
     for split, examples in data.items():
-        labels, features[split], longer = examples.labels or [0] * len(examples), [], 0
+        unlabelled = (0,) * len(task.labels) if task.multi_label else 0
+        labels, features[split], longer = examples.labels or [unlabelled] * len(examples), [], 0
         for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
             some = slice(first, first + TOGETHER)
             texts = [list(column) for column in zip(*examples.texts[some], strict=True)]
@@ -364,12 +380,19 @@ def make_features(
             # the tokens that do not fit follow as further rows of the same example
             _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
             features[split] += [
-                {**compact(encoded, row), "labels": label if task.labels else (label - lowest) / (highest - lowest)}
-                for row, label in zip(rows, labels[some], strict=True)
+                {**compact(encoded, row), **targets(task, label)} for row, label in zip(rows, labels[some], strict=True)
             ]
             longer += int((pieces > 1).sum())
         cut[f"cut to {args.max_seq_length} in {split}"] = longer
     return features, cut
+
+
+def targets(task: glue.Task, label) -> dict:
+    """The label columns of a feature: `labels` has one entry per example, which is what losses are divided by."""
+    lowest, highest = task.scale
+    if task.multi_label:
+        return {"labels": 0, "classes": label}
+    return {"labels": label if task.labels else (label - lowest) / (highest - lowest)}
 
 
 def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: Form, overlap: dict) -> dict:
@@ -413,11 +436,13 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
-        degenerate=lambda scores: len(np.unique(form.predictions(validation[0], scores, scores).round(3))) == 1,
+        degenerate=lambda scores: len(np.unique(form.predictions(validation[0], scores, scores).round(3), axis=0)) == 1,
         answers=lambda scores: answers_of(task, form, validation[0], scores, data),
         scored_examples={split: len(of_split) for split, of_split in labels.items()},
         baseline=summaries.majority_answer(
-            labels, task.labels, lambda split, answers: glue_scores.scores(task.metrics, answers, labels[split])
+            labels,
+            () if task.multi_label else task.labels,
+            lambda split, answers: glue_scores.scores(task.metrics, answers, labels[split]),
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
@@ -451,6 +476,15 @@ def regression_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
     return torch.nn.functional.mse_loss(scores.float(), labels.float(), reduction="sum"), scores
 
 
+def multi_label_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum over examples and classes of the binary cross-entropies, probabilities (batch, classes)). A step's loss is
+    the sum over classes, mean over examples."""
+    batch.pop("labels")
+    wanted = batch.pop("classes").float()
+    logits = model(**batch).logits.float()
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="sum"), logits.sigmoid()
+
+
 def measure(
     task: glue.Task, form: Form, split: str, scores: np.ndarray, of_validation: np.ndarray, data
 ) -> dict[str, float]:
@@ -463,14 +497,20 @@ def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data
     """The answer to each example of a split, the worst first; with its probability except for rankings."""
     labels, predictions = data[split].labels, form.predictions(split, scores, scores)
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
+    if task.multi_label:
+        wrong = np.not_equal(predictions, labels).sum(-1)
+        columns = [glue.answers(dataclasses.replace(task, words=True), rows) for rows in (labels, predictions)]
+        rows = zip(*columns, wrong, strict=True)
+        rows = [{**examples[n], "label": row[0], "prediction": row[1], "wrong": row[2]} for n, row in enumerate(rows)]
+        return sorted(rows, key=lambda row: -row["wrong"])
     if task.labels:
         probabilities = form.averaged(scores) if scores.ndim == 2 else None
         return summaries.class_answers(examples, task.labels, labels, predictions, probabilities)
-    rows = [
-        {**example, "label": label, "prediction": predicted, "error": abs(predicted - label)}
-        for example, label, predicted in zip(examples, labels, predictions, strict=True)
+    rows = sorted(zip(examples, labels, predictions, strict=True), key=lambda row: -abs(row[2] - row[1]))
+    return [
+        {**example, "label": f"{label:.6g}", "prediction": f"{predicted:.6g}", "error": f"{abs(predicted - label):.6g}"}
+        for example, label, predicted in rows
     ]
-    return sorted(rows, key=lambda row: -row["error"])
 
 
 def write_submission(

@@ -32,6 +32,7 @@ from official_files import write_glue
 from transformers import RobertaConfig, Trainer
 
 import finetune_glue
+import finetune_ner
 import finetune_race
 import finetune_squad
 import train_mlm
@@ -47,6 +48,7 @@ CLASSES = {  # of the arguments, by script
     "finetune_glue": (finetune_glue.GlueArguments, FinetuneTrainingArguments),
     "finetune_squad": (finetune_squad.SquadArguments, FinetuneTrainingArguments),
     "finetune_race": (finetune_race.RaceArguments, FinetuneTrainingArguments),
+    "finetune_ner": (finetune_ner.NerArguments, FinetuneTrainingArguments),
 }
 STEPS = 6  # of a run here; it is ended after half of them
 # another value of a flag, where its type does not say which value means something; and what has to go with it

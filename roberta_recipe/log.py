@@ -1,5 +1,6 @@
 """Logging set-up, progress bars, and formats of counts and durations."""
 
+import functools
 import logging
 import os
 import sys
@@ -59,6 +60,11 @@ class Bar(tqdm):
                 left_s = state["elapsed"] / max(self.n, 1) * (self.total - self.n)
                 done = f"{self.n / self.total:.0%}, ETA {duration(left_s)}"
             logger.info(f"{self.desc.removesuffix(': ')} {done}")
+
+
+@functools.cache
+def log_once(line: str) -> None:  # fine-tuning parses its command line for each seed
+    logger.info(line)
 
 
 def counted(number: int, noun: str) -> str:

@@ -2,11 +2,10 @@
 here, or none. A flag that cannot change a result is accepted and logged; any other is refused with its name here."""
 
 import argparse
-import functools
 from collections.abc import Collection
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.log import logger
+from roberta_recipe.log import log_once
 
 _NEVER, _ALWAYS, _ANY = ("false",), ("true",), ("true", "false")
 # name: (accepted values; none: any number, and the reason why it changes nothing)
@@ -62,15 +61,10 @@ def without_accepted(argv: list[str], known: Collection[str]) -> list[str]:
         values, reason = ACCEPTED[name]
         if value.lower() not in values if values else not value.isdigit():  # the value may be a secret
             raise InputError(f"unknown argument '--{name}' with this value; here: {reason}")
-        _log_once(f"Flags       --{name} has no effect: {reason}")
+        log_once(f"Flags       --{name} has no effect: {reason}")
     return others
 
 
 def hint(name: str, known: Collection[str]) -> str | None:
     """The hint for a refused flag in a script with the flags `known`; None for a flag of no example script."""
     return (REFUSED | (REFUSED_IN_PRETRAINING if "corpus" in known else {})).get(name.replace("-", "_"))
-
-
-@functools.cache
-def _log_once(line: str) -> None:  # fine-tuning parses its command line for each seed
-    logger.info(line)

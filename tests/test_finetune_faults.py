@@ -14,6 +14,7 @@ from glue_runs import data_dir, flags  # noqa: F401
 from tokenizers import processors
 
 import finetune_glue
+import finetune_ner
 import finetune_race
 import finetune_squad
 import train_mlm
@@ -192,12 +193,13 @@ def test_the_fingerprint_covers_the_tokenizer(tokenizer, model_dir):
     assert of() == found[0] and len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race])
+@pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race, finetune_ner])
 def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch):
     """By the launcher's word, which no flag of the script shows."""
     tuning = ["--model_name_or_path", model_dir, "--use_cpu", "--output_dir", str(tmp_path / "out")]
     argv = {train_mlm: ["--config", preset], finetune_glue: flags("rte")}.get(script, tuning)
+    argv += ["--train_file", "my.conll"] if script is finetune_ner else []
     with monkeypatch.context() as patch, pytest.raises(InputError, match="accelerate is configured to use FSDP"):
         patch.setenv("ACCELERATE_USE_FSDP", "true")
-        patch.setattr(weights, "check_length", lambda *_: None)  # the presets' lengths are those of large models
+        patch.setattr(weights, "max_positions", lambda *_: None)  # the presets' lengths are those of large models
         script.main(argv)

@@ -1,17 +1,18 @@
 """finetune_glue.py on the user's tables: formats, columns, labels, held-out rows, predictions, bad input."""
 
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import SUBJECTS, second_of_training
+from conftest import SUBJECTS, losses, second_of_training
 from sklearn.metrics import f1_score
-from transformers import AutoConfig
+from transformers import AutoConfig, pipeline
 
 import finetune_glue
 import finetune_squad
-from roberta_recipe import durable
+from roberta_recipe import durable, log
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import glue_scores
@@ -98,6 +99,66 @@ def test_scores_are_a_regression_on_their_range(argv, tmp_path, capfd):
     }
 
 
+def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tmp_path, capfd):
+    """`test_glue_data.py` holds the error for a length on the command line."""
+    log.log_once.cache_clear()
+    words = argv("my.csv", CSV, "--text_column", "review", "--label_column", "stars")
+    del words[(at := words.index("--max_seq_length")) : at + 2]
+    finetune_glue.main(words)
+    assert capfd.readouterr().err.count("Length      64, all positions of ") == 1
+    assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
+
+
+def test_predictions_of_scores_are_on_the_users_scale(argv, tmp_path):
+    """Also on one of a millionth; the saved model's output is the share of it that the card names."""
+    table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5e-6\n" for n, word in enumerate(SUBJECTS * 2))
+    words = argv(
+        "s.csv", table, "--validation_file", tmp_path / "s.csv", "--do_predict", "--test_file", tmp_path / "s.csv"
+    )
+    summary = finetune_glue.main(words)
+    tsv = (tmp_path / "out" / "submission" / "s_predictions.tsv").read_text().splitlines()[1:]
+    run = tmp_path / "out" / "lr0.001-batch4-seed1"
+    answers = [line.split("\t") for line in (run / "validation_answers.tsv").read_text().splitlines()[1:]]
+    assert sorted(float(row[1]) for row in answers) == pytest.approx([(20.5 + n) * 1e-6 for n in range(16)])
+    score = pipeline("text-classification", str(run / "best"))
+    for number, word in enumerate(SUBJECTS * 2):
+        expected = (20.5 + 15 * score(f"{word} {number}")[0]["score"]) * 1e-6
+        assert float(tsv[number].split("\t")[1]) == pytest.approx(expected, rel=1e-4)
+        (predicted,) = [float(row[2]) for row in answers if row[0] == f"{word} {number}"]
+        assert predicted == pytest.approx(expected, rel=1e-4)
+    config, record = (durable.read_json(run / name) for name in ("best/config.json", "run_record.json"))
+    assert "0 stands for 2.05e-05, 1 for 3.55e-05" in str(card.fine_tuned("me/mine", config, record, summary))
+
+
+TOPICS = ["animals", "places", "weather"]
+TOPIC_ROWS = [
+    {"text": f"{word} {n}", "label": [TOPICS[at] for at in range(3) if n >> at & 1]}
+    for n, word in enumerate(SUBJECTS * 5)
+]
+
+
+def test_lists_of_labels_are_a_multi_label_task(argv, tmp_path, capfd):
+    """Any micro-batch gives one curve, with the loss of the formula; `pipeline` gives a probability per label."""
+    lines, curves = "".join(json.dumps(row) + "\n" for row in TOPIC_ROWS), []
+    (tmp_path / "new.jsonl").write_text('{"text": "the cat"}\n')
+    for micro_batch in (4, 2):
+        others = ["--per_device_train_batch_size", micro_batch, "--output_dir", tmp_path / str(micro_batch)]
+        others += ["--do_predict", "--test_file", tmp_path / "new.jsonl"]
+        summary = finetune_glue.main(argv("t.jsonl", lines, *others))
+        run = tmp_path / str(micro_batch) / "lr0.001-batch4-seed1"
+        curves.append(losses(durable.read_json(run / "run_record.json")))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4) and curves[0][0] == pytest.approx(3 * math.log(2), rel=0.1)
+    assert "animals, places, weather; best epoch by micro_f1" in capfd.readouterr().err
+    assert set(summary["settings"][0]["medians"]) == {"micro_f1", "macro_f1"}
+    score = pipeline("text-classification", str(run / "best"), top_k=None)
+    found = {each["label"]: each["score"] for each in score(["the cat"])[0]}
+    assert set(found) == set(TOPICS)
+    rows = [line.split("\t") for line in (run / "validation_answers.tsv").read_text().splitlines()]
+    assert rows[0] == ["text", "label", "prediction", "wrong"] and len(rows) == 5
+    lines = (tmp_path / "2" / "submission" / "new_predictions.tsv").read_text().splitlines()
+    assert json.loads(lines[1].split("\t")[1]) == [name for name in TOPICS if found[name] >= 0.5]
+
+
 OK = "text,label\na,x\nb,y\n"
 BAD = {
     "columns": ("t.csv", "review,stars\na,1\n", [], r"t.csv has no column 'text', but 'review', 'stars': name its"),
@@ -106,7 +167,11 @@ BAD = {
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
     "word among scores": ("t.csv", "text,label\na,0.5\nb,NA\n", [], "row 2: label is 'NA', no number, .* '0.5'"),
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
-    "list": ("t.jsonl", '{"text": "a", "label": ["x"]}\n', [], r"label is \['x'\], and a row has a single label"),
+    "list and word": ("t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [], r"\['x'\], and a"),
+    "lists of 0 and 1": ("t.jsonl", '{"text": "a", "label": [0, 1]}\n' * 9, [], "label has lists of 0 and 1: name the"),
+    "new label in a list": (
+        "t.jsonl", '{"text": "a", "label": ["x"]}\n', ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none"
+    ),
     "ragged": ("t.csv", "text,label\na,x\nb, c,y\n", [], "t.csv, line 3: another number of columns"),
     "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
     "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
@@ -165,6 +230,14 @@ def test_a_micro_batch_above_the_presets_batch_names_both_and_the_fix():
     words = ["--task_name", "mrpc", "--per_device_train_batch_size", "32", "--use_cpu"]
     with pytest.raises(InputError, match=r"=32 is more than global_batch_size=16: .* --global_batch_size 32"):
         finetune_glue.main(words)
+
+
+def test_multi_label_f1_is_scikit_learns():
+    predicted, labels = [[0, 1, 1], [1, 0, 0], [0, 1, 0]], [[0, 1, 0], [1, 1, 0], [0, 0, 0]]
+    found = glue_scores.scores(("micro_f1", "macro_f1"), predicted, labels)
+    for name, value in found.items():
+        expected = f1_score(labels, predicted, average=name.removesuffix("_f1"), zero_division=0)
+        assert value == pytest.approx(expected) and 0 < value < 1
 
 
 def test_macro_f1_is_scikit_learns():

@@ -82,7 +82,7 @@ names = [".".join(path.with_suffix("").parts) for room in rooms for path in sort
 for name in names:
     importlib.import_module(name)
 of_library = set(sys.modules) - before
-import train_mlm, finetune_glue, finetune_squad, finetune_race
+import train_mlm, finetune_glue, finetune_squad, finetune_race, finetune_ner
 print(json.dumps([len(names), sorted(of_library), sorted(set(sys.modules) - before)]))
 """
 HEAVY = ("matplotlib", "spacy", "deepspeed", "evaluate", "setuptools", "transformers.pipelines", "pytorch_optimizer")

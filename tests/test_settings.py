@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import finetune_glue
+import finetune_ner
 import finetune_race
 import finetune_squad
 import train_mlm
@@ -26,7 +27,7 @@ def test_order_is_default_then_preset_then_command_line(preset):
     assert training_args.max_steps == 7  # command line over the preset's 4
 
 
-@pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race])
+@pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race, finetune_ner])
 def test_help_lists_every_flag_trainers_last_and_compact(script, capsys):
     with pytest.raises(SystemExit) as ended:
         script.read_arguments(["--help"])

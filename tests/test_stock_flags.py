@@ -130,7 +130,7 @@ def test_example_commands_parse_or_name_the_flag_here(script):
 
 
 def test_accepted_flags_are_logged_once_and_change_nothing(caplog):
-    stock_flags._log_once.cache_clear()
+    stock_flags.log_once.cache_clear()
     words = [
         "--overwrite_cache",
         "--streaming",

@@ -10,12 +10,12 @@ from conftest import run_python
 
 from roberta_recipe.data import docstrings
 
-SCRIPTS = ("train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py")
+SCRIPTS = ("train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 RUN = """
 import runpy, sys
 argv = sys.argv[1:]
-for script in ("finetune_glue.py", "finetune_squad.py", "finetune_race.py"):
+for script in ("finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py"):
     sys.argv = [script, "--help"]
     try:
         runpy.run_path(script, run_name="__main__")
@@ -67,7 +67,7 @@ def test_copied_scripts_run_with_the_wheel(wheel, root, tmp_path, tokenizer_dir,
     argv += ["--config_overrides", "vocab_size=400", "--use_cpu", "true", "--bf16", "false"]
     done = run_python("-c", RUN, *argv, cwd=project, env={"PYTHONPATH": str(site)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == 3 and f"library: {site}/roberta_recipe/" in done.stdout
+    assert done.stdout.count("usage:") == 4 and f"library: {site}/roberta_recipe/" in done.stdout
     required = re.search("required: (.*)", done.stdout)[1].split()
     assert required == [distribution.metadata["Name"] for distribution in docstrings._requirements()]
     assert json.loads((project / "run" / "run_record.json").read_text())["steps"] == 1

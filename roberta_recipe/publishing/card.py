@@ -24,6 +24,7 @@ SCORE_HEAD = ("task", "scored on", "metric", "median", "spread", "seeds", "major
 _PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }

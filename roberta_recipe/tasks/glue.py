@@ -1,7 +1,9 @@
 """GLUE (Wang et al. 2018, arXiv 1804.07461; paper, section 5.1): task table, TSV reader, submission files."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from roberta_recipe.tasks.summaries import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
 SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
-_HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1"}  # where the Hub has another name
+_HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1", "micro_f1": "f1"}  # the Hub's names
+_SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:g}, 1 for {:g}."
 
 
 def tsv_splits(
@@ -36,6 +39,7 @@ class Task:
     label_column: str = "label"
     labels: tuple[str, ...] = ()  # by class number, as in the TSV; empty: regression
     scale: tuple[float, float] = (0.0, 5.0)  # lowest and highest score of a regression
+    multi_label: bool = False  # a label is a tuple with a 0 or 1 for each class
     metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first selects the best epoch
     headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of splits with files without header
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
@@ -128,7 +132,7 @@ def check_metrics(name: str, task: Task) -> None:
     """Raise `InputError` for a metric that is unknown or does not fit the number of classes."""
     classes = len(task.labels)
     fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes)
-    fitting = fitting or ("accuracy", "macro_f1")
+    fitting = ("micro_f1", "macro_f1") if task.multi_label else fitting or ("accuracy", "macro_f1")
     if wrong := [metric for metric in task.metrics if metric not in fitting]:
         raise InputError(f"{name}: {wrong[0]} is no metric of a task with {classes} classes: {', '.join(fitting)}")
 
@@ -147,6 +151,7 @@ def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
         "task_type": "text-classification",
         "hub_metrics": {metric: _HUB_METRICS.get(metric, metric) for metric in metrics},
         "note": task.note,
+        **({} if task.labels else {"loading_note": _SCALE_NOTE.format(*task.scale)}),
     }
 
 
@@ -155,7 +160,7 @@ class Examples:
     """Examples of a split, in file order."""
 
     texts: list[tuple[str, ...]]
-    labels: list[int] | list[float] | None  # class numbers, or scores; None for a test set without labels
+    labels: list[Any] | None  # class numbers, scores or tuples (`multi_label`); None for a test set without labels
     skipped: int = 0  # broken rows
     schemas: Sequence[Any] = ()  # WNLI: a `wsc.Schema` per row
     counts: dict[str, int] = field(default_factory=dict)  # WNLI: test rows by the origin of their schema
@@ -254,6 +259,8 @@ def is_score(text: str) -> bool:
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
     """Class numbers, or scores clipped to the task's scale, in the submission format."""
     if not task.labels:
-        return [f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
+        return [f"{score:.6g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
     words = submission_labels(task)
+    if task.multi_label:
+        return [json.dumps([*compress(words, row)]) for row in predictions]
     return [words[number] for number in predictions]

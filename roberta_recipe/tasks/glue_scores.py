@@ -29,7 +29,9 @@ def f1(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def macro_f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Mean F1 over the classes of either side (as scikit-learn)."""
+    """Mean F1 over the classes of either side, or over the columns of (examples, classes) (as scikit-learn)."""
+    if predictions.ndim == 2:
+        return float(np.mean([f1(*columns) for columns in zip(predictions.T, references.T, strict=True)]))
     classes = np.union1d(predictions, references)
     return float(np.mean([f1(predictions == number, references == number) for number in classes]))
 
@@ -60,7 +62,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 _ALL = (accuracy, f1, macro_f1, matthews_correlation, pearson, spearman)
-FUNCTIONS = {function.__name__: function for function in _ALL}
+FUNCTIONS = {function.__name__: function for function in _ALL} | {"micro_f1": f1}  # of (examples, classes)
 
 
 def scores(metrics: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:

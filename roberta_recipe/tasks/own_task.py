@@ -1,9 +1,9 @@
-"""A classification or regression task on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub."""
+"""Tasks on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub; classification and regression."""
 
 import csv
-import dataclasses
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,40 +30,53 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass
-class OwnTaskArguments(FinetuneArguments):
+class OwnFileArguments(FinetuneArguments):
+    """The flags that name the user's files."""
+
+    _argument_group_name = "your files"
+
+    train_file: str | None = setting(
+        None, "JSON lines, Parquet, CSV, TSV (no quotes); finetune_ner.py: CoNLL.", "content"
+    )
+    validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
+    test_file: str | None = setting(None, "With do_predict: predicted into a file.", "content")
+    dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
+    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
+
+
+@dataclass
+class OwnTaskArguments(OwnFileArguments):
     """The flags of a task on the user's tables."""
 
     _argument_group_name = "a task on your tables"
 
-    train_file: str | None = setting(None, "CSV, TSV (no quotes), JSON lines or Parquet, by its extension.", "content")
-    validation_file: str | None = setting(None, "Default: a tenth of train_file, stratified by label.", "content")
-    test_file: str | None = setting(None, "With do_predict: predicted into a TSV.", "content")
-    dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
-    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
     text_column: str | None = setting(None, "Default: text, sentence, or the pair sentence1, sentence2.", "content")
     text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
-    label_column: str = setting("label", "Labels; numbers with a decimal point make a regression.", "content")
+    label_column: str = setting("label", "Labels, or lists of them; a decimal point makes a regression.", "content")
 
 
 def read_task(args: OwnTaskArguments) -> Task:
     """The task with its rows: labels are those of the training rows, sorted. Raises `InputError` that names file, row
     and value."""
-    tables = _of_files(args) if args.train_file else _of_hub(args)
+    tables = read_tables(args, read_table)
     where, rows = tables["train"]
-    if not rows:
-        raise InputError(f"{where} has no rows")
     columns, label = _columns(args, where, list(rows[0])), args.label_column
     names, scale = _labels(where, label, [row.get(label) for row in rows])
+    multi_label = isinstance(rows[0].get(label), list)
     examples = {
         split: Examples(
             [_texts(f"{where}, row {number}", row, columns) for number, row in enumerate(rows, 1)],
-            _class_numbers_or_scores(split, where, label, rows, names),
+            _encode_labels(split, where, label, rows, names, multi_label),
         )
         for split, (where, rows) in tables.items()
     }
     held_out = "validation" not in examples
     if held_out:
-        examples["train"], examples["validation"] = _split(examples["train"])
+        whole = examples["train"]
+        examples["train"], examples["validation"] = (
+            Examples([whole.texts[row] for row in part], [whole.labels[row] for row in part])
+            for part in hold_out(whole.labels)
+        )
     if not examples["validation"].texts:
         raise InputError(f"{where} has {len(rows)} rows, too few to hold out a tenth: name a validation_file")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
@@ -75,19 +88,32 @@ def read_task(args: OwnTaskArguments) -> Task:
         label_column=label,
         labels=names,
         scale=scale,
-        metrics=metrics,
+        multi_label=multi_label,
+        metrics=("micro_f1", "macro_f1") if multi_label else metrics,
         words=True,
         note="a tenth of its rows held out for validation" if held_out else "",
         examples=examples,
     )
 
 
-def _of_files(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+def check_sources(args: OwnFileArguments) -> None:
+    """Raise `InputError` for a flag without effect: the flag of its source is missing."""
+    for name in [name for name in GOES_WITH if hasattr(args, name)]:
+        value, sources = getattr(args, name), GOES_WITH[name]
+        if value not in (None, getattr(type(args), name)) and not any(getattr(args, source) for source in sources):
+            raise InputError(f"{name}={value} has no effect without {' or '.join(sources)}")
+
+
+def read_tables(args: OwnFileArguments, read: Callable[[str], Rows]) -> dict[str, tuple[str, Rows]]:
+    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes."""
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-    return {split: (file, _read(file)) for split, file in files.items() if file}
+    tables = {split: (file, read(file)) for split, file in files.items() if file} if args.train_file else _of_hub(args)
+    if not tables["train"][1]:
+        raise InputError(f"{tables['train'][0]} has no rows")
+    return tables
 
 
-def _of_hub(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
+def _of_hub(args: OwnFileArguments) -> dict[str, tuple[str, Rows]]:
     config = [args.dataset_config_name] if args.dataset_config_name else []
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
@@ -96,14 +122,16 @@ def _of_hub(args: OwnTaskArguments) -> dict[str, tuple[str, Rows]]:
     for split in ("train", "validation", "test"):
         if split in dataset:
             rows, feature = dataset[split].to_list(), dataset[split].features.get(args.label_column)
-            if hasattr(feature, "names"):  # class numbers; -1 in a test set without labels
-                names = dict(enumerate(feature.names))
-                rows = [{**row, args.label_column: names.get(row[args.label_column])} for row in rows]
+            if classes := getattr(getattr(feature, "feature", feature), "names", None):  # `feature`: of a list
+                names = dict(enumerate(classes))  # -1: no label
+                for row in rows:
+                    label = row[args.label_column]
+                    row[args.label_column] = [*map(names.get, label)] if isinstance(label, list) else names.get(label)
             tables[split] = f"{args.dataset_name}, {split}", rows
     return tables
 
 
-def _read(path: str) -> Rows:
+def read_table(path: str) -> Rows:
     """The rows of a file by its extension."""
     kind = Path(path).suffix.lower()
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
@@ -169,6 +197,8 @@ def _number(value: Any) -> int | float | None:
 
 def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
     """The sorted names of the classes, none for scores; lowest and highest score."""
+    if all(isinstance(value, list) for value in values):
+        return tuple(sorted({str(name) for value in values for name in value})), (0.0, 1.0)
     if others := [value for value in values if not isinstance(value, str | int | float | None)]:
         raise InputError(f"{where}: {column} is {others[0]!r}, and a row has a single label, a word or a number")
     numbers = [_number(value) for value in values]
@@ -189,17 +219,21 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
     return tuple(sorted(order, key=lambda name: (order[name], name))), (0.0, 1.0)
 
 
-def _class_numbers_or_scores(
-    split: str, where: str, column: str, rows: Rows, names: tuple[str, ...]
-) -> list[int] | list[float] | None:
-    """The labels of a split; None for a test set without labels, or with a single placeholder."""
+def _encode_labels(
+    split: str, where: str, column: str, rows: Rows, names: tuple[str, ...], multi_label: bool
+) -> list[Any] | None:
+    """Class numbers, scores, or a 0 or 1 for each class; None for a test set without labels, or with a placeholder."""
     values = [row.get(column) for row in rows]
     if split == "test" and len(set(map(str, values))) < 2:
         return None
     numbers = {name: number for number, name in enumerate(names)}
-    labels = [numbers.get(str(value)) if names else _number(value) for value in values]
+    if multi_label:
+        sets = [{*map(str, value)} if isinstance(value, list) else {None} for value in values]
+        labels = [tuple(int(name in each) for name in names) if each <= {*names} else None for each in sets]
+    else:
+        labels = [numbers.get(str(value)) if names else _number(value) for value in values]
     for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
-        if label is None or not math.isfinite(label):
+        if label is None or not np.isfinite(label).all():
             wanted = f"none of the training labels {shortened(names)}" if names else "no number"
             raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
     return labels
@@ -210,16 +244,9 @@ def shortened(names: tuple[str, ...]) -> str:
     return ", ".join(names[:20]) + f", ... ({len(names):,})" * (len(names) > 20)
 
 
-def _split(examples: Examples) -> tuple[Examples, Examples]:
-    """Training rows and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
+def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:
+    """Training rows, and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
     shuffled within a label."""
-    draws = np.random.default_rng(_SPLIT_SEED).random(len(examples))
-    held_out = set(np.lexsort((draws, examples.labels))[_HELD_OUT].tolist())
-    parts = [[row for row in range(len(examples)) if (row in held_out) == wanted] for wanted in (False, True)]
-    train, validation = (
-        dataclasses.replace(
-            examples, texts=[examples.texts[row] for row in part], labels=[examples.labels[row] for row in part]
-        )
-        for part in parts
-    )
-    return train, validation
+    draws = np.random.default_rng(_SPLIT_SEED).random(len(labels))
+    held_out = set(np.lexsort((draws, np.unique(labels, axis=0, return_inverse=True)[1]))[_HELD_OUT].tolist())
+    return [row for row in range(len(labels)) if row not in held_out], sorted(held_out)

@@ -1,12 +1,13 @@
-"""The fine-tuning protocol of the three scripts (paper, section 5): argument checks, a run per seed, its best epoch,
+"""The protocol of the fine-tuning scripts (paper, section 5): argument checks, a run per seed, its best epoch,
 the summary over seeds. A script describes its task as a `Job`."""
 
+import contextlib
 import math
 import shutil
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import free_memory
-from roberta_recipe.log import counted, is_first_process, logger
+from roberta_recipe.log import counted, is_first_process, log_once, logger
 from roberta_recipe.model import attention, weights
 from roberta_recipe.record import (
     BEST_NAME,
@@ -35,7 +36,7 @@ from roberta_recipe.record import (
     write_record,
     write_summary,
 )
-from roberta_recipe.settings import fixed_values, parse, preset_path, shown_names
+from roberta_recipe.settings import fixed_values, names_in, parse, preset_path, shown_names
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
 from roberta_recipe.training import (
@@ -91,9 +92,14 @@ class Job:
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
-    """The parsed arguments (`cls`: the script's dataclass), and the resolved values as a preset."""
-    filled, resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
-    return tuple(filled), {**resolved, "bf16": filled[-1].bf16}
+    """The parsed arguments (`cls`: the script's dataclass), their preset's length lowered to the model's; a preset."""
+    (args, training_args), resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
+    with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
+        longest = weights.max_positions(weights.read_config(args.model_name_or_path))
+        if longest and longest < args.max_seq_length and "max_seq_length" not in names_in(argv):
+            log_once(f"Length      {longest}, all positions of {args.model_name_or_path}, not {args.max_seq_length}")
+            args = replace(args, max_seq_length=longest)
+    return (args, training_args), {**resolved, "max_seq_length": args.max_seq_length, "bf16": training_args.bf16}
 
 
 def check_arguments(

@@ -1,0 +1,147 @@
+"""Token classification: sentences of CoNLL files (Tjong Kim Sang and De Meulder 2003, arXiv cs/0306050) and of tables,
+windows with a label on the first token of each word, and precision, recall and F1 of entities equal to seqeval's."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roberta_recipe.data import IGNORED, tokenization
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import is_text, parsing, read_text
+from roberta_recipe.log import Bar
+from roberta_recipe.tasks import own_task
+from roberta_recipe.training.finetune_trainer import compact
+
+# (an entity starts, goes on, is complete): patterns of the prefixes of two neighbouring tags, then "=" for one type or
+# "!" for two. "default" takes any tags (conlleval, seqeval's default); the others are seqeval's strict mode.
+SCHEMES = {
+    "default": (".[BS]|[ESO][IE]|[BI][IE]!", "[BI][IE]=", ""),
+    "IOB1": ("OI|II!|BI|[IB]B=", "[BI]I=", "[IB]I!|[IB]O|IB|BB="),
+    "IOB2": (".B", "[BI]I=", ""),
+    "IOBES": (".[BS]", "[BI][IE]=", "[SE]"),
+}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """The words of a sentence with their tags; no tags in a test set without labels."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
+    """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file."""
+    if Path(path).suffix.lower() in (".json", ".jsonl", ".parquet"):
+        return own_task.read_table(path)
+    text, rows = re.sub("(?m)^-DOCSTART-.*$", "", read_text(path).replace("\r", "")), []
+    for number, block in enumerate(filter(str.strip, re.split(r"\n[ \t]*\n", text)), 1):
+        with parsing(f"{path}, sentence {number}", "in CoNLL format: a line per word, all with as many columns"):
+            lines = [re.split("[ \t]+", line.strip(" \t")) for line in block.strip(" \t\n").split("\n")]
+            words, *others = zip(*lines, strict=True)
+        rows.append({text_column: list(words), label_column: list(others[-1]) if others else None})
+    return rows
+
+
+def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: str, is_test: bool) -> list[Sentence]:
+    """The sentences of rows with a list of words and of tags; a test set may have no tags, or a single placeholder."""
+    sentences = []
+    for number, row in enumerate(rows, 1):
+        words, tags = row.get(text_column), row.get(label_column)
+        if not isinstance(words, list) or not words or not all(map(is_text, words)):
+            raise InputError(f"{where}, sentence {number}: {text_column} is {words!r}, no list of words: --text_column")
+        if (tags or not is_test) and (len(tags or []) != len(words) or None in tags):
+            said = f"{label_column} is {tags!r}, not {len(words)} tags"
+            raise InputError(f"{where}, sentence {number}: {said}: --label_column")
+        sentences.append(Sentence(tuple(words), tuple(map(str, tags or ()))))
+    is_labelled = len({tag for sentence in sentences for tag in sentence.tags}) > 1
+    return sentences if is_labelled or not is_test else [Sentence(sentence.words, ()) for sentence in sentences]
+
+
+@dataclass
+class Windows:
+    """Features in the order of the sentences; a long sentence has several windows, without overlap."""
+
+    sentences: list[Sentence]
+    names: Sequence[str]  # of the tags by class number, "O" first
+    features: list[dict[str, Any]]  # `labels`: a number at the first token of a word, -100 elsewhere
+    word_index: list[tuple[int, np.ndarray]]  # by window: its sentence, and the words that have a label
+
+    def tags(self, scores: np.ndarray) -> list[list[str]]:
+        """The tags of each sentence by `scores` (windows, tokens), class numbers; of words without a token, 0."""
+        tags = [[self.names[0]] * len(sentence.words) for sentence in self.sentences]
+        for feature, (number, words), row in zip(self.features, self.word_index, scores, strict=True):
+            for word, best in zip(words, row[np.flatnonzero(feature["labels"] != IGNORED)], strict=True):
+                tags[number][word] = self.names[int(best)]
+        return tags
+
+
+def make_windows(sentences: list[Sentence], names: Sequence[str], tokenizer, max_seq_length: int) -> Windows:
+    """Sentences, their words joined by spaces, in windows of `max_seq_length` tokens. Tags that are not among `names`
+    have the label 0; only training computes a loss."""
+    encode, numbers = tokenization.text_tokenizer(tokenizer), {name: number for number, name in enumerate(names)}
+    encode.truncation_side = "right"  # windows in the order of the text
+    windows = Windows(sentences, names, [], [])
+    for number, sentence in enumerate(Bar(sentences, "Making windows", leave=False)):
+        cut = {"truncation": True, "max_length": max_seq_length, "return_overflowing_tokens": True}
+        encoded = encode([" ".join(sentence.words)], **cut, return_offsets_mapping=True)
+        # the word of each character; -1 for spaces, and at the end, where special tokens (0, 0) point to
+        word_of = np.array([n for n, word in enumerate(sentence.words) for n in [*[n] * len(word), -1]])
+        wanted = np.array([numbers.get(tag, 0) for tag in sentence.tags or sentence.words])
+        last = -1
+        for row, offsets in enumerate(encoded["offset_mapping"]):
+            words = word_of[np.array(offsets)[:, 1] - 1]
+            is_first = words > np.maximum.accumulate([last, *words])[:-1]
+            last, labels = max(last, words.max()), np.full(len(words), IGNORED, dtype=np.int32)
+            labels[is_first] = wanted[words[is_first]]
+            windows.features.append({**compact(encoded, row), "labels": labels})
+            windows.word_index.append((number, words[is_first]))
+    return windows
+
+
+def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
+    """The entities (type, first word, last word + 1) of a sentence."""
+    starts, inside, complete = map(re.compile, SCHEMES[scheme])
+    pairs = zip(["O", *tags], [*tags, "O"], strict=True)
+    pairs = [f"{a[0]}{b[0]}{'=' if a[2:] == b[2:] else '!'}" for a, b in pairs]
+    result, first = set(), 0
+    while first < len(tags):
+        end = first + 1
+        if starts.match(pairs[first]):
+            while inside.match(pairs[end]):
+                end += 1
+            if complete.match(pairs[end]):
+                result.add((tags[first][2:], first, end))
+        first = end
+    return result
+
+
+def names_and_scheme(sentences: list[Sentence]) -> tuple[tuple[str, ...], str | None]:
+    """The tags of training, "O" first, and their scheme; None for tags that are not of entities."""
+    names = sorted({tag for sentence in sentences for tag in sentence.tags}, key=lambda tag: (tag != "O", tag))
+    if not all(re.match("O$|[BIES]-", tag) for tag in names):
+        return tuple(names), None
+    starts = [sentence.tags[first][0] for sentence in sentences for _, first, _ in entities(sentence.tags, "default")]
+    iob = "IOB1" if starts.count("I") > starts.count("B") else "IOB2"
+    return tuple(names), "IOBES" if any(tag[0] in "ES" for tag in names) else iob
+
+
+def scores(references: Sequence[Sequence[str]], predictions: list[list[str]], scheme: str | None) -> dict[str, float]:
+    """Shares: `accuracy` of words and, with a scheme, `f1`, `precision` and `recall` of entities, and `strict_f1`."""
+    pairs = [pair for tags in zip(references, predictions, strict=True) for pair in zip(*tags, strict=True)]
+    accuracy = {"accuracy": sum(wanted == tag for wanted, tag in pairs) / len(pairs)}
+    if not scheme:
+        return accuracy
+    counts = {}
+    for mode in ("default", scheme):
+        both = [[entities(tags, mode) for tags in side] for side in (references, predictions)]
+        hits = sum(len(gold & found) for gold, found in zip(*both, strict=True))
+        counts[mode] = hits, *(sum(map(len, side)) for side in both)
+    hits, gold, found = counts["default"]
+    f1, strict_f1 = (2 * hits / max(gold + found, 1) for hits, gold, found in counts.values())
+    shares = {"precision": hits / max(found, 1), "recall": hits / max(gold, 1)}
+    return {"f1": f1, **shares, "strict_f1": strict_f1, **accuracy}

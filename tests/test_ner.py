@@ -1,0 +1,209 @@
+"""finetune_ner.py: CoNLL files and tables, windows, entity scores, through the command line."""
+
+import json
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import PLACES, SUBJECTS, VERBS, losses, second_of_training
+from transformers import AutoConfig, pipeline
+
+import finetune_ner
+from roberta_recipe import durable
+from roberta_recipe.errors import InputError
+from roberta_recipe.publishing import card
+from roberta_recipe.tasks import ner
+
+RUN = "lr0.001-batch4-seed1"
+
+
+def sentence(number):
+    """Words and IOB2 tags: who (PER), and where (LOC)."""
+    rng = random.Random(number)
+    who, where = rng.choice(SUBJECTS).split(), rng.choice(PLACES).split()
+    tags = ["B-PER", *["I-PER"] * (len(who) - 1), "O", "O", "B-LOC", *["I-LOC"] * (len(where) - 1), "O"]
+    return [*who, rng.choice(VERBS), "😀", *where, "."], tags
+
+
+SENTENCES = [sentence(number) for number in range(40)]
+NAMES = ["O", "B-LOC", "B-PER", "I-LOC", "I-PER"]
+
+
+def conll(sentences, between="_ "):
+    blocks = ("".join(f"{word} {between}{tag}\n" for word, tag in zip(*pair, strict=True)) for pair in sentences)
+    return "-DOCSTART- -X- O\n\n" + "\n".join(blocks)
+
+
+@pytest.fixture
+def argv(root, model_dir, tmp_path):
+    """A function that makes a command line of a second's training from further flags, on 40 sentences."""
+    (tmp_path / "train.conll").write_text(conll(SENTENCES), encoding="utf-8")
+    own = {"model_name_or_path": model_dir, "output_dir": tmp_path / "out", "train_file": tmp_path / "train.conll"}
+    own |= {"global_batch_size": 4, "per_device_train_batch_size": 4}
+    return lambda *others, **values: second_of_training(root / "presets/ner/own.yaml", *others, **{**own, **values})
+
+
+def test_from_the_command_line(argv, tmp_path, capfd):
+    """The same command, a test set without tags, and `pipeline` with the names of the entities."""
+    (tmp_path / "new.conll").write_text("the\ncat\n\nsleeps\n")
+    words = argv("--do_predict", "--test_file", tmp_path / "new.conll", learning_rate=1e-2, max_steps=60)
+    summary = finetune_ner.main(words)
+    said = capfd.readouterr()
+    assert "Held out    a tenth of " in said.err and "Rows        train 36, test 2, validation 4 sentences" in said.err
+    assert "O, B-LOC, B-PER, I-LOC, I-PER; IOB2" in said.err and "Majority answer: 0.0 (always O)" in said.out
+    best = tmp_path / "out" / RUN.replace("0.001", "0.01")
+    metrics = durable.read_json(best / "run_record.json")["metrics"]
+    assert list(metrics) == ["f1", "precision", "recall", "strict_f1", "accuracy"] and metrics["f1"] > 0.5
+    assert summary["settings"][0]["medians"] == metrics and summary["dataset"]["task_type"] == "token-classification"
+    rows = [line.split(" ") for line in (best / "validation_predictions.conll").read_text().splitlines() if line]
+    assert np.mean([row[1] == row[2] for row in rows]) == pytest.approx(metrics["accuracy"])
+    lines = (best / "test_predictions.conll").read_text().split("\n")
+    assert [line.split(" ")[0] for line in lines] == ["the", "cat", "", "sleeps", ""]
+    assert AutoConfig.from_pretrained(best / "best").id2label == dict(enumerate(NAMES))
+    tag = pipeline("token-classification", str(best / "best"), aggregation_strategy="first")
+    assert {entity["entity_group"] for entity in tag("the cat sees 😀 in the garden .")} == {"PER", "LOC"}
+    config, record = (durable.read_json(best / name) for name in ("best/config.json", "run_record.json"))
+    shown = str(card.fine_tuned("me/mine", config, record, summary))
+    assert (
+        "fine-tuned on train.conll, a tenth of it held out" in shown and "pipeline_tag: token-classification" in shown
+    )
+    finetune_ner.main(words)
+    assert "Done        " in capfd.readouterr().err
+
+
+def test_any_accumulation_gives_one_curve(argv, tmp_path):
+    """The loss is the mean over the words of the whole batch: sentences differ in length."""
+    curves = []
+    for micro_batch in (4, 1):
+        finetune_ner.main(argv(per_device_train_batch_size=micro_batch, output_dir=tmp_path / str(micro_batch)))
+        curves.append(losses(durable.read_json(tmp_path / str(micro_batch) / RUN / "run_record.json")))
+    assert len(curves[0]) == 6 and curves[0][-1] != curves[0][0] and curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_the_loss_is_a_sum_over_words_and_scores_show_nan():
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[-100, 4, -100], [1, -100, 2]])
+    batch, output = {"input_ids": labels, "labels": labels}, type("Output", (), {"logits": logits})
+    total, scores = finetune_ner.tag_loss(lambda **_: output, dict(batch))
+    expected = -sum(logits.log_softmax(-1)[row, at, labels[row, at]] for row, at in ((0, 1), (1, 0), (1, 2)))
+    assert total == pytest.approx(float(expected)) and scores.equal(logits.argmax(-1).float())
+    logits[0, 0, 2] = torch.nan
+    assert finetune_ner.tag_loss(lambda **_: output, dict(batch))[1].isnan().nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
+@pytest.mark.parametrize("length", [8, 13, 64])
+def test_no_word_is_lost_between_windows(request, kind, length):
+    tokenizer = request.getfixturevalue(kind)
+    sentences = [ner.Sentence(tuple(words), tuple(tags)) for words, tags in SENTENCES]
+    long = sentences[0]
+    sentences.append(ner.Sentence(("Antidisestablishmentarianism" * 3, *long.words), ("O", *long.tags)))
+    sentences.append(ner.Sentence(("a", "\u200b\x00", "b"), ("O", "O", "B-PER")))
+    windows, seen = ner.make_windows(sentences, NAMES, tokenizer, length), [[] for _ in sentences]
+    scores = np.full((len(windows.features), length), -100.0)
+    for row, (feature, (number, words)) in enumerate(zip(windows.features, windows.word_index, strict=True)):
+        at = np.flatnonzero(feature["labels"] != -100)
+        assert len(feature["input_ids"]) <= length and len(at) == len(words)
+        for position, word in zip(at, words, strict=True):
+            text = sentences[number].words[word].encode()
+            token = tokenizer.decode([feature["input_ids"][position]]).strip().removeprefix("##")
+            assert token == "�" or kind == "wordpiece" or text.startswith(token.encode()), (token, text)
+        seen[number] += words.tolist()
+        scores[row, at] = feature["labels"][at]
+    assert seen[:-1] == [[*range(len(each.words))] for each in sentences[:-1]]
+    assert seen[-1][0] == 0 and seen[-1][-1] == 2
+    assert windows.tags(scores) == [list(each.tags) for each in sentences]
+    assert len(windows.features) > len(sentences)
+
+
+@pytest.mark.parametrize("name", ["t.conll", "t.txt", "t.jsonl", "t.parquet", "hub"])
+def test_formats(argv, tmp_path, monkeypatch, name):
+    """The same sentences from each format; a dataset on the Hub has class numbers."""
+    path, words = tmp_path / name, argv(train_file=tmp_path / name)
+    rows = [{"tokens": words, "ner_tags": tags} for words, tags in SENTENCES]
+    if name == "hub":
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        path.mkdir()
+        column = datasets.List(datasets.ClassLabel(names=NAMES[::-1]))
+        features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": column})
+        table = datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features)
+        table.to_parquet(path / "train.parquet")
+        words[words.index("--train_file")] = "--dataset_name"
+    elif name == "t.parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif name == "t.jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(conll(SENTENCES, "").replace("\n", "\r\n" if name == "t.txt" else "\n"), encoding="utf-8")
+    (args, training_args), _ = finetune_ner.read_arguments(words)
+    finetune_ner.check_arguments(args, training_args)
+    data = finetune_ner.read_data(args, False)
+    read = sorted([list(each.words), list(each.tags)] for split in data.values() for each in split)
+    assert read == sorted(map(list, SENTENCES)) and len(data["validation"]) == 4
+    assert ner.names_and_scheme(data["train"]) == (tuple(NAMES), "IOB2")
+
+
+BAD = {
+    "no file": ([], {"train_file": ""}, "no data: name a CoNLL file"),
+    "columns": (["a O", "b"], {}, "t.conll, sentence 1 is not in CoNLL format: a line per word, all with as many"),
+    "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
+    "few": (["a O", "b B-X"], {}, "t.conll has too few sentences to hold out a tenth: name a validation_file"),
+    "no test file": (["a O"], {"do_predict": True}, "test_file=None, do_predict=True: they go together"),
+    "smoothing": (["a O"], {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 must be below 1, and is for"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(argv, tmp_path, case):
+    lines, values, said = BAD[case]
+    (tmp_path / "t.conll").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=said):
+        finetune_ner.main(argv(**{"train_file": tmp_path / "t.conll", **values}))
+
+
+SCORED = [  # scheme, gold, predicted, f1 and strict f1 by seqeval 1.2.2
+    ("IOB2", "B-A I-A O B-B", "B-A I-A O B-A", 0.5, 0.5),
+    ("IOB2", "B-A I-A O B-B", "I-A I-A O B-B", 1, 0.666667),
+    ("IOB2", "B-A B-A I-B O", "B-A I-A I-B O", 0.4, 0),
+    ("IOB1", "I-A I-A B-A O I-B", "I-A I-A B-A O B-B", 1, 0.8),
+    ("IOB1", "I-A B-A B-B I-B", "I-A I-A B-B I-B", 0.4, 0.5),
+    ("IOBES", "B-A I-A E-A S-B O", "B-A I-A I-A S-B O", 1, 0.666667),
+    ("IOBES", "S-A S-A B-B E-B", "S-A E-A B-B E-B", 1, 0.8),
+    ("IOB2", "O O", "O B-A", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("scheme", "gold", "predicted", "f1", "strict_f1"), SCORED)
+def test_scores_are_seqevals(scheme, gold, predicted, f1, strict_f1):
+    found = ner.scores([gold.split()], [predicted.split()], scheme)
+    assert (found["f1"], found["strict_f1"]) == pytest.approx((f1, strict_f1))
+
+
+def test_random_tags_are_scored_as_by_seqeval():
+    """Where it is installed: pip install seqeval."""
+    metrics, schemes = pytest.importorskip("seqeval.metrics"), pytest.importorskip("seqeval.scheme")
+    rng = random.Random(1)
+    for number in range(2000):
+        scheme, prefixes = (("IOB1", "IB"), ("IOB2", "IB"), ("IOBES", "IBES"))[number % 3]
+        tags = ["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("PER", "LOC"))]
+        gold = [rng.choices(tags, k=rng.randint(1, 12)) for _ in range(3)]
+        found = [[tag if rng.random() < 0.7 else rng.choice(tags) for tag in row] for row in gold]
+        expected = {name: getattr(metrics, f"{name}_score")(gold, found) for name in ("f1", "precision", "recall")}
+        expected["strict_f1"] = metrics.f1_score(gold, found, mode="strict", scheme=getattr(schemes, scheme))
+        assert ner.scores(gold, found, scheme) == pytest.approx(
+            {**expected, "accuracy": metrics.accuracy_score(gold, found)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("tags", "scheme"),
+    [
+        ("O I-PER I-PER B-PER O I-LOC", "IOB1"),
+        ("B-PER I-PER I-LOC", "IOB2"),
+        ("B-PER E-PER O S-LOC", "IOBES"),
+        ("DET NOUN", None),
+    ],
+)
+def test_the_scheme_of_gold_tags(tags, scheme):
+    assert ner.names_and_scheme([ner.Sentence((), tuple(tags.split()))])[1] == scheme
