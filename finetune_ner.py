@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["roberta-recipe"]
+# tool.uv.sources.roberta-recipe = { path = ".", editable = true }
+# ///
 """Fine-tune an encoder to tag words (named entities, parts of speech) by the paper's protocol: median of five seeds.
 
     accelerate launch finetune_ner.py --train_file train.conll --validation_file dev.conll     # or: make ner DATA=...

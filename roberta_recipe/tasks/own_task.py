@@ -151,7 +151,7 @@ def read_table(path: str) -> Rows:
 
 
 def _delimited(path: str, text: str, **dialect: Any) -> Rows:
-    csv.field_size_limit(len(text) + 1)  # the default is 131,072 characters
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the default is 131,072 characters
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, **dialect), []
     for row in reader:
         if None in row or None in row.values():
