@@ -20,6 +20,7 @@ import finetune_glue
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe import record as records
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
@@ -351,6 +352,18 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
         push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
 
 
+def test_the_card_lists_datasets_of_the_hub(preset, tmp_path):
+    sources = [("wiki", "wikimedia/wikipedia"), ("news", "stanford-oval/ccnews"), ("here", str(tmp_path))]
+    corpus = corpora.Corpus("c", [corpora.Source(name, path, revision="a", weight=1) for name, path in sources])
+    ids = ["stanford-oval/ccnews", "wikimedia/wikipedia"]
+    assert corpora.hub_ids(corpus) == ids
+    record = train(preset)
+    shown = cards.pretrained(
+        "me/small", {**CONFIG, "architectures": ["RobertaForMaskedLM"]}, record | {"datasets": ids}, []
+    )
+    assert shown.data.to_dict()["datasets"] == ids and record["datasets"] == []
+
+
 CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "roberta", "num_hidden_layers": 2}
 
 
@@ -358,7 +371,14 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     """Name, data, task type and metrics come from the job, settings from the flags' declarations."""
     summary = made_up_summary(note="with labels of our own")
     settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
-    settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "global_batch_size": 16}
+    settings |= {
+        "dataset_name": "someone/sense",
+        "temperature": 0.7,
+        "hidden": "x",
+        "layer_decay": None,
+        "bf16": False,
+        "global_batch_size": 16,
+    }
     record = {
         **{"task": "same sense", "metric": "kappa", "metrics": {"kappa": 0.6, "total": 100}, "degenerate": False},
         **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
@@ -373,6 +393,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     (result,) = head["model-index"][0]["results"]
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
+    assert head["datasets"] == ["someone/sense"] and "language" not in head and "license" not in head
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
     assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]
     table = shown.text.split("## Training")[1].split("10 steps")[0]
