@@ -115,7 +115,6 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         unigram_entropy=entropy,
         passes=passes,
         counts={"train": counts, "validation": stream.count_table(validation_reader, "validation")},
-        datasets=corpora.hub_ids(corpus),
         resolved_args=resolved,
         shown_args=shown_names(args, training_args),
         wall_clock_s=round(time.monotonic() - started_s, 1),
