@@ -1,6 +1,7 @@
 """Run records: types of `run_record.json`, `summary.json` and `blimp.json`; names of the files in a run folder."""
 
 import math
+import os
 import platform
 import subprocess
 from importlib.metadata import version
@@ -72,6 +73,7 @@ class PretrainingRecord(RunRecord):
     unigram_entropy: float  # of the held-out text, nats
     global_batch_size: int
     stopped_by: str  # "max_steps", or `TIME_LIMIT`
+    datasets: NotRequired[list[str]]  # Hub ids of the text
     blimp_at_steps: NotRequired[list[list[float]]]  # [step, mean over paradigms]; empty without `blimp_dir`
     passes: dict[str, float]  # by source
     counts: dict[str, dict[str, dict[str, int]]]  # split -> source -> `chunks.COUNTS`
@@ -276,6 +278,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def portable(value: Any) -> Any:
+    """`value` with file names in place of absolute paths, for publishing."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [portable(item) for item in value]
+    return os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, pipeline
@@ -45,8 +46,8 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
 
 
-def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, tokenizer_dir):
-    """The tokenizer that was trained stays as it is, and so does the fingerprint."""
+def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, tokenizer_dir, monkeypatch):
+    """The tokenizer that was trained stays as it is, and so does the fingerprint, with HF_HUB_OFFLINE or without."""
     saving = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2"]
     before = {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()}
     whole = train_mlm.main(saving)
@@ -55,6 +56,7 @@ def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, toke
     for name in ("run_record.json", "manifest.json"):
         (tmp_path / "run" / name).unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     again = train_mlm.main(saving)
     assert again["state_digests"] == whole["state_digests"] and again["fingerprint"] == whole["fingerprint"]
     assert {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()} == before

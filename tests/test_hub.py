@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import finetune_glue
 import train_mlm
 from roberta_recipe import durable
+from roberta_recipe import record as records
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
@@ -81,8 +84,15 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
     wanted = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
     wanted |= {"preset.yaml", "run_record.json", "loss_curve.png"}
     assert wanted <= set(files) and not [name for name in files if "training_args" in name or "checkpoint" in name]
-    for name in ("model.safetensors", "run_record.json", "loss_curve.png", "preset.yaml"):
+    for name in ("model.safetensors", "loss_curve.png", "config.json", "tokenizer_config.json", "log.jsonl"):
         assert files[name] == (out / name).read_bytes()
+    (tmp_path / "run_record.json").write_bytes(files["run_record.json"])
+    there, here = (durable.read_sealed(folder / "run_record.json") for folder in (tmp_path, out))
+    assert yaml.safe_load(files["preset.yaml"]) == there["resolved_args"] == records.portable(here["resolved_args"])
+    assert there["resolved_args"]["train_file"] == ["train.parquet"] and there["metrics"] == here["metrics"]
+    texts = b"".join(files[name] for name in wanted if name.endswith((".json", ".yaml", ".md")))
+    for private in (tmp_path, Path.home(), socket.gethostname() + "/"):
+        assert str(private).encode() not in texts, private
     assert any(line.startswith("PUT /large/") for line in server.log)  # the large file protocol
     assert TOKEN not in done.stdout + done.stderr
     assert TOKEN.encode() not in read_all(tmp_path) and TOKEN.encode() not in b"".join(files.values())
@@ -98,7 +108,8 @@ def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path
 
 
 def test_the_card_says_what_the_record_says(server, preset, tmp_path):
-    record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small")
+    blanks = ["--fill_mask_examples", "the <mask> sees"]
+    record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *blanks)
     card = card_of(server.repositories["me/small"]["main"])
     head = yaml.safe_load(str(card).split("---")[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "fill-mask")
@@ -121,6 +132,7 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         assert wanted in card.text, wanted
     assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
     assert "num_train_epochs" not in card.text and "held-out tokens measured on" in card.text
+    assert head["widget"] == [{"text": "the <mask> sees"}] and "license" not in head and "datasets" not in head
     assert head["language"] == "en" and "recipe on train.parquet: " in card.text
     assert str(tmp_path) not in str(card)  # no path of this machine
 
@@ -340,6 +352,18 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
         push_tool.main(["--model", str(tmp_path / "none"), "--repo", "me/small"])
 
 
+def test_the_card_lists_datasets_of_the_hub(preset, tmp_path):
+    sources = [("wiki", "wikimedia/wikipedia"), ("news", "stanford-oval/ccnews"), ("here", str(tmp_path))]
+    corpus = corpora.Corpus("c", [corpora.Source(name, path, revision="a", weight=1) for name, path in sources])
+    ids = ["stanford-oval/ccnews", "wikimedia/wikipedia"]
+    assert corpora.hub_ids(corpus) == ids
+    record = train(preset)
+    shown = cards.pretrained(
+        "me/small", {**CONFIG, "architectures": ["RobertaForMaskedLM"]}, record | {"datasets": ids}, []
+    )
+    assert shown.data.to_dict()["datasets"] == ids and record["datasets"] == []
+
+
 CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "roberta", "num_hidden_layers": 2}
 
 
@@ -347,7 +371,14 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     """Name, data, task type and metrics come from the job, settings from the flags' declarations."""
     summary = made_up_summary(note="with labels of our own")
     settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
-    settings |= {"temperature": 0.7, "hidden": "x", "layer_decay": None, "bf16": False, "global_batch_size": 16}
+    settings |= {
+        "dataset_name": "someone/sense",
+        "temperature": 0.7,
+        "hidden": "x",
+        "layer_decay": None,
+        "bf16": False,
+        "global_batch_size": 16,
+    }
     record = {
         **{"task": "same sense", "metric": "kappa", "metrics": {"kappa": 0.6, "total": 100}, "degenerate": False},
         **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
@@ -362,6 +393,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     (result,) = head["model-index"][0]["results"]
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
+    assert head["datasets"] == ["someone/sense"] and "language" not in head and "license" not in head
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
     assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]
     table = shown.text.split("## Training")[1].split("10 steps")[0]

@@ -37,9 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     metadata = {name: value for name in ("license", "language") if (value := getattr(args, name))}
     if args.dry_run:
         folder = hub.prepare(args.repo, model, results, revision=args.revision, **metadata)
-        files = sorted(path for pattern in hub.PUBLISHED for path in folder.glob(pattern))
         print(Path(folder, "README.md").read_text(encoding="utf-8"))
-        print("\n".join(f"{path.stat().st_size:>14,}  {path.name}" for path in files))
+        print("\n".join(f"{path.stat().st_size:>14,}  {path.name}" for path in sorted(folder.iterdir())))
         return
     hub.find_model(model)  # raises for a folder without a finished run, before any request
     run_id = hub.run_id(model)

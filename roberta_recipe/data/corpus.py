@@ -251,6 +251,11 @@ def _where(source: Source) -> str:
     return " ".join(source.files) + held_out
 
 
+def hub_ids(corpus: Corpus) -> list[str]:
+    """The datasets of a corpus that are on the Hub."""
+    return sorted({each.dataset for each in corpus.sources if each.dataset and not Path(each.dataset).exists()})
+
+
 def _format_of(path: str) -> str | None:
     stem, suffix = os.path.splitext(path.lower())
     return TEXT_FORMATS.get(os.path.splitext(stem)[1]) if suffix in COMPRESSIONS else FORMATS.get(suffix)

@@ -77,6 +77,8 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         )
     # positions count from the left, and heads read the first token; init_kwargs are saved
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
+    if tokenizer.init_kwargs.get("local_files_only"):  # of HF_HUB_OFFLINE, which a restart may have or not
+        tokenizer.init_kwargs["local_files_only"] = False
     return tokenizer
 
 

@@ -60,10 +60,11 @@ def pretrained(
         metrics = {f"eval_{key}": value for key, value in source.items()}
         results += _text_results(f"{corpus}/{name}", f"{corpus}: {name}", metrics)
     results += [result for summary in summaries for result in _task_results(summary)]
-    tokens = record["tokens_seen"]
+    tokens, blanks = record["tokens_seen"], args.get("fill_mask_examples") or []
+    described = {"language": record["fingerprint"].get("language"), "datasets": record.get("datasets") or None}
     return _card(
         "pretrained.md.jinja", repo, config, record, results, revision,
-        {"language": record["fingerprint"].get("language"), **metadata},
+        {**described, "widget": [{"text": text} for text in blanks] or None, **metadata},
         corpus=corpus, tokens_seen=f"{tokens / 1e9:,.1f} B" if tokens >= 1e10 else f"{tokens / 1e6:,.1f} M",
         roberta_tokens=ROBERTA_TOKENS,
         corpus_rows=_corpus_rows(record), text_rows=_text_rows(record), score_rows=_score_rows(summaries),
@@ -83,10 +84,12 @@ def fine_tuned(
     """The card of a fine-tuning's best run. `record`: of that run, `summary`: of all seeds, None before they finish."""
     dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
-    language = {"language": "en"} if hub_id else {}  # GLUE, SQuAD and RACE
+    linked, own = bool(hub_id and _HUB_ID.fullmatch(hub_id)), record["resolved_args"].get("dataset_name") or ""
+    described = {"language": "en"} if linked else {}  # GLUE, SQuAD and RACE
+    described["datasets"] = [hub_id] if linked else [own] if _is_hub_id(own) else None
     return _card(
-        "fine_tuned.md.jinja", repo, config, record, _task_results(summary), revision, {**language, **metadata},
-        dataset=dataset, linked=hub_id and _HUB_ID.fullmatch(hub_id), summary=summary,
+        "fine_tuned.md.jinja", repo, config, record, _task_results(summary), revision, {**described, **metadata},
+        dataset=dataset, linked=linked, summary=summary,
         seeds=", ".join(f"seed {seed}: {records.percent(value)}" for seed, value in scores["seeds"].items()),
         degenerate=scores["degenerate_seeds"], score_rows=_score_rows([summary]),
     )  # fmt: skip
@@ -127,6 +130,10 @@ def _starts_from_hub(record: records.RunRecord) -> bool:
     name, weights = record["resolved_args"].get("model_name_or_path") or "", record["fingerprint"].get("weights")
     if weights not in (None, "None"):
         return bool(_HUB_COMMIT.fullmatch(weights))
+    return _is_hub_id(name)
+
+
+def _is_hub_id(name: str) -> bool:
     is_id = _HUB_ID.fullmatch(name) and name.split("/")[0] not in ("runs", ".", "..")
     return bool(is_id) and not resolve_path(name).exists()
 

@@ -6,7 +6,7 @@ finished run. The token comes from `hf auth login` or HF_TOKEN; it is never prin
 
 import functools
 import re
-import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,8 +33,7 @@ _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _REFUSALS = (hub_errors.OfflineModeIsEnabled, hub_errors.LocalTokenNotFoundError, PermissionError, ValueError)
 _MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
 _MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
-_RUN_FILES = (records.PRESET_NAME, records.RECORD_NAME, records.CURVE_NAME, records.LOG_NAME, records.BLIMP_NAME)
-PUBLISHED = (*_MODEL, *_RUN_FILES, records.SUMMARY_NAME, "README.md")  # file patterns of a finished run
+PUBLISHED = (*_MODEL, records.CURVE_NAME, records.LOG_NAME, records.BLIMP_NAME)  # files that are uploaded as they are
 _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # files of a new repository
 _LAST = "last-checkpoint"
 _OTHER_VERSION = "push it with that version"
@@ -70,17 +69,16 @@ class Publisher:
         """Upload the finished run in `folder`; `replace` deletes the repository's other files. Raises `InputError` and
         `RunError`."""
         self.wait()
-        model = prepare(self.repo, folder, results, revision=self.revision, **{_RUN_ID: self.run_id}, **metadata)
-        others = {**_top_level(PUBLISHED), "delete_patterns": "*" if replace else f"{_LAST}/*"}
-        _with_retries(lambda: self._upload(model, message, **others).result(), self.repo)
+        published = prepare(self.repo, folder, results, revision=self.revision, **{_RUN_ID: self.run_id}, **metadata)
+        old = "*" if replace else f"{_LAST}/*"
+        _with_retries(lambda: self._upload(published, message, delete_patterns=old).result(), self.repo)
         logger.info(f"Pushed      {self.api.endpoint}/{self.repo}")
 
     def push_run(self, folder: Path, message: str) -> futures.Future | None:
         """Upload a fine-tuning's best run so far in the background; returns the upload, which reads `folder`."""
         if self.strategy == HubStrategy.END:
             return None
-        model = prepare(self.repo, folder, revision=self.revision, **{_RUN_ID: self.run_id})
-        self._start(model, message, **_top_level(PUBLISHED))
+        self._start(prepare(self.repo, folder, revision=self.revision, **{_RUN_ID: self.run_id}), message)
         return self.pending
 
     def push_checkpoint(self, folder: Path, step: int) -> None:
@@ -89,7 +87,8 @@ class Publisher:
             return
         self.wait()
         message, self.checkpoint = f"Training in progress, step {step}", folder
-        self._start(folder, message, **_top_level(_MODEL))
+        # patterns match across slashes
+        self._start(folder, message, allow_patterns=[*_MODEL], ignore_patterns=["*/*"])
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             target = _LAST if self.strategy == HubStrategy.CHECKPOINT else folder.name
             self._start(folder, f"{message}, checkpoint", path_in_repo=target)
@@ -110,11 +109,6 @@ class Publisher:
     def _upload(self, folder: Path, message: str, **others: Any) -> futures.Future:
         where = {"repo_id": self.repo, "revision": self.revision, "folder_path": folder}
         return self.api.upload_folder(**where, commit_message=message, run_as_future=True, **others)
-
-
-def _top_level(patterns: Sequence[str]) -> dict[str, list[str]]:
-    """`upload_folder` arguments that exclude subfolders: its patterns match across slashes."""
-    return {"allow_patterns": [*patterns], "ignore_patterns": ["*/*"]}
 
 
 def _warn_of_failure(upload: futures.Future) -> None:
@@ -259,23 +253,34 @@ def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
 
 
 def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any) -> Path:
-    """Copy a finished run's records beside its weights and write its card for `repo` as README.md; returns the folder.
-    `results`: folders of models fine-tuned from it, for the card."""
+    """A temporary folder with the published files of a finished run: links to weights and tokenizer, the records
+    without local folders, and the card for `repo` as README.md. `results`: folders of models fine-tuned from it, for
+    the card."""
     model, run_folder, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
     needed = ("resolved_args", "shown_args", "fingerprint")
     record = records.read_record(run_folder / records.RECORD_NAME, needed, _OTHER_VERSION)
     summaries = [records.read_record(path / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION) for path in results]
-    if model != run_folder:
-        sources = [run_folder / name for name in _RUN_FILES]
-        for path in (*sources, folder / records.SUMMARY_NAME, folder / records.CURVE_NAME):
-            if path.is_file():
-                shutil.copyfile(path, model / path.name)
+    record, summary, summaries = records.portable([record, summary, summaries])
     if "task" in record:
         readme = card.fine_tuned(repo, config, record, summary, **metadata)
     else:
         blimp = model / records.BLIMP_NAME
         scored = records.read_record(blimp, ("scores",), "run make blimp again") if blimp.is_file() else None
         readme = card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)
-    readme.save(model / "README.md")
-    return model
+    published = Path(tempfile.mkdtemp(dir=_staging().name))
+    places = [place.glob(pattern) for place in (model, run_folder, folder) for pattern in PUBLISHED]
+    for name, path in {path.name: path for paths in places for path in paths if path.is_file()}.items():
+        (published / name).symlink_to(path.resolve())
+    records.write_preset(record["resolved_args"], published)
+    records.write_record(record, published)
+    if summary:
+        records.write_summary(summary, published)
+    readme.save(published / "README.md")
+    return published
+
+
+@functools.cache
+def _staging() -> tempfile.TemporaryDirectory:
+    """The process's folder for what it publishes, deleted at exit."""
+    return tempfile.TemporaryDirectory(prefix="published-")

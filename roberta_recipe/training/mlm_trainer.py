@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from roberta_recipe.data import masking, order
 from roberta_recipe.data.chunks import TextReader
-from roberta_recipe.data.corpus import Corpus, check_unchanged
+from roberta_recipe.data.corpus import Corpus, check_unchanged, hub_ids
 from roberta_recipe.data.packing import Block
 from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import logger
@@ -200,6 +200,7 @@ class MlmTrainer(DurableTrainer):
             "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.stopping.stopped_by or "max_steps",
             "skipped_blocks": self.skipped_blocks,
+            "datasets": hub_ids(self.train_dataset.reader.corpus),
             "blimp_at_steps": loss_at_steps(self.state.log_history, "eval_blimp"),
         }
 
