@@ -48,7 +48,7 @@ WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.js
 DEFAULT, OWN = "presets/glue/rte.yaml", "presets/glue/own.yaml"
 TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
-# Table 10: warm-up of 6% of the steps; a run of the grid is no sweep itself
+# Table 10: warm-up of 6% of the steps; each run of the grid is a plain run
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
 
 
@@ -111,12 +111,12 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
-    form = FORMS[form_name(args, task)](args, task, data, tokenizer)
+    form = PARTS[parts_name(args, task)](args, task, data, tokenizer)
     found = announce(args, task, data, form, overlap)
 
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, task, data, form, tokenizer, found)
-    runs = of_grid(args, training_args) if args.sweep else protocol.of_preset(args, training_args)
+    runs = grid_runs(args, training_args) if args.sweep else protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, preset, sweep_flags)
@@ -180,7 +180,7 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
         raise InputError(f"head_dropout={args.head_dropout} has no effect on wnli's masked-LM head: leave it out")
     if args.qnli_form == "ranking" and args.task_name != "qnli":
         raise InputError(f"qnli_form=ranking has no effect on task_name={args.task_name}: leave it out")
-    protocol.check_arguments(args, training_args, task.metric, form_name(args, task) == "classification")
+    protocol.check_arguments(args, training_args, task.metric, parts_name(args, task) == "classification")
 
 
 def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, glue.Examples]:
@@ -229,7 +229,7 @@ def read_schemas(args: GlueArguments, task: glue.Task, split: str) -> glue.Examp
 
 
 @dataclass
-class Form:
+class TaskParts:
     """A task's model, features, loss and predictions. `scores` are (rows, ...), as `loss_sum` returns them."""
 
     build_model: Callable[[], torch.nn.Module]
@@ -242,8 +242,8 @@ class Form:
     averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # an ensemble averages these
 
 
-def form_name(args: GlueArguments, task: glue.Task) -> str:
-    """A key of `FORMS`."""
+def parts_name(args: GlueArguments, task: glue.Task) -> str:
+    """A key of `PARTS`."""
     if args.task_name == "wnli":
         return "candidates"
     if not task.labels:
@@ -253,10 +253,10 @@ def form_name(args: GlueArguments, task: glue.Task) -> str:
     return args.qnli_form if args.task_name == "qnli" else "classification"
 
 
-def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
     """One text or a pair, a head on the first token, cross-entropy (section 5.1)."""
     features, cut = make_features(args, task, data, tokenizer)
-    return Form(
+    return TaskParts(
         build_model=lambda: build_model(args, list(task.labels)),
         features=features,
         counts=cut,
@@ -267,7 +267,7 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
     )
 
 
-def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
     """STS-B: one output, squared error on scores scaled to [0, 1] (fairseq: --regression-target)."""
     lowest, highest = task.scale
     return dataclasses.replace(
@@ -279,7 +279,7 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
     )
 
 
-def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
     """An output per class, binary cross-entropy of each; a class is predicted from a probability of 0.5 on."""
     warnings.filterwarnings("ignore", message="Label smoothing is not compatible")  # Trainer's, for its None too
     return dataclasses.replace(
@@ -291,7 +291,7 @@ def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Ex
     )
 
 
-def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
     """QNLI's test setting (section 5.1): the sentences of a question are ranked against each other."""
     features, cut = make_features(args, task, data, tokenizer)
     questions = {split: [texts[0] for texts in examples.texts] for split, examples in data.items()}
@@ -306,7 +306,7 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
 
     alone = sum(count == 1 for count in Counter(questions["validation"]).values())
     tuned = {"validation questions with a single pair, decided by a threshold tuned on these": alone}
-    return Form(
+    return TaskParts(
         build_model=lambda: build_model(args, ["score"]),
         features=features,
         counts={**cut, **{f"questions {why}": count for why, count in left_out.items()}, **tuned},
@@ -316,7 +316,7 @@ def as_ranking(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exampl
     )
 
 
-def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> Form:
+def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
     """WNLI (section 5.1): noun phrases in the pronoun's position, scored by the masked-LM head."""
     parse, counts, features = load_spacy(args.spacy_model, "WNLI"), Counter(), {}
     encode = tokenization.text_tokenizer(tokenizer)
@@ -332,7 +332,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         ]
     features["train"], left_out = wsc.training_features(features["train"])
     counts.update({f"schemas {why}": count for why, count in left_out.items()})
-    return Form(
+    return TaskParts(
         build_model=lambda: wsc.load_masked_lm(args.model_name_or_path, args.random_weights),
         features=features,
         counts=counts,
@@ -342,7 +342,7 @@ def as_candidates(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
     )
 
 
-FORMS = {
+PARTS = {
     "classification": as_classification,
     "regression": as_regression,
     "multi_label": as_multi_label,
@@ -395,7 +395,9 @@ def targets(task: glue.Task, label) -> dict:
     return {"labels": label if task.labels else (label - lowest) / (highest - lowest)}
 
 
-def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: Form, overlap: dict) -> dict:
+def announce(
+    args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: TaskParts, overlap: dict
+) -> dict:
     """Log the task, the data and the grid in a few lines; return the counts."""
     validation = data[task.splits_of("validation")[0]]
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
@@ -407,14 +409,14 @@ def announce(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples
     logger.info(
         f"Task        {args.task_name}: {answers}; best epoch by {task.metric}\n"
         f"Rows        {rows}{f' ({task.note})' if task.note else ''}\n"
-        f"Features    {form_name(args, task)}; {counts or 'none cut'}\n"
+        f"Features    {parts_name(args, task)}; {counts or 'none cut'}\n"
         f"Duplicates  {overlap['in_train']:,} of {len(validation):,} validation examples are in the training set, "
         f"{overlap['with_the_same_label']:,} with the same label"
     )
     return {"duplicates": overlap, "features": {**form.counts, **skipped}}
 
 
-def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, found: dict) -> protocol.Job:
+def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenizer, found: dict) -> protocol.Job:
     """The task for the protocol."""
     validation = task.splits_of("validation")
     labels = {split: data[split].labels for split in validation}
@@ -446,11 +448,11 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: Form, tokenizer, fo
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
-        test_rows=durable.fingerprint(tests),
+        test_hash=durable.fingerprint(tests),
     )
 
 
-def of_grid(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[summaries.Run]:
+def grid_runs(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[summaries.Run]:
     """The paper's grid, each setting with every seed."""
     folder = os.path.join(training_args.output_dir, glue.SWEEP_FOLDER)
     return summaries.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
@@ -486,14 +488,14 @@ def multi_label_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
 
 
 def measure(
-    task: glue.Task, form: Form, split: str, scores: np.ndarray, of_validation: np.ndarray, data
+    task: glue.Task, form: TaskParts, split: str, scores: np.ndarray, of_validation: np.ndarray, data
 ) -> dict[str, float]:
     """The task's metrics on a split; `of_validation` are the same model's validation scores."""
     predictions = form.predictions(split, scores, of_validation)
     return glue_scores.scores(task.metrics, predictions, data[split].labels)
 
 
-def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data) -> list[dict]:
+def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray, data) -> list[dict]:
     """The answer to each example of a split, the worst first; with its probability except for rankings."""
     labels, predictions = data[split].labels, form.predictions(split, scores, scores)
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
@@ -514,7 +516,7 @@ def answers_of(task: glue.Task, form: Form, split: str, scores: np.ndarray, data
 
 
 def write_submission(
-    args: GlueArguments, task: glue.Task, job: protocol.Job, form: Form, data, runs, summary: Summary, folder: Path
+    args: GlueArguments, task: glue.Task, job: protocol.Job, form: TaskParts, data, runs, summary: Summary, folder: Path
 ) -> None:
     """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
     of the best setting."""
@@ -522,7 +524,7 @@ def write_submission(
     chosen = summaries.of_setting(runs, picked)
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
-    tests = summaries.all_test_scores(chosen, job.test_rows)
+    tests = summaries.all_test_scores(chosen, job.test_hash)
     of_validation = mean_over_runs(form, [validation_scores(run.output_dir) for run in chosen])
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)
@@ -541,7 +543,7 @@ def write_submission(
         print(f"submission  {path}: {counted(len(predictions), 'row')} from {counted(len(chosen), 'run')}")
 
 
-def mean_over_runs(form: Form, scores: list[np.ndarray]) -> np.ndarray:
+def mean_over_runs(form: TaskParts, scores: list[np.ndarray]) -> np.ndarray:
     """The scores of an ensemble, or of a single run."""
     return np.mean([form.averaged(array) for array in scores], axis=0)
 

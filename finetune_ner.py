@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, windows, names, scheme, tokenizer, found)
-    runs = protocol.of_preset(args, training_args)
+    runs = protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
 
@@ -160,7 +160,7 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
 def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict) -> protocol.Job:
     """The task for the protocol."""
     rows = {split: [[sentence.words, sentence.tags] for sentence in made.sentences] for split, made in windows.items()}
-    test_rows, gold = durable.fingerprint(rows.pop("test", None)), [tags for _, tags in rows["validation"]]
+    test_hash, gold = durable.fingerprint(rows.pop("test", None)), [tags for _, tags in rows["validation"]]
     ((majority, _),) = Counter(chain(*gold)).most_common(1)
     tests = [split for split in windows if split == "test"]
     name = Path(args.train_file).name if args.train_file else args.dataset_name
@@ -189,7 +189,7 @@ def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, t
         baseline={"answer": majority, "metrics": ner.scores(gold, [[majority] * len(tags) for tags in gold], scheme)},
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, [rows, names]),
-        test_rows=test_rows,
+        test_hash=test_hash,
     )
 
 
@@ -218,7 +218,7 @@ def write_predictions(run: summaries.Run, job: protocol.Job, windows: dict[str, 
     """Write a line per word of validation and test set: word, tag if there is one, prediction (conlleval's order)."""
     scores = {"validation": validation_scores(run.output_dir)}
     if job.tests:
-        scores |= summaries.all_test_scores([run], job.test_rows)[0]
+        scores |= summaries.all_test_scores([run], job.test_hash)[0]
     for split, of_split in scores.items():
         sentences, path = windows[split].sentences, run.output_dir / f"{split}_predictions.conll"
         rows = zip(sentences, windows[split].tags(of_split), strict=True)

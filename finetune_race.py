@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, data, features, tokenizer, found)
-    runs = protocol.of_preset(args, training_args)
+    runs = protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
 
@@ -164,7 +164,7 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
 def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
     """The task for the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
-    test_rows = durable.fingerprint(rows.pop("test", None))
+    test_hash = durable.fingerprint(rows.pop("test", None))
     right = [question.answer for question in data["validation"]]
     levels = Counter(question.level for question in data["validation"])
     return protocol.Job(
@@ -190,7 +190,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         ),
         found=found,
         inputs=protocol.inputs_fingerprint(args, tokenizer, rows),
-        test_rows=test_rows,
+        test_hash=test_hash,
     )
 
 

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, data, windows, tokenizer, found)
-    runs = protocol.of_preset(args, training_args)
+    runs = protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, default_preset(argv))
 

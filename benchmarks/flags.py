@@ -271,15 +271,15 @@ def main() -> None:
             for cls in CLASSES[script]:
                 defaults = {f.name: default_of(f) for f in dataclasses.fields(cls)}
                 for flag, facts in flags_of(cls).items():
-                    if facts.resume not in ("free", "layout") or (args.flags and flag not in args.flags):
+                    if facts.scope not in ("free", "layout") or (args.flags and flag not in args.flags):
                         continue
                     if flag in ("output_dir", "deepspeed", "sweep"):  # all runs have their own; a launcher; other runs
                         continue
                     words = [str(folder / "cache")] if flag == "token_cache" else None
                     words = [f"--{flag}", *words] if words else changed(cls, flag, defaults[flag])
-                    right, said = verdict(facts.resume, resumed(script, folder, words, flag), wanted)
+                    right, said = verdict(facts.scope, resumed(script, folder, words, flag), wanted)
                     wrong += not right
-                    print(f"  {facts.resume:<7} {' '.join(words):<60} {said}", flush=True)
+                    print(f"  {facts.scope:<7} {' '.join(words):<60} {said}", flush=True)
     print(f"{wrong} flags are not what they are declared to be")
     raise SystemExit(wrong > 0)
 

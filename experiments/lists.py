@@ -448,11 +448,11 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
     values = {
         name: resolved.get(name)
         for name, flag in flags.items()
-        if (flag.resume not in ("start", "free") or name in _MEASURED)
+        if (flag.scope not in ("start", "free") or name in _MEASURED)
         and name not in ("output_dir", "seed", "seeds")
         and (name in resolved or name not in _CHOSEN)
     }
-    for name in [name for name in values if flags[name].resume == "content"]:
+    for name in [name for name in values if flags[name].scope == "content"]:
         values |= {f"{_CONTENT}{file}": durable.sha256(resolve_path(file)) for file in _small_files(values[name])}
     return json.loads(json.dumps({"script": path.name, **values})), "seeds" if "seeds" in flags else "seed"
 

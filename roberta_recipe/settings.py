@@ -38,7 +38,7 @@ Scope = Literal["start", "free", "layout", "content", "fixed", "data", "locked"]
 class Flag:
     """Resume scope of a flag, and whether model card and results show it.
 
-    `resume` is one of:
+    `scope` is one of:
     "start":   applies to one start of a run, and is not saved in the run's preset;
     "free":    may change at a restart: the run stays bit-identical (`benchmarks/flags.py`);
     "layout":  may change, which changes rounding and dropout draws; recorded in checkpoints, a change is logged;
@@ -48,12 +48,12 @@ class Flag:
     "locked":  only the default is allowed, for the reason `because`.
     """
 
-    resume: Scope
+    scope: Scope
     shown: bool = False
     because: str = ""
 
     def __post_init__(self):
-        if self.resume not in typing.get_args(Scope) or bool(self.because) != (self.resume == "locked"):
+        if self.scope not in typing.get_args(Scope) or bool(self.because) != (self.scope == "locked"):
             raise TypeError(f"{self}: no such scope, or a reason that is missing or has no place")
 
 
@@ -77,7 +77,7 @@ def flags_of(cls: type) -> dict[str, Flag]:
 def values_of(args: Any, *scopes: Scope) -> dict[str, Any]:
     """The values of the flags of these scopes in a filled dataclass, as JSON can hold them."""
     flags = flags_of(type(args)).items()
-    return {name: plain(getattr(args, name)) for name, flag in flags if flag.resume in scopes}
+    return {name: plain(getattr(args, name)) for name, flag in flags if flag.scope in scopes}
 
 
 def fixed_values(args: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def parse(
         except Exception as error:  # of any kind, by transformers or accelerate
             raise InputError(f"{type(error).__name__}: {first_line(error)}") from None
         for name, flag in flags_of(cls).items():
-            if flag.resume != "start" and not (own[name] is None and defaults[name] is None):
+            if flag.scope != "start" and not (own[name] is None and defaults[name] is None):
                 resolved[name] = plain(own[name])
     return filled, resolved
 
@@ -182,9 +182,9 @@ def _check_values(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -
     """Raise `InputError` for a locked flag with another value, and for a secret in a value that would be published."""
     for name, flag in flags_of(cls).items():
         value, default = plain(values[name]), plain(defaults[name])
-        if flag.resume == "locked" and value != default:
+        if flag.scope == "locked" and value != default:
             raise InputError(f"{name} must stay {default}, not {value}: {flag.because}")
-        if flag.resume != "start" and holds_secret(value):
+        if flag.scope != "start" and holds_secret(value):
             raise InputError(
                 f"{name}={redact(str(value))} holds a password or a token, which preset.yaml and the model card would "
                 "publish: write ${NAME}, an environment variable, in a corpus preset, or configure fsspec"
@@ -230,7 +230,7 @@ def _groups(dataclass_types: Sequence[type]) -> list[type]:
 
 def _trainer_flags(dataclass_types: Sequence[type], values: dict[str, Any]) -> str:
     """The end of `--help`: Trainer's own flags as name=value, or as a name where the value is None; no locked ones."""
-    flags = [(cls, name) for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.resume != "locked"]
+    flags = [(cls, name) for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.scope != "locked"]
     names = [name for cls, name in flags if _title(cls, name) == _TRAINER_FLAGS]
     words = " ".join(name if values[name] is None else f"{name}={plain(values[name])}" for name in sorted(names))
     wrapped = textwrap.fill(words, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

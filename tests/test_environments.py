@@ -8,7 +8,9 @@ import pytest
 PROJECT = "pyproject.toml"
 
 
-@pytest.mark.parametrize("script", ["train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py"])
+@pytest.mark.parametrize(
+    "script", ["train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py"]
+)
 def test_the_header_of_a_script_names_this_project_alone(root, script):
     text = (root / script).read_text(encoding="utf-8")
     header = re.match(r"# /// script\n((?:# .*\n)+?)# ///\n\"\"\"", text)  # the docstring follows

@@ -149,7 +149,7 @@ def test_the_fingerprint_covers_each_file_that_is_read(flags, data_dir, model_di
 
     def inputs():
         finetune_glue.main(flags("rte", "--do_predict", "--data_dir", data, "--model_name_or_path", model))
-        return {**seen["job"].inputs, "tests": seen["job"].test_rows}
+        return {**seen["job"].inputs, "tests": seen["job"].test_hash}
 
     def change(path, old, new):
         text = path.read_text()

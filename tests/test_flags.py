@@ -86,7 +86,7 @@ def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch,
         for field in dataclasses.fields(cls):
             if not field.init:
                 continue
-            name, scope = field.name, flags_of(cls)[field.name].resume
+            name, scope = field.name, flags_of(cls)[field.name].scope
             words = flags.changed(cls, name, getattr(base[position], name))
             try:
                 filled = arguments(script, words)
@@ -108,7 +108,7 @@ def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch,
 
 def test_a_locked_flag_names_its_default_and_why(preset):
     classes = (MlmTrainingArguments, FinetuneTrainingArguments)
-    locked = [(cls, name) for cls in classes for name, flag in flags_of(cls).items() if flag.resume == "locked"]
+    locked = [(cls, name) for cls in classes for name, flag in flags_of(cls).items() if flag.scope == "locked"]
     assert len(locked) == 50 and (MlmTrainingArguments, "save_only_model") in locked
     for name, value, said in (
         ("save_only_model", "true", "save_only_model must stay False, not True: a checkpoint without optimizer"),
@@ -209,7 +209,7 @@ def test_what_names_content_is_fingerprinted_by_its_content(preset, tmp_path, co
         "pad_vocab_to_multiple_of": ["--pad_vocab_to_multiple_of", "64"],
         "model_name_or_path": ["--model_name_or_path", model_dir],
     }
-    named = {name for name, flag in flags_of(train_mlm.MlmArguments).items() if flag.resume == "content"}
+    named = {name for name, flag in flags_of(train_mlm.MlmArguments).items() if flag.scope == "content"}
     assert named - {"text_column", "tokenizer_name"} == set(changes)  # both are in the reader's fingerprint
     for name, words in changes.items():
         assert fingerprint(["--config", preset, *words]) != base, name

@@ -22,7 +22,7 @@ from roberta_recipe.training import finetune_trainer
 def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monkeypatch):
     """Neither is in the texts: where the pronoun stands, and which phrases the parser finds."""
     seen = []
-    monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_rows)) or [])
+    monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_hash)) or [])
     monkeypatch.setattr(protocol, "finish", lambda *_: None)
     monkeypatch.setattr(summaries, "table", lambda *_: "")
     monkeypatch.setattr(finetune_glue.plots, "plot_runs", lambda *_: None)

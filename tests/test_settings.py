@@ -37,7 +37,7 @@ def test_help_lists_every_flag_trainers_last_and_compact(script, capsys):
     (args, training_args), resolved = script.read_arguments([])
     names = [name for name in found if name[3:] not in found]  # no_
     names += [word.split("=")[0] for word in of_trainer.split("\n", 1)[1].split() if re.match(r"\w", word)]
-    own, locked = flags_of(type(args)), {n for n, f in flags_of(type(training_args)).items() if f.resume == "locked"}
+    own, locked = flags_of(type(args)), {n for n, f in flags_of(type(training_args)).items() if f.scope == "locked"}
     assert {"help", "config", *own, *flags_of(type(training_args))} - set(names) <= locked
     assert set(found[2 : 2 + len(own)]) == set(own)
     assert f"learning_rate={resolved['learning_rate']} " in of_trainer.replace("\n", " ")  # the preset's

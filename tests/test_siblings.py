@@ -40,7 +40,7 @@ def test_main_has_the_same_steps_in_the_same_order():
 
 def test_main_calls_the_library_in_the_same_order():
     first, *others = [calls_into_the_library(functions(script)["main"]) for script in SCRIPTS]
-    assert {"hub.publisher", "protocol.of_preset", "protocol.run_all", "protocol.finish", "plots.plot_runs"} <= set(
+    assert {"hub.publisher", "protocol.preset_runs", "protocol.run_all", "protocol.finish", "plots.plot_runs"} <= set(
         first
     )
     for called in others:

@@ -170,7 +170,7 @@ def test_every_flag_has_a_resume_scope(cls):
 def test_the_table_of_inherited_flags_fits_the_installed_transformers():
     inherited = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     assert set(TRAINER_FLAGS) == inherited and len(inherited) > 100
-    assert "learning_rate" in TRAINER_FLAGS and TRAINER_FLAGS["hub_token"].resume == "start"
+    assert "learning_rate" in TRAINER_FLAGS and TRAINER_FLAGS["hub_token"].scope == "start"
 
 
 def test_a_new_flag_is_in_fingerprint_and_card_by_its_declaration_alone():

@@ -88,9 +88,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def scopes_of_flags() -> dict[str, str]:
-    """`Flag.resume` by name, of the library's flags."""
+    """`Flag.scope` by name, of the library's flags."""
     declared = (FinetuneTrainingArguments, FinetuneArguments, MlmTrainingArguments, MlmArguments)
-    return {name: flag.resume for cls in declared for name, flag in flags_of(cls).items()}
+    return {name: flag.scope for cls in declared for name, flag in flags_of(cls).items()}
 
 
 def different_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:

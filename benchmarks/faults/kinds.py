@@ -161,7 +161,7 @@ def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]
     trainers = MlmTrainingArguments if scenario.pretrains else FinetuneTrainingArguments
     cls = rng.choice([own, trainers, trainers])
     not_drawn = [*NOT_DRAWN, *(() if scenario.pretrains else NAMES_A_RUN)]
-    names = [name for name, flag in flags_of(cls).items() if flag.resume in scopes and name not in not_drawn]
+    names = [name for name, flag in flags_of(cls).items() if flag.scope in scopes and name not in not_drawn]
     name = rng.choice(names)
     return name, [f"--{name}", rng.choice(VALUES.get(name) or _values(typing.get_type_hints(cls)[name]))]
 

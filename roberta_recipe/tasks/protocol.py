@@ -56,7 +56,8 @@ Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
 @dataclass
 class Job:
-    """A task for the protocol. Scores are (features of a split, ...), as `loss_sum` returns them with the loss."""
+    """A task for the protocol. Scores are the outputs of the model that `loss_sum` returns with the loss: (features of
+    a split, ...). Metrics are values of `measure`."""
 
     name: str  # in the records
     metric: str  # selects the best epoch and setting, by its highest value
@@ -76,7 +77,7 @@ class Job:
     baseline: Baseline | None  # `summaries.majority_answer`
     found: dict[str, Any]  # counts for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
-    test_rows: str = ""  # hash of the test set: stored scores of another are ignored
+    test_hash: str = ""  # hash of the test set: stored scores of another are ignored
 
     def about(self, *filled: Any) -> dict[str, Any]:
         """The fields that run records and the summary share; `filled`: argument dataclasses."""
@@ -165,7 +166,7 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def of_preset(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
+def preset_runs(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
     """A run per seed at the given learning rate and batch size."""
     size = args.global_batch_size
     if size is None:
@@ -197,11 +198,11 @@ def run_all(
         for path in (folder, *(run.output_dir for run in runs)):
             durable.remove_stale(path)
     records: list[FinetuneRecord] = []
-    reading: futures.Future | None = None
+    upload: futures.Future | None = None
     for number, run in enumerate(runs, 1):
         flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
         flags += ["--output_dir", run.output_dir, *extra_flags]
-        (args, training_args), resolved = read([*argv, *map(str, flags)])
+        (args, training_args), resolved = read([*argv, *map(str, flags)])  # of a repeated flag, the last counts
         at_most, processes = training_args.per_device_train_batch_size, training_args.world_size
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
         arguments.resolve(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
@@ -210,14 +211,14 @@ def run_all(
         was_finished = is_finished(run)
         ahead = [later for later in runs[number:] if not is_finished(later)]
         records.append(finetune(run, ahead, job, (args, training_args), resolved))
-        if reading:
-            futures.wait([reading])  # then the weights may be deleted
+        if upload:
+            futures.wait([upload])  # before weights are deleted
         so_far = summaries.summarise(runs[:number], records, job.metric)
         if training_args.process_index == 0:
             drop_weights(args.keep, runs[:number], [row["best_run"] for row in so_far["settings"]])
         if after_run and runs[0].setting == runs[-1].setting and number < len(runs) and not was_finished:
             best = Path(picked_setting(so_far)["best_run"])
-            reading = after_run(best, f"Best of {counted(number, 'run')} of {len(runs)}")
+            upload = after_run(best, f"Best of {counted(number, 'run')} of {len(runs)}")
     return records
 
 
@@ -247,15 +248,16 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
     resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}
     fingerprint = {**fixed_values(args), **fixed_values(training_args), **job.inputs}
     record = finished(run, fingerprint)
-    scored = not (training_args.do_predict and job.tests) or summaries.read_test_scores(run, job.test_rows) is not None
+    scored = not (training_args.do_predict and job.tests) or summaries.read_test_scores(run, job.test_hash) is not None
     has_weights = (run.output_dir / BEST_NAME / finetune_trainer.WEIGHTS).is_file()
-    if record and (scored or not has_weights):
+    if record and (scored or not has_weights):  # without weights, `all_test_scores` names the missing scores
         logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
         return record
     steps = [steps_of(training_args, len(job.features["train"]), each.batch) for each in (run, *ahead)]
     if not record:
         optimizers.check_length(training_args, steps[0])
     set_seed(run.seed)
+    logger.info(f"Run         seed {run.seed}: {run.output_dir}")
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()
     attention.set_up(model, training_args)
@@ -313,9 +315,9 @@ def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dic
     `InputError` if the stored weights do not reproduce the metric `picked`."""
     best, folder = trainer.load_best(), trainer.args.output_dir
     metrics = job.measure(job.validation[0], best, best)
-    if (found := summaries.comparable(metrics[job.metric])) != summaries.comparable(picked):
+    if (value := summaries.comparable(metrics[job.metric])) != summaries.comparable(picked):
         raise InputError(
-            f"{folder}/{BEST_NAME} is not this run's best epoch: its {job.metric} is {found}, not {picked}. Move "
+            f"{folder}/{BEST_NAME} is not this run's best epoch: its {job.metric} is {value}, not {picked}. Move "
             f"{folder} away to run it again"
         )
     for split in job.validation[1:]:
@@ -324,7 +326,7 @@ def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dic
     if trainer.args.do_predict and job.tests:
         tests = {split: trainer.scores(job.features[split]) for split in job.tests}
         if trainer.is_world_process_zero():
-            summaries.write_test_scores(Path(folder), job.test_rows, tests)
+            summaries.write_test_scores(Path(folder), job.test_hash, tests)
     return metrics, best
 
 
@@ -352,7 +354,7 @@ def finish(
     if training_args.do_predict and job.labelled_tests:
         chosen = summaries.of_setting(runs, picked)
         splits = {split: len(job.features[split]) for split in job.labelled_tests}
-        summary["tests"] = summaries.summarise_tests(chosen, job.test_rows, splits, job.measure, job.metric)
+        summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, splits, job.measure, job.metric)
     if training_args.process_index == 0:
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])

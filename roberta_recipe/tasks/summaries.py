@@ -149,15 +149,15 @@ def write_answers(path: Path, rows: list[dict[str, Any]]) -> None:
     durable.write_text(path, "".join("\t".join(cells) + "\n" for cells in lines))
 
 
-def write_test_scores(folder: Path, rows: str, scores: dict[str, np.ndarray]) -> None:
-    """Store a run's test scores by split, and the hash `rows` of the test set."""
+def write_test_scores(folder: Path, test_hash: str, scores: dict[str, np.ndarray]) -> None:
+    """Store a run's test scores by split, and the hash of the test set."""
     temporary = folder / f"unfinished_{TEST_SCORES}"
-    np.savez(temporary, rows=rows, **scores)
+    np.savez(temporary, rows=test_hash, **scores)
     temporary.replace(folder / TEST_SCORES)
 
 
-def read_test_scores(run: Run, rows: str) -> dict[str, np.ndarray] | None:
-    """A run's test scores by split; None if there are none for the test set with the hash `rows`. Raises `InputError`
+def read_test_scores(run: Run, test_hash: str) -> dict[str, np.ndarray] | None:
+    """A run's test scores by split; None if there are none for the test set with this hash. Raises `InputError`
     for a damaged file."""
     path = run.output_dir / TEST_SCORES
     if not path.is_file():
@@ -165,15 +165,15 @@ def read_test_scores(run: Run, rows: str) -> dict[str, np.ndarray] | None:
     try:
         with np.load(path) as archive:
             stored = dict(archive)  # checks the zip's CRCs
-        stored_rows = str(stored.pop("rows"))
+        stored_hash = str(stored.pop("rows"))
     except Exception as error:  # of zipfile, zlib or numpy
         raise InputError(f"{path} is damaged ({first_line(error)}): move it away to score the test set again") from None
-    return stored if stored_rows == rows else None
+    return stored if stored_hash == test_hash else None
 
 
-def all_test_scores(runs: list[Run], rows: str) -> list[dict[str, np.ndarray]]:
+def all_test_scores(runs: list[Run], test_hash: str) -> list[dict[str, np.ndarray]]:
     """The test scores of every run. Raises `InputError` if a run has none."""
-    stored = [read_test_scores(run, rows) for run in runs]
+    stored = [read_test_scores(run, test_hash) for run in runs]
     if absent := [run.output_dir for run, scores in zip(runs, stored, strict=True) if scores is None]:
         raise InputError(
             f"{absent[0]} has no scores on this test set, and its weights are deleted: move it away to run it again "
@@ -184,15 +184,15 @@ def all_test_scores(runs: list[Run], rows: str) -> list[dict[str, np.ndarray]]:
 
 def summarise_tests(
     runs: list[Run],
-    rows: str,
+    test_hash: str,
     splits: dict[str, int],
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]],
     metric: str,
 ) -> dict[str, TestScores]:
     """Median and spread on labelled test splits, over the runs with stored scores; `splits`: numbers of examples;
     `measure`: `Job.measure`. Raises `InputError` if no run has scores."""
-    scored = [run for run in runs if read_test_scores(run, rows)] or runs
-    stored = all_test_scores(scored, rows)
+    scored = [run for run in runs if read_test_scores(run, test_hash)] or runs
+    stored = all_test_scores(scored, test_hash)
     metrics: dict[str, dict[int, dict[str, float]]] = {split: {} for split in splits}
     for run, scores in zip(scored, stored, strict=True):
         on_validation = validation_scores(run.output_dir)

@@ -91,9 +91,9 @@ def length_of(feature: dict[str, Any]) -> int:
 
 
 class Epochs(TrainerCallback):
-    """Sets the epoch of the training order, and saves an epoch's last step after the evaluation of the epoch: a run
-    that is killed in between would be resumed without it. A stop in the middle of an epoch is not evaluated. A step
-    that is evaluated may be saved as the best (`_keep_as_best`), so it is logged first."""
+    """Sets the epoch of the training order. Evaluates before it saves the last step of an epoch: killed in between, a
+    resumed run would lack that evaluation. A stop in the middle of an epoch is not evaluated. An evaluated step is
+    logged first, as it may be saved as the best (`_keep_as_best`)."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False

@@ -413,5 +413,5 @@ def run_fingerprint(
         "model": durable.fingerprint(config),
         "start_weights": checkpoint.hash_of(dict(model.named_parameters())) if args.model_name_or_path else "fresh",
     }
-    data_flags = {name for name, flag in flags_of(type(args)).items() if flag.resume == "data"}
+    data_flags = {name for name, flag in flags_of(type(args)).items() if flag.scope == "data"}
     return {**fixed, **data}, data_flags | set(data)
