@@ -1,5 +1,5 @@
-"""Commands of README and docs are those that their programs take; those of docs/adapting.md run as they are written, in
-a copy of the repository, with fewer steps."""
+"""Commands of README and docs are those that their programs take; those of docs/adapting.md and docs/answers.md run as
+they are written, in a copy of the repository, with fewer steps."""
 
 import contextlib
 import importlib
@@ -129,13 +129,13 @@ def typed(root, tmp_path):
 
 def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, typed, monkeypatch):
     """An unknown flag behind each must be the only one that its parser does not know; so no command begins to work.
-    Those of docs/adapting.md do, below."""
+    Those of docs/adapting.md and of the bash blocks of docs/answers.md do, below."""
     monkeypatch.chdir(root)
     programs = set()
     others = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "adapting.md"]
     for page in (root / "README.md", root / "ds_configs/README.md", *others):
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
-            if language not in ("", "bash") or block.startswith("$ "):
+            if language not in ("", "bash") or block.startswith("$ ") or (page.stem, language) == ("answers", "bash"):
                 continue
             for words in typed(block):
                 if "pytest" in words:
@@ -297,3 +297,34 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
     monkeypatch.chdir(folder)
     exec(predict.replace("runs/my_task/lr0.0001-batch16-seed3", summary["settings"][0]["best_run"]), {})
     assert re.search(r"'label': '(same|different)'", capsys.readouterr().out)
+
+
+def test_every_answer_runs(root, tmp_path, shell, monkeypatch):
+    """The blocks of docs/answers.md in their order; with the unigram entropy, losses and paths that an answer names."""
+    folder = clone(root, tmp_path / "clone")
+    (folder / "my_text").mkdir()
+    write_text(folder / "my_text" / "a.txt", make_documents(1500, seed=0))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    questions = (root / "docs" / "answers.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fewer = (
+        *FEWER,
+        (r"--warmup_steps \d+ ", "--warmup_steps 1 "),
+        ("--max_train_minutes 0.05", "--max_train_minutes 1e-6"),
+    )
+    fewer += (("29500", str(port)), (r"python tools/launch.py", f"{sys.executable} tools/launch.py"))
+    fewer += (
+        (r"train_mlm.py (?!.*--use_cpu)", "train_mlm.py --use_cpu "),
+        ("--skip_blocks 64-95", "--skip_blocks 32-63"),
+    )
+    said = {}
+    for question in questions:
+        title = question.partition("\n")[0]
+        for language, block in re.findall(r"^```(bash|python)\n(.*?)^```$", question, re.S | re.M):
+            for pattern, other in fewer:
+                block = re.sub(pattern, other, block)
+            block = f"python - <<'END'\n{block}END" if language == "python" else block
+            said[title] = said.get(title, "") + shell(block, folder)
+    assert len(said) == len(questions) == 19
