@@ -1,5 +1,5 @@
-"""Commands of README and docs are those that their programs take; those of docs/adapting.md run as they are written, in
-a copy of the repository, with fewer steps."""
+"""Commands of README and docs are those that their programs take; those of docs/adapting.md and docs/answers.md run as
+they are written, in a copy of the repository, with fewer steps."""
 
 import contextlib
 import importlib
@@ -129,13 +129,13 @@ def typed(root, tmp_path):
 
 def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, typed, monkeypatch):
     """An unknown flag behind each must be the only one that its parser does not know; so no command begins to work.
-    Those of docs/adapting.md do, below."""
+    Those of docs/adapting.md and of the bash blocks of docs/answers.md do, below."""
     monkeypatch.chdir(root)
     programs = set()
     others = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "adapting.md"]
     for page in (root / "README.md", root / "ds_configs/README.md", *others):
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
-            if language not in ("", "bash") or block.startswith("$ "):
+            if language not in ("", "bash") or block.startswith("$ ") or (page.stem, language) == ("answers", "bash"):
                 continue
             for words in typed(block):
                 if "pytest" in words:
@@ -297,3 +297,51 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
     monkeypatch.chdir(folder)
     exec(predict.replace("runs/my_task/lr0.0001-batch16-seed3", summary["settings"][0]["best_run"]), {})
     assert re.search(r"'label': '(same|different)'", capsys.readouterr().out)
+
+
+ANSWERED = (  # a part of what each answer prints
+    "1 of 32 shown; blocks and masks equal the hash in its log",
+    "Packed 1 file, ",
+    "38,943,872 parameters",
+    "presets/mlm/continue.yaml: learning rate 0.0005",
+    "Resuming    from runs/stopped/checkpoint-1\n",
+    "same: weights and log up to step 4",
+    "Left out    blocks 32 to 63",
+    "unigram entropy",
+    "32 sequences = 1 process x 4 x 8 accumulated",
+    "largest micro-batch that fits, of the powers of two that divide the batch: 32 sequences",
+    "of 256 tokens a sequence",
+    "1 of 32 shown; nothing is trained",
+    "Preset      presets/mlm/continue.yaml",
+    "[-",
+    " bits a word, ",
+    "torch.Size([1, ",
+    "torch.Size([2, 128])",
+    "../from_fairseq: RobertaForMaskedLM",
+    "32 sequences = 2 processes x 16 x 1 accumulated",
+)
+
+
+def test_every_answer_runs(root, tmp_path, shell, monkeypatch):
+    """The blocks of docs/answers.md in their order, with fewer steps."""
+    folder = clone(root, tmp_path / "clone")
+    (folder / "my_text").mkdir()
+    write_text(folder / "my_text" / "a.txt", make_documents(500, seed=0))
+    monkeypatch.setenv("PYTHONPATH", str(folder))  # a launcher's processes have no other path to the copy
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    fewer = (*FEWER, ("_minutes 0.05", "_minutes 1e-6"), ("64-95", "32-63"), ("1024", "256"), ("1026", "258"))
+    fewer += (
+        ("29500", port),
+        ("python tools/launch", f"{sys.executable} tools/launch"),
+    )  # two that wait for each other
+    fewer += ((r"train_mlm.py (?!.*--use_cpu)", "train_mlm.py --use_cpu "),)
+    questions = (root / "docs" / "answers.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for question, wanted in zip(questions, ANSWERED, strict=True):
+        said = ""
+        for language, block in re.findall(r"^```(bash|python)\n(.*?)^```$", question, re.S | re.M):
+            for pattern, other in fewer:
+                block = re.sub(pattern, other, block)
+            said += shell(f"python - <<'END'\n{block}END" if language == "python" else block, folder)
+        assert wanted in said, f"{question.splitlines()[0]}\n{said}"
