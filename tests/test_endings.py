@@ -192,7 +192,7 @@ def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
     first = Forked(fail, tmp_path / "0", RANK="0")
     assert first.end() == 2 and "error: learning_rate=-1" in first.log
     assert second.end() == 2 and second.log == ""
-    monkeypatch.setattr(errors, "_FIRST_RANK_S", 0.1)
+    monkeypatch.setattr(errors, "_HEAD_START_S", 0.1)
     alone = Forked(fail, tmp_path / "2", RANK="1")
     assert alone.end() == 2 and alone.log.startswith("error: learning_rate=-1")
 

@@ -348,7 +348,7 @@ BAD = {
     "probability": (["--mlm_probability", "15"], ["mlm_probability=15.0", "0.15"]),
     "validation alone": (["--config", "presets/mlm/roberta_tiny.yaml", "--validation_file", "{text}"], ["train_file"]),
     "resume": (["--resume_from_checkpoint", "true"], ["resume_from_checkpoint=true cannot be used"]),
-    "example": (["--fill_mask_examples", "No blank here."], ["'No blank here.'", "<mask> once"]),
+    "example": (["--fill_mask_examples", "No blank here."], ["'No blank here.'", "must have one <mask>"]),
     "weights": (["--model_name_or_path", "{full}"], ["model_name_or_path="]),
     "limit": (["--max_train_samples", "0"], ["max_train_samples=0"]),
     "window of blocks": (["--shuffle_window", "4096"], ["shuffle_window=4096", "--token_cache"]),
