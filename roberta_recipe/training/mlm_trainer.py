@@ -1,4 +1,13 @@
-"""`Trainer` for pretraining (Table 9: 500K steps of 8K sequences): data loading, exact evaluation, data hashes."""
+"""Pretraining with `Trainer`. An optimizer step:
+
+1. `stream.TrainBlocks` gives the step's blocks of this process. `data_loading.micro_batches`, in a data worker if there
+   is one, masks and pads them; `MicroBatchLoader` moves the micro-batches to the device.
+2. `DurableTrainer.get_batch_samples` counts the targets of each objective in the whole effective batch.
+3. `compute_loss`: the model gives a sum of losses for each objective (`masked_lm.MaskedLmMixin`), `loss_of_batch`
+   divides it by the count. `Trainer` accumulates gradients, and steps optimizer and schedule.
+4. `Stopping.on_step_end` sums the losses over ranks, adds them to the logged mean, and decides whether training ends.
+5. `log` writes means, speed and hashes; `_save_checkpoint` seals a checkpoint.
+"""
 
 import contextlib
 import functools
