@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 3. Checkpoint to resume from; training blocks from its position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    resolved["max_steps"] = pretraining.resolve_steps(args, training_args, reader)
+    resolved["max_steps"] = pretraining.derive_steps(args, training_args, reader)
     fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
     collator = pretraining.build_collator(args, training_args, tokenizer)
@@ -155,7 +155,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_model(args)
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
-    pretraining.resolve(args, training_args)
+    pretraining.derive(args, training_args)
     launch_checks.check_deepspeed(training_args)
     output_folder.prepare(training_args, extend=args.resume_despite_changes)
 

@@ -51,7 +51,7 @@ class Stock(DataCollatorForLanguageModeling):
 def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> tuple[list[Block], float]:
     """The blocks of the text, and the seconds of a process that it took to read them, by the batch as in training."""
     corpus = corpora.resolve(corpora.corpus_of_files(args.text_file, None, "text"))
-    reader = TextReader(corpus, tokenizer, input_format=name, max_seq_length=length, seed=0)
+    reader = TextReader(corpus, tokenizer, packer=name, max_seq_length=length, seed=0)
     begun_s = time.process_time()
     read = itertools.islice(stream.blocks_at(reader, order.batches_of(0, STEP, 1, 0)), args.blocks)
     blocks = list(itertools.takewhile(lambda block: not block.epoch, read))

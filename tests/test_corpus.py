@@ -198,7 +198,7 @@ def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, mo
 def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
     path, make = big_file
     content = path.read_bytes()
-    reader = TextReader(make(), tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
+    reader = TextReader(make(), tokenizer, packer="full_sentences", max_seq_length=512, seed=0)
     os.utime(path, ns=(0, 0))  # other times, the same content
     corpora.check_unchanged(reader.corpus)
     change_the_middle(path)

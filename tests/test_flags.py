@@ -182,7 +182,7 @@ def fingerprint(argv):
     (args, training_args), _ = train_mlm.read_arguments(argv)
     corpus = hash_files(resolve(pretraining.read_corpus(args)), cache_folder=os.devnull)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
-    pretraining.resolve(args, training_args)
+    pretraining.derive(args, training_args)
     model = pretraining.build_model(args, training_args, tokenizer)
     reader = pretraining.text_reader(args, corpus, tokenizer, pretraining.data_seed(training_args))
     return pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)[0]

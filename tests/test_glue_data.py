@@ -150,7 +150,10 @@ BAD = {
         ["--task_name", "wnli", "--wsc_dir", "wsc", "--head_dropout", "0"],
         "head_dropout=0.0 has no effect",
     ),
-    "shrinking batch": (["--auto_find_batch_size"], "auto_find_batch_size must stay False, not True: Trainer would shrink"),
+    "shrinking batch": (
+        ["--auto_find_batch_size"],
+        "auto_find_batch_size must stay False, not True: Trainer would shrink",
+    ),
 }
 
 

@@ -46,7 +46,7 @@ def toy_model(config):
 def reader(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "text.parquet", make_documents(120, seed=3))
     corpus = corpus_of("c", [Source("s", files=path)], validation_share=0.3)
-    return chunks.TextReader(corpus, tokenizer, input_format="full_sentences toy", max_seq_length=64, seed=1)
+    return chunks.TextReader(corpus, tokenizer, packer="full_sentences toy", max_seq_length=64, seed=1)
 
 
 def first(blocks, count):

@@ -134,7 +134,7 @@ def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, i
     """The text of marked tokens is a phrase, wherever a format puts it, and is masked more often than other text."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     corpus, found = corpus_of("c", [Source("s", files=train_file)]), 0
-    reader = TextReader(corpus, tokenizer, input_format=input_format, max_seq_length=64, seed=0, phrases=PHRASES)
+    reader = TextReader(corpus, tokenizer, packer=input_format, max_seq_length=64, seed=0, phrases=PHRASES)
     blocks = [*blocks_at(reader, [(range(50),)])]
     for block in blocks:
         ids, marks = block["input_ids"], block[COLUMN]

@@ -284,7 +284,7 @@ def test_lost_rows_are_in_the_counts_of_a_run(tmp_path, tokenizer, suffix):
     rows[7] = rows[30] = rows[59] = "Caf\udce9"
     path.write_bytes("\n\n".join(rows).encode(errors="surrogateescape"))
     corpus = corpus_of("c", [Source("s", files=str(path))], validation_share=1e-9, on_bad_shard="skip")
-    reader = TextReader(corpus, tokenizer, input_format="full_sentences", max_seq_length=512, seed=0)
+    reader = TextReader(corpus, tokenizer, packer="full_sentences", max_seq_length=512, seed=0)
     next(blocks_at(reader, [(range(1),)]))
     once = count_table(reader, "train")["s"]
     assert once["lost_rows"] == 3 and once["documents"] >= 57 and once["bad_files"] == 0

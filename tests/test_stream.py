@@ -51,7 +51,7 @@ FORMATS = ["full_sentences", "doc_sentences", "contiguous", "segment_pair nsp", 
 
 
 def reader_of(corpus, tokenizer, **changes):
-    return TextReader(corpus, tokenizer, **dict(input_format="full_sentences", max_seq_length=64, seed=0) | changes)
+    return TextReader(corpus, tokenizer, **dict(packer="full_sentences", max_seq_length=64, seed=0) | changes)
 
 
 def blocks_of(provider, start=0, count=POSITIONS):
@@ -101,7 +101,7 @@ def made(request, tokenizer, tmp_path_factory):
     seed, name = request.param
     rng, folder = random.Random(seed), tmp_path_factory.mktemp("corpus")
     size, length = rng.choice([300, 1000, 3000]), rng.choice([24, 64])
-    settings = dict(input_format=name, max_seq_length=length, seed=seed, shuffle_window=int(seed % 4 > 0))
+    settings = dict(packer=name, max_seq_length=length, seed=seed, shuffle_window=int(seed % 4 > 0))
     case = Case(random_corpus(rng, folder), settings, tokenizer, folder, [], rng)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", size)
@@ -124,7 +124,7 @@ def encoded(tokenizer, text):
 
 def chunks_of(case, file):
     """(ids of the documents by sentence, blocks) of each chunk of a file, by definition."""
-    source, name, found = case.corpus.sources[file.source], case.settings["input_format"], []
+    source, name, found = case.corpus.sources[file.source], case.settings["packer"], []
     first_block, begin, own = 0, 0, []
     for row in file_rows(case.corpus, source, file.split, case.corpus.files(source, file.split)[1][file.number]):
         own += [row] * (row.text is not None)
@@ -148,7 +148,7 @@ def chunks_of(case, file):
 
 def files_of(case, source, split="train", epoch=0):
     count = len(case.corpus.files(case.corpus.sources[source], split)[1])
-    version = epoch % pair_versions(case.settings["input_format"]) if split == "train" else 0
+    version = epoch % pair_versions(case.settings["packer"]) if split == "train" else 0
     order = file_order(source, count, seed=case.settings["seed"], epoch=epoch)
     return [File(source, split, number, version) for number in order]
 
@@ -213,7 +213,7 @@ def recounted(case, position):
 
 
 def counts_of(case, documents, blocks):
-    sizes, name = [len(sentence) for document in documents for sentence in document], case.settings["input_format"]
+    sizes, name = [len(sentence) for document in documents for sentence in document], case.settings["packer"]
     longest = case.settings["max_seq_length"] - (4 if "_pair" in name else 2)
     return {
         "documents": len(documents),
@@ -289,7 +289,7 @@ def test_a_sentence_of_which_a_normalizer_leaves_nothing_is_none(wordpiece, tmp_
     for name, of_name in (("plain", texts), ("odd", [*odd, "\u200b", "\u00ad\n\ufeff"])):
         source = Source("s", files=write_parquet(tmp_path / f"{name}.parquet", of_name))
         corpus = corpus_of("c", [source], validation_share=1e-9)
-        reader = reader_of(corpus, wordpiece, input_format=input_format, shuffle_window=0)
+        reader = reader_of(corpus, wordpiece, packer=input_format, shuffle_window=0)
         found.append(blocks_of(reader, 0, 20))
     assert found[0] == found[1]
 

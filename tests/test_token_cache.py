@@ -66,7 +66,7 @@ def built(corpus, tokenizer, tmp_path):
 @pytest.mark.parametrize(("input_format", "count"), [("contiguous", 1), ("segment_pair sop", 10)])
 def test_any_machines_and_processes_make_the_same_files(corpus, tokenizer, tmp_path, input_format, count):
     """Of pairs, ten shards a training file."""
-    reader = reader_of(corpus, tokenizer, input_format=input_format)
+    reader = reader_of(corpus, tokenizer, packer=input_format)
     done = [token_cache.build(tmp_path / "three", reader, num_proc=1, machine=n, machines=3) for n in range(3)]
     assert done == [False, False, True]
     token_cache.build(tmp_path / "whole", reader, num_proc=2)
@@ -95,10 +95,10 @@ def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer
 
 def test_a_cache_of_something_else_is_refused(corpus, built, tokenizer, tmp_path, monkeypatch):
     _, folder = built
-    changes = {"max_seq_length": (64, 32), "input_format": ("full_sentences", "contiguous")}
-    for name, (was, now) in changes.items():
-        with pytest.raises(InputError, match=rf"{name} was {was!r}, is {now!r}"):
-            token_cache.build(folder, reader_of(corpus, tokenizer, **{name: now}), num_proc=1)
+    changes = {"max_seq_length": {"max_seq_length": 32}, "input_format": {"packer": "contiguous"}}
+    for name, change in changes.items():
+        with pytest.raises(InputError, match=rf"{name} was .*, is {next(iter(change.values()))!r}"):
+            token_cache.build(folder, reader_of(corpus, tokenizer, **change), num_proc=1)
     write_jsonl(tmp_path / "a1.jsonl", make_documents(5, seed=99))
     changed = corpus_of("c", corpus.sources, validation_share=0.2)
     with pytest.raises(InputError, match=r"source a was '3 files, \w+', is '3 files, \w+'"):

@@ -79,7 +79,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
-    pretraining.resolve(args, training_args)
+    pretraining.derive(args, training_args)
     with training_args.main_process_first():
         corpus = resolve(pretraining.read_corpus(args))
         check_sources(corpus)

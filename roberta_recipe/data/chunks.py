@@ -146,7 +146,7 @@ class TextReader:
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     _: KW_ONLY
-    input_format: str  # a key of `PACKERS`
+    packer: str  # a key of `PACKERS`
     max_seq_length: int
     seed: int
     shuffle_window: int = 1  # chunks whose blocks are permuted together; 0 keeps the order of the files
@@ -154,7 +154,7 @@ class TextReader:
     index_folder: str | Path | None = None  # of the chunk index
 
     def __post_init__(self):
-        self.versions = pair_versions(self.input_format)
+        self.versions = pair_versions(self.packer)
         self.dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()  # encoded texts, in data workers too
 
@@ -198,15 +198,15 @@ class TextReader:
                     block[COLUMN] = units["input_ids"].astype(np.uint8)
             for block in blocks:
                 block["document"] = texts[block["document"]].number
-            special = 4 if _has_pairs(self.input_format) else 2  # special tokens of a block with one sentence
-            longest = math.inf if self.input_format == "contiguous" else self.max_seq_length - special
+            special = 4 if _has_pairs(self.packer) else 2  # special tokens of a block with one sentence
+            longest = math.inf if self.packer == "contiguous" else self.max_seq_length - special
             counts = _counts(chunk_rows, documents, len(blocks), longest)
             last, end = chunk_rows[-1].text is None, chunk_rows[-1].number + 1
             yield Chunk(row, end, first_block, len(blocks), last, counts), blocks
             row, first_block = end, first_block + len(blocks)
 
     def _pack(self, documents: list[Document], key: tuple[int, ...], bos_id: int, eos_id: int) -> list[Columns]:
-        packed = PACKERS[self.input_format](documents, self.max_seq_length, bos_id, eos_id, key)
+        packed = PACKERS[self.packer](documents, self.max_seq_length, bos_id, eos_id, key)
         return [{**block, "input_ids": np.asarray(block["input_ids"], dtype=self.dtype)} for block in packed]
 
     @functools.cached_property
@@ -235,16 +235,16 @@ class TextReader:
 
     def _sentences(self, text: str) -> list[str]:
         """The parts of a document that are tokenized separately."""
-        if self.input_format == "contiguous":
+        if self.packer == "contiguous":
             return [text]
-        before = " " if _has_pairs(self.input_format) else ""  # sentences of a segment follow each other without </s>
+        before = " " if _has_pairs(self.packer) else ""  # sentences of a segment follow each other without </s>
         return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that the blocks depend on, except for their order."""
         return {
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "input_format": self.input_format,
+            "input_format": self.packer,
             "max_seq_length": self.max_seq_length,
             "chunks": REVISION,
             **({"phrases": list(self.phrases)} if self.phrases else {}),

@@ -24,7 +24,7 @@ _PARTS = {
 _KINDS = ("all", *_PARTS, "none")
 
 
-def resolve(config: PreTrainedConfig, name: str) -> None:
+def set_groups(config: PreTrainedConfig, name: str) -> None:
     """Set `num_hidden_groups` according to `shared_parameters` of the config `name`, if any. Raises `InputError`."""
     shared = getattr(config, SHARED, None)
     if shared is None:

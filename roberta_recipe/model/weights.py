@@ -56,7 +56,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
                 f"config_overrides={overrides!r} does not fit {name!r}: {_reason(error)}; write key=value,key=value, "
                 "with keys of the config"
             ) from error
-    albert.resolve(config, f"config_name={name!r}")
+    albert.set_groups(config, f"config_name={name!r}")
     return config
 
 
@@ -65,7 +65,7 @@ def config_of(config_name: str | None, overrides: str | None, model_name_or_path
     if not model_name_or_path:
         return fresh_config(config_name, overrides)
     config = read_config(model_name_or_path)
-    albert.resolve(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
+    albert.set_groups(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
     return config
 
 

@@ -205,7 +205,7 @@ def run_all(
         (args, training_args), resolved = read([*argv, *map(str, flags)])  # of a repeated flag, the last counts
         at_most, processes = training_args.per_device_train_batch_size, training_args.world_size
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
-        arguments.resolve(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
+        arguments.derive(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
         if not records:
             announce(argv, preset, runs, training_args, len(job.features["train"]))
         was_finished = is_finished(run)

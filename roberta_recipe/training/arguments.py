@@ -147,7 +147,7 @@ class RecipeTrainingArguments(TrainingArguments):
             )
 
 
-def resolve(
+def derive(
     args: Any,
     training_args: RecipeTrainingArguments,
     config: PreTrainedConfig,
@@ -156,7 +156,7 @@ def resolve(
 ) -> None:
     """Set the derived arguments: global batch, micro-batch (`micro_batch`, default: the flag), accumulation, attention
     of a model of `config` (`can_unpad`: its class supports unpadded batches). Called right after parsing; later only
-    `resolve_steps` assigns to argument objects. Raises `InputError`."""
+    `derive_steps` assigns to argument objects. Raises `InputError`."""
     training_args.per_device_train_batch_size = micro_batch or training_args.per_device_train_batch_size
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)
     training_args.gradient_accumulation_steps = accumulation
@@ -164,7 +164,7 @@ def resolve(
     training_args.attn_implementation = attention.choose(config, training_args, can_unpad)
 
 
-def resolve_steps(training_args: RecipeTrainingArguments, blocks: int, global_batch_size: int) -> None:
+def derive_steps(training_args: RecipeTrainingArguments, blocks: int, global_batch_size: int) -> None:
     """Set `max_steps` from `num_train_epochs` over so many blocks. Raises `InputError` for less than two steps: with
     warm-up, the learning rate of the first is 0."""
     epochs = training_args.num_train_epochs
@@ -192,7 +192,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
 
     replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"), ("max_steps", "num_train_epochs"))
 
-    # "start": it becomes `max_steps` (`resolve_steps`), which is in fingerprint and preset
+    # "start": it becomes `max_steps` (`derive_steps`), which is in fingerprint and preset
     num_train_epochs: float = setting(
         0.0,
         "Passes over the text, in place of max_steps. Without a token cache, the text is packed once more, to count.",

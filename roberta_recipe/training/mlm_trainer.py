@@ -1,4 +1,4 @@
-"""Pretraining with `Trainer`. An optimizer step:
+"""Pretraining with `Trainer` (paper, Table 9). An optimizer step:
 
 1. `stream.TrainBlocks` gives the step's blocks of this process. `data_loading.micro_batches`, in a data worker if there
    is one, masks and pads them; `MicroBatchLoader` moves the micro-batches to the device.

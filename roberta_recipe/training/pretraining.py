@@ -160,11 +160,11 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     optimizers.check(training_args)
 
 
-def resolve(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
-    """`arguments.resolve` for the model of `args`. Raises `InputError` also where its attention or its architecture
+def derive(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
+    """`arguments.derive` for the model of `args`. Raises `InputError` also where its attention or its architecture
     cannot separate the sequences of a block."""
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
-    arguments.resolve(args, training_args, config, can_unpad=True)
+    arguments.derive(args, training_args, config, can_unpad=True)
     if args.input_format in MULTI_SEQUENCE_FORMATS:
         attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
     if training_args.dataloader_num_workers and not args.token_cache:
@@ -215,7 +215,7 @@ def text_reader(
     return TextReader(
         corpus,
         tokenizer,
-        input_format=next((name for name in packers if name in PACKERS), args.input_format),
+        packer=next((name for name in packers if name in PACKERS), args.input_format),
         max_seq_length=args.max_seq_length,
         seed=seed,
         shuffle_window=args.shuffle_window,
@@ -246,13 +246,13 @@ def build_readers(
     return cache, cache_reader(args, corpus, masking.EVAL_SEED)
 
 
-def resolve_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
+def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
     """`max_steps`, also where `num_train_epochs` is given: without a token cache, the first process then packs the text
     once, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
         with training_args.main_process_first():
             blocks = stream.blocks_of_pass(reader, pack=True)
-        arguments.resolve_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
+        arguments.derive_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
     return training_args.max_steps
 
 
