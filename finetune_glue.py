@@ -274,7 +274,7 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         as_classification(args, task, data, tokenizer),
         build_model=lambda: build_model(args, [task.label_column]),
         loss_sum=regression_loss,
-        predictions=lambda split, scores, _: lowest + (highest - lowest) * scores,
+        predictions=lambda split, scores, _: lowest + (highest - lowest) * scores.astype(float),
         averaged=lambda scores: scores,
     )
 

@@ -45,6 +45,7 @@ class NerArguments(own_task.OwnFileArguments):
     _argument_group_name = "token classification"
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("train_file", "dataset_name"),)
 
+    train_file: str | None = setting(None, "CoNLL, JSON lines or Parquet.", "content")
     text_column: str = setting("tokens", "JSON lines, Parquet, Hub: the list of words.", "content")
     label_column: str = setting("ner_tags", "The list of their tags: names, or classes of the Hub.", "content")
 
@@ -104,6 +105,12 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
     if not (args.train_file or args.dataset_name):
         raise InputError("no data: name a CoNLL file, JSON lines or Parquet with --train_file, or a --dataset_name")
     own_task.check_sources(args)
+    files = [Path(file).suffix.lower() for file in (args.train_file, args.validation_file, args.test_file) if file]
+    if ".csv" in files:
+        raise InputError("a .csv has no sentences: name files in CoNLL format (a word per line), JSON lines or Parquet")
+    for name in ("text_column", "label_column"):
+        if files and not {*files} & {*ner.TABLES} and getattr(args, name) != getattr(NerArguments, name):
+            raise InputError(f"{name}={getattr(args, name)} has no effect on CoNLL files: tags are in the last column")
     if args.train_file and bool(args.test_file) != training_args.do_predict:
         raise InputError(f"test_file={args.test_file}, do_predict={training_args.do_predict}: they go together")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
@@ -147,6 +154,8 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
         counts[f"further windows of long sentences in {split}"] = len(made.features) - len(made.sentences)
         words = sum(len(sentence.words) for sentence in made.sentences)
         counts[f"words without a token in {split}"] = words - sum(len(index) for _, index in made.word_index)
+        where = getattr(args, f"{split}_file") or f"{args.train_file or args.dataset_name}, {split}"
+        counts[f"words with tags that training lacks in {split}"] = unknown_tags(where, made.sentences, names)
     rows = ", ".join(f"{split} {len(made.sentences):,}" for split, made in windows.items())
     logger.info(
         f"Task        {args.train_file or args.dataset_name}: {own_task.shortened(names)}; {scheme or 'no entities'}\n"
@@ -154,7 +163,19 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
         f"Features    {'; '.join(f'{name}: {count:,}' for name, count in counts.items() if count) or 'none cut'}\n"
         f"Duplicates  {overlap:,} of {len(windows['validation'].sentences):,} validation sentences are in training"
     )
+    if not scheme and "O" in map(str.upper, names):
+        logger.warning("tags are not entity tags (B-, I-, O): scored by accuracy")
     return {"duplicates": {"in_train": overlap}, "features": counts}
+
+
+def unknown_tags(where: str, sentences: list[ner.Sentence], names: tuple[str, ...]) -> int:
+    """The number of words with tags that training lacks. Raises `InputError` where all tags but O are such."""
+    tags = [tag for sentence in sentences for tag in sentence.tags]
+    unknown = [tag for tag in tags if tag not in names]
+    if unknown and {*tags} <= {"O", *unknown}:
+        lacking, known = map(own_task.shortened, (tuple(sorted({*unknown})), names))
+        raise InputError(f"{where} has the tags {lacking}, and training has {known}: use the same names")
+    return len(unknown)
 
 
 def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict) -> protocol.Job:
@@ -221,9 +242,10 @@ def write_predictions(run: summaries.Run, job: protocol.Job, windows: dict[str, 
         scores |= summaries.all_test_scores([run], job.test_hash)[0]
     for split, of_split in scores.items():
         sentences, path = windows[split].sentences, run.output_dir / f"{split}_predictions.conll"
+        between = "\t" if any(" " in word for sentence in sentences for word in sentence.words) else " "
         rows = zip(sentences, windows[split].tags(of_split), strict=True)
         columns = [filter(None, (sentence.words, sentence.tags, tags)) for sentence, tags in rows]
-        blocks = ("".join(" ".join(row) + "\n" for row in zip(*each, strict=True)) for each in columns)
+        blocks = ("".join(between.join(row) + "\n" for row in zip(*each, strict=True)) for each in columns)
         durable.write_text(path, "\n".join(blocks))
         print(f"predictions {path}")
 

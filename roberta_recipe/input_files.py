@@ -38,7 +38,7 @@ def read_text(path: str | Path, hint: str = "") -> str:
     except FileNotFoundError:
         raise InputError(f"{path} is missing{hint}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise InputError(f"{path} is not UTF-8 text (in Excel: CSV UTF-8): {error.reason} at {error.start}") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}{hint}") from None
 

@@ -135,7 +135,7 @@ BAD = {
     "no model": (["--model_name_or_path", "nowhere/at-all"], "nowhere/at-all"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
     "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
-    "no example": (["--max_train_samples", "0"], "rte: no training example is left"),
+    "no example": (["--max_train_samples", "0"], "max_train_samples=0 must be above 0"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
     "smoothing": (["--label_smoothing_factor", "1"], "label_smoothing_factor=1.0 must be below 1"),
     "smoothing of scores": (["--task_name", "stsb", "--label_smoothing_factor", "0.1"], "is for losses of class"),

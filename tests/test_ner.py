@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -117,19 +118,18 @@ def test_no_word_is_lost_between_windows(request, kind, length):
     assert len(windows.features) > len(sentences)
 
 
-@pytest.mark.parametrize("name", ["t.conll", "t.txt", "t.jsonl", "t.parquet", "hub"])
+@pytest.mark.parametrize("name", ["t.conll", "t.txt", "t.jsonl", "t.parquet", "classes.parquet", "hub"])
 def test_formats(argv, tmp_path, monkeypatch, name):
-    """The same sentences from each format; a dataset on the Hub has class numbers."""
+    """The same sentences from each format; class numbers have names in a file of `datasets` and on the Hub."""
     path, words = tmp_path / name, argv(train_file=tmp_path / name)
     rows = [{"tokens": words, "ner_tags": tags} for words, tags in SENTENCES]
-    if name == "hub":
+    if name in ("hub", "classes.parquet"):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-        path.mkdir()
         column = datasets.List(datasets.ClassLabel(names=NAMES[::-1]))
         features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": column})
         table = datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features)
-        table.to_parquet(path / "train.parquet")
-        words[words.index("--train_file")] = "--dataset_name"
+        table.to_parquet(path / "train.parquet" if name == "hub" else path)
+        words[words.index("--train_file")] = "--dataset_name" if name == "hub" else "--train_file"
     elif name == "t.parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
     elif name == "t.jsonl":
@@ -146,20 +146,78 @@ def test_formats(argv, tmp_path, monkeypatch, name):
 
 BAD = {
     "no file": ([], {"train_file": ""}, "no data: name a CoNLL file"),
-    "columns": (["a O", "b"], {}, "t.conll, sentence 1 is not in CoNLL format: a line per word, all with as many"),
+    "columns": (["a O", "b"], {}, "t.conll, line 2: 'b' is not 2 columns"),
+    "columns of a sentence": (["a O", "", "b x O"], {}, "t.conll, line 3: 'b x O' is not 2 columns"),
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
+    "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is no entity tag, the others are: write B-"),
+    "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: remove it \(cut -f2-"),
+    "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),
+    "column of CoNLL": (["a O"], {"label_column": "tags"}, "label_column=tags has no effect on CoNLL files"),
+    "CSV": (["a,O"], {"train_file": "t.csv"}, "a .csv has no sentences: name files in CoNLL format"),
+    "other tags": (["a B-X", "", "b O"], {"validation_file": "v.conll"}, "v.conll has the tags B-Y, and training has"),
+    "no validation rows": (["a B-X"], {"validation_file": "empty.conll"}, "empty.conll has no rows"),
+    "tags in some test rows": (
+        ["a B-X"], {"test_file": "v.jsonl", "do_predict": True}, "v.jsonl, sentence 2: ner_tags is None, .* or in none"
+    ),
+    "numbers": ([{"tokens": ["a", "b"], "ner_tags": [0, 3]}], {}, "t.jsonl: tags are numbers: write their names"),
+    "bool": ([{"tokens": ["a", "b"], "ner_tags": ["O", True]}], {}, r"sentence 1: ner_tags is \['O', True\], not 2"),
+    "line end": ([{"tokens": ["a\nb"], "ner_tags": ["O"]}], {}, r"t.jsonl, sentence 1: tokens has 'a\\nb', not a word"),
+    "empty word": ([{"tokens": ["a", ""], "ner_tags": ["O", "O"]}], {}, "sentence 1: tokens has '', not a word"),
+    "a text": ([{"tokens": "a b", "ner_tags": ["O", "O"]}], {}, "sentence 1: tokens has 'a b', not a word"),
+    "other columns": ([{"words": ["a"], "tags": ["O"]}], {}, "name one of the columns words, tags with --text_column"),
+    "no example": (["a O"], {"max_train_samples": 0}, "max_train_samples=0 must be above 0"),
     "few": (["a O", "b B-X"], {}, "t.conll has too few sentences to hold out a tenth: name a validation_file"),
     "no test file": (["a O"], {"do_predict": True}, "test_file=None, do_predict=True: they go together"),
     "smoothing": (["a O"], {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 must be below 1, and is for"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(argv, tmp_path, case):
+def test_bad_input(argv, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
     lines, values, said = BAD[case]
-    (tmp_path / "t.conll").write_text("\n".join(lines))
+    name = "t.jsonl" if isinstance([*lines, None][0], dict) else "t.conll"
+    Path(name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    Path("v.conll").write_text("c B-Y\n")
+    Path("empty.conll").write_text("-DOCSTART- O\n\n")
+    Path("v.jsonl").write_text('{"tokens": ["a", "b"], "ner_tags": ["O", "B-X"]}\n{"tokens": ["c"]}\n')
     with pytest.raises(InputError, match=said):
-        finetune_ner.main(argv(**{"train_file": tmp_path / "t.conll", **values}))
+        finetune_ner.main(argv(**{"train_file": name, **values}))
+
+
+CONLL = [  # file, words and tags
+    ("# id = 1\na B-X\n\n# newdoc id = 2\n# a b c\nb O\n", "a/B-X b/O"),
+    ("# O\na B-X\n", "#/O a/B-X"),
+    ("a B-X\n# O\n", "a/B-X #/O"),
+    ("New York\tB-X\nb\tO\n", "New York/B-X b/O"),
+    ("a\tB-X\nb O\n", "a/B-X b/O"),
+    ("# 7 dogs\na\tB-X\n", "a/B-X"),
+    ("a B-X\nb I-X\nc L-X\nd U-Y\ne O", "a/B-X b/I-X c/E-X d/S-Y e/O"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), CONLL)
+def test_conll_files(tmp_path, text, expected):
+    """Comments, words with blanks between tabs, BILOU."""
+    (tmp_path / "t.conll").write_text(text)
+    rows = ner.read_file(str(tmp_path / "t.conll"), "words", "tags")
+    found = ner.parse_rows("t.conll", rows, "words", "tags", False)
+    assert " ".join("/".join(pair) for each in found for pair in zip(each.words, each.tags, strict=True)) == expected
+
+
+def test_other_tags_and_words_with_blanks(argv, tmp_path, capfd):
+    """The log names tags that are not of entities, and those that training lacks; predictions have tabs."""
+    rows = [{"tokens": ["New York", "is", "here"], "ner_tags": ["LOC", "O", "O"]}] * 9
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "v.jsonl").write_text(
+        json.dumps({"tokens": ["New York", "is", "Mary"], "ner_tags": ["LOC", "O", "PER"]})
+    )
+    finetune_ner.main(argv(train_file=tmp_path / "t.jsonl", validation_file=tmp_path / "v.jsonl"))
+    said = capfd.readouterr().err
+    assert "tags are not entity tags (B-, I-, O): scored by accuracy" in said
+    assert "words with tags that training lacks in validation: 1" in said
+    lines = (tmp_path / "out" / RUN / "validation_predictions.conll").read_text().splitlines()
+    assert [line.split("\t")[:2] for line in lines] == [["New York", "LOC"], ["is", "O"], ["Mary", "PER"]]
 
 
 SCORED = [  # scheme, gold, predicted, f1 and strict f1 by seqeval 1.2.2

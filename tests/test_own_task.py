@@ -3,6 +3,7 @@
 import json
 import math
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ import finetune_squad
 from roberta_recipe import durable, log
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import card
-from roberta_recipe.tasks import glue_scores
+from roberta_recipe.tasks import glue_scores, own_task
 
 STARS = ["1", "2", "10"]
 CSV = "review,stars\n" + "".join(f'"{word}, ""so""\nit {n}",{STARS[n % 3]}\n' for n, word in enumerate(SUBJECTS * 5))
@@ -165,12 +166,34 @@ BAD = {
     "no text": ("t.csv", "text,label\na,x\n ,y\n", [], "t.csv, row 2: text is ' ', not text; correct or remove"),
     "no label": ("t.csv", "text,label\na,x\nb,\n", [], "t.csv, row 2: label is '', no label"),
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
-    "word among scores": ("t.csv", "text,label\na,0.5\nb,NA\n", [], "row 2: label is 'NA', no number, .* '0.5'"),
+    "word among scores": ("t.csv", "text,label\na,0.5\nb,x\n", [], "row 2: label is 'x', no number, .* '0.5'"),
+    "NA": ("t.csv", "text,label\na,x\nb,y\nc,N/A\n", [], "t.csv, row 3: label is 'N/A', no label; correct or remove"),
+    "blank": ("t.csv", "text,label\na,x\nb,x \n", [], "t.csv, row 2: label is 'x ', with blanks around it; remove"),
+    "list as text": ("t.csv", "text,label\na,x\nb,['x']\n", [], "row 2: label is .*, and lists of labels need JSON"),
+    "decimal comma": ("t.tsv", "text\tlabel\na\t1\nb\t1,5\n", [], "t.tsv, row 2: label is '1,5', a decimal comma"),
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
-    "list and word": ("t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [], r"\['x'\], and a"),
+    "list and word": (
+        "t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [],
+        "t.jsonl, row 2: label is 'x', no list of words",
+    ),
+    "empty lists": ("t.jsonl", '{"text": "a", "label": []}\n' * 9, [], r"label is \[\] in all 9 rows; name another"),
+    **{
+        f"{value} in a list": (
+            "t.jsonl", f'{{"text": "a", "label": ["x"]}}\n{{"text": "b", "label": [{value}]}}\n', [],
+            r"t.jsonl, row 2: label is \[.*\], no list of words or whole numbers",
+        ) for value in ("null", "true", "0.5", '""', '["x"]')
+    },
     "lists of 0 and 1": ("t.jsonl", '{"text": "a", "label": [0, 1]}\n' * 9, [], "label has lists of 0 and 1: name the"),
     "new label in a list": (
         "t.jsonl", '{"text": "a", "label": ["x"]}\n', ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none"
+    ),
+    "same name": ("t.csv", "text,label,label\na,x,y\n", [], "t.csv has several columns 'label': rename or remove"),
+    "semicolons": ("t.csv", "text;label\na, b;x\n", [], "t.csv: the header has ';': save it with commas"),
+    "not UTF-8": ("t.csv", OK, ["--validation_file", "latin.csv"], r"latin.csv is not UTF-8 text \(in Excel: CSV"),
+    "no validation row": ("t.csv", OK, ["--validation_file", "empty.csv"], "empty.csv has no rows"),
+    "labels in some test rows": (
+        "t.csv", OK, ["--validation_file", "t.csv", "--test_file", "some.csv", "--do_predict"],
+        "some.csv, row 2: label is '', none of .*; a test set has labels in all rows or in none",
     ),
     "ragged": ("t.csv", "text,label\na,x\nb, c,y\n", [], "t.csv, line 3: another number of columns"),
     "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
@@ -195,9 +218,32 @@ BAD = {
 def test_bad_input(argv, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.csv").write_text("text,label\nc,z\n")
+    (tmp_path / "latin.csv").write_bytes(b"text,label\ncaf\xe9,x\n")
+    (tmp_path / "empty.csv").write_text("text,label\n")
+    (tmp_path / "some.csv").write_text("text,label\na,x\nb,\n")
     name, content, others, said = BAD[case]
     with pytest.raises(InputError, match=said):
         finetune_glue.main(argv(name, content, *others))
+
+
+@pytest.mark.parametrize("values", [[0, 1, 1], [[0], [1, 0], []]])
+def test_class_names_of_a_parquet_file(tmp_path, values):
+    """`datasets` writes them into the schema."""
+    kind = datasets.ClassLabel(names=["neg", "pos"])
+    kind = datasets.List(kind) if isinstance(values[0], list) else kind
+    table = datasets.Dataset.from_dict({"label": values}, datasets.Features({"label": kind}))
+    table.to_parquet(tmp_path / "t.parquet")
+    names = json.loads(json.dumps(values).replace("0", '"neg"').replace("1", '"pos"'))
+    assert [row["label"] for row in own_task.read_table(str(tmp_path / "t.parquet"))] == names
+
+
+@pytest.mark.parametrize("names", [(0, 1, 2), ((0, 0, 1), (0, 1, 0), (1, 0, 1)), (0.5, 1.5, 2.5)])
+def test_the_only_row_of_a_class_is_a_training_row(names):
+    """Scores have no classes."""
+    labels = [names[0]] * 4 + [names[1]] + [names[2]] * 55
+    train, held_out = own_task.hold_out(labels)
+    assert sorted([*train, *held_out]) == [*range(60)] and (4 in train) == (names[0] != 0.5)
+    assert len(held_out) == 6 - (4 in train)
 
 
 def test_flags_of_a_table_need_one():

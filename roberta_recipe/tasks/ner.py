@@ -11,11 +11,12 @@ import numpy as np
 
 from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, parsing, read_text
+from roberta_recipe.input_files import is_text, read_text
 from roberta_recipe.log import Bar
 from roberta_recipe.tasks import own_task
 from roberta_recipe.training.finetune_trainer import compact
 
+TABLES = (".json", ".jsonl", ".parquet")
 # (an entity starts, goes on, is complete): patterns of the prefixes of two neighbouring tags, then "=" for one type or
 # "!" for two. "default" takes any tags (conlleval, seqeval's default); the others are seqeval's strict mode.
 SCHEMES = {
@@ -24,6 +25,7 @@ SCHEMES = {
     "IOB2": (".B", "[BI]I=", ""),
     "IOBES": (".[BS]", "[BI][IE]=", "[SE]"),
 }
+ENTITY_TAG = re.compile("O$|[BIES]-")
 
 
 @dataclass(frozen=True)
@@ -35,31 +37,58 @@ class Sentence:
 
 
 def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
-    """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file."""
-    if Path(path).suffix.lower() in (".json", ".jsonl", ".parquet"):
+    """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
+    tabs where all lines have one, else by tabs and blanks. Comments at the head of a sentence are skipped: "# " with
+    "=" or with another number of columns."""
+    if Path(path).suffix.lower() in TABLES:
         return own_task.read_table(path)
-    text, rows = re.sub("(?m)^-DOCSTART-.*$", "", read_text(path).replace("\r", "")), []
-    for number, block in enumerate(filter(str.strip, re.split(r"\n[ \t]*\n", text)), 1):
-        with parsing(f"{path}, sentence {number}", "in CoNLL format: a line per word, all with as many columns"):
-            lines = [re.split("[ \t]+", line.strip(" \t")) for line in block.strip(" \t\n").split("\n")]
-            words, *others = zip(*lines, strict=True)
-        rows.append({text_column: list(words), label_column: list(others[-1]) if others else None})
-    return rows
+    text, comment = re.sub("(?m)^-DOCSTART-.*$", "", read_text(path).replace("\r", "")), re.compile("#[ \t]")
+    lines, sentences = [line.strip(" \t") for line in text.split("\n")], [[]]
+    rows = [line for line in lines if line and not comment.match(line)] or [""]
+    split = re.compile(" *\t *" if all("\t" in line for line in rows) else "[ \t]+").split
+    width = len(split(rows[0]))
+    for number, line in enumerate(lines, 1):
+        if not line:
+            sentences.append([])
+        elif sentences[-1] or not comment.match(line) or ("=" not in line and len(split(line)) == width):
+            sentences[-1].append(split(line))
+            if len(sentences[-1][-1]) != width:
+                raise InputError(f"{path}, line {number}: {line!r} is not {width} columns; blank lines end sentences")
+    sentences = [[*zip(*rows, strict=True)] for rows in sentences if rows]
+    first = [words[words[0] == "#" :] for words, *others in sentences if others]  # GermEval's comments
+    if first and all(words == tuple(map(str, range(1, len(words) + 1))) for words in first):
+        raise InputError(f"{path}: column 1 is a counter, not words: remove it (cut -f2-)")
+    rows = [(list(words), list(others[-1]) if others else None) for words, *others in sentences]
+    return [dict(zip((text_column, label_column), row, strict=True)) for row in rows]
 
 
 def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: str, is_test: bool) -> list[Sentence]:
     """The sentences of rows with a list of words and of tags; a test set may have no tags, or a single placeholder."""
-    sentences = []
+    sentences, has_tags = [], not is_test or any(row.get(label_column) for row in rows)
     for number, row in enumerate(rows, 1):
-        words, tags = row.get(text_column), row.get(label_column)
-        if not isinstance(words, list) or not words or not all(map(is_text, words)):
-            raise InputError(f"{where}, sentence {number}: {text_column} is {words!r}, no list of words: --text_column")
-        if (tags or not is_test) and (len(tags or []) != len(words) or None in tags):
-            said = f"{label_column} is {tags!r}, not {len(words)} tags"
-            raise InputError(f"{where}, sentence {number}: {said}: --label_column")
-        sentences.append(Sentence(tuple(words), tuple(map(str, tags or ()))))
-    is_labelled = len({tag for sentence in sentences for tag in sentence.tags}) > 1
-    return sentences if is_labelled or not is_test else [Sentence(sentence.words, ()) for sentence in sentences]
+        words, tags = row.get(text_column), row.get(label_column) if has_tags else []
+        at, name = f"{where}, sentence {number}", f"name one of the columns {', '.join(row)} with"
+        is_list = isinstance(words, list) and words
+        odd = [word for word in words if not is_text(word) or re.search("^ *$|[\t\r\n]", word)] if is_list else [words]
+        if odd:
+            raise InputError(f"{at}: {text_column} has {odd[0]!r}, not a word: correct it, or {name} --text_column")
+        is_list = isinstance(tags, list) and all(map(own_task.is_label, tags))
+        if has_tags and not (is_list and len(tags) == len(words)):
+            said = f"not {len(words)} tags" + "; a test set has them in all rows or in none" * is_test
+            raise InputError(f"{at}: {label_column} is {tags!r}, {said}: add them, or {name} --label_column")
+        tags = [re.sub("^[LU]-", lambda start: "ES"["LU".index(start[0][0])] + "-", str(tag)) for tag in tags]  # BILOU
+        sentences.append(Sentence(tuple(words), tuple(tags)))
+    # the first sentence of each tag
+    first = {tag: number for number, sentence in [*enumerate(sentences, 1)][::-1] for tag in sentence.tags}
+    if is_test and len(first) < 2:
+        return [Sentence(sentence.words, ()) for sentence in sentences]
+    if all(re.fullmatch(r"-?\d+", tag) for tag in first):
+        raise InputError(f"{where}: tags are numbers: write their names, or Parquet with their names (ClassLabel)")
+    odd = sorted((tag for tag in first if not ENTITY_TAG.match(tag)), key=first.get)
+    if odd and {*first} - {*odd, "O"}:
+        said = f"{odd[0]!r} is no entity tag, the others are: write B-PER, I-PER or O"
+        raise InputError(f"{where}, sentence {first[odd[0]]}: {said}")
+    return sentences
 
 
 @dataclass
@@ -123,7 +152,7 @@ def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
 def names_and_scheme(sentences: list[Sentence]) -> tuple[tuple[str, ...], str | None]:
     """The tags of training, "O" first, and their scheme; None for tags that are not of entities."""
     names = sorted({tag for sentence in sentences for tag in sentence.tags}, key=lambda tag: (tag != "O", tag))
-    if not all(re.match("O$|[BIES]-", tag) for tag in names):
+    if not all(map(ENTITY_TAG.match, names)):
         return tuple(names), None
     starts = [sentence.tags[first][0] for sentence in sentences for _, first, _ in entities(sentence.tags, "default")]
     iob = "IOB1" if starts.count("I") > starts.count("B") else "IOB2"

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,7 @@ class OwnFileArguments(FinetuneArguments):
 
     _argument_group_name = "your files"
 
-    train_file: str | None = setting(
-        None, "JSON lines, Parquet, CSV, TSV (no quotes); finetune_ner.py: CoNLL.", "content"
-    )
+    train_file: str | None = setting(None, "JSON lines, Parquet, CSV, TSV (no quotes).", "content")
     validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
     test_file: str | None = setting(None, "With do_predict: predicted into a file.", "content")
     dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
@@ -108,8 +107,8 @@ def read_tables(args: OwnFileArguments, read: Callable[[str], Rows]) -> dict[str
     """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes."""
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     tables = {split: (file, read(file)) for split, file in files.items() if file} if args.train_file else _of_hub(args)
-    if not tables["train"][1]:
-        raise InputError(f"{tables['train'][0]} has no rows")
+    if empty := [where for where, rows in tables.values() if not rows]:
+        raise InputError(f"{empty[0]} has no rows")
     return tables
 
 
@@ -121,14 +120,21 @@ def _of_hub(args: OwnFileArguments) -> dict[str, tuple[str, Rows]]:
     tables = {}
     for split in ("train", "validation", "test"):
         if split in dataset:
-            rows, feature = dataset[split].to_list(), dataset[split].features.get(args.label_column)
-            if classes := getattr(getattr(feature, "feature", feature), "names", None):  # `feature`: of a list
-                names = dict(enumerate(classes))  # -1: no label
-                for row in rows:
-                    label = row[args.label_column]
-                    row[args.label_column] = [*map(names.get, label)] if isinstance(label, list) else names.get(label)
+            rows = _name_classes(dataset[split].to_list(), dataset[split].features.to_dict())
             tables[split] = f"{args.dataset_name}, {split}", rows
     return tables
+
+
+def _name_classes(rows: Rows, features: dict[str, Any]) -> Rows:
+    """The rows with names in place of class numbers, by `datasets.Features` as a dictionary."""
+    for column, feature in features.items():
+        kind = feature.get("feature", feature) if isinstance(feature, dict) else {}  # `feature`: of a list
+        if isinstance(kind, dict) and kind.get("_type") == "ClassLabel":
+            names = dict(enumerate(kind["names"]))  # -1: no label
+            for row in rows:
+                label = row.get(column)
+                row[column] = [*map(names.get, label)] if isinstance(label, list) else names.get(label)
+    return rows
 
 
 def read_table(path: str) -> Rows:
@@ -138,7 +144,9 @@ def read_table(path: str) -> Rows:
         raise InputError(f"{path}: name a file that ends in .csv, .tsv, .jsonl, .json or .parquet")
     with parsing(path, f"a table in the format of {kind}"):
         if kind == ".parquet":
-            return pyarrow.parquet.read_table(path).to_pylist()
+            table = pyarrow.parquet.read_table(path)
+            described = parse_json((table.schema.metadata or {}).get(b"huggingface", "{}"), path)
+            return _name_classes(table.to_pylist(), described.get("info", {}).get("features", {}))
         text = read_text(path)
         if kind == ".csv":
             return _delimited(path, text)
@@ -153,6 +161,11 @@ def read_table(path: str) -> Rows:
 def _delimited(path: str, text: str, **dialect: Any) -> Rows:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the default is 131,072 characters
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, **dialect), []
+    names = reader.fieldnames or []
+    if repeated := sorted({name for name in names if name and names.count(name) > 1}):
+        raise InputError(f"{path} has several columns {', '.join(map(repr, repeated))}: rename or remove all but one")
+    if len(names) == 1 and ";" in names[0]:
+        raise InputError(f"{path}: the header has ';': save it with {'tabs' if dialect else 'commas'}")
     for row in reader:
         if None in row or None in row.values():
             raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
@@ -183,7 +196,7 @@ def _texts(where: str, row: dict[str, Any], columns: tuple[str, ...]) -> tuple[s
 
 def _number(value: Any) -> int | float | None:
     """The number that a label is or spells; None for a word. NaN for a missing label."""
-    if value is None or value == "":
+    if value in (None, "", "NA", "N/A", "#N/A", "None", "null"):
         return math.nan
     if not isinstance(value, str):
         return None if isinstance(value, bool) else value
@@ -197,14 +210,16 @@ def _number(value: Any) -> int | float | None:
 
 def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
     """The sorted names of the classes, none for scores; lowest and highest score."""
-    if all(isinstance(value, list) for value in values):
+    has_lists = any(isinstance(value, list) for value in values)
+    for row, value in enumerate(values, 1):
+        if said := _fault(value, has_lists):
+            raise InputError(f"{where}, row {row}: {column} is {value!r}, {said}")
+    if has_lists and any(values):
         return tuple(sorted({str(name) for value in values for name in value})), (0.0, 1.0)
-    if others := [value for value in values if not isinstance(value, str | int | float | None)]:
-        raise InputError(f"{where}: {column} is {others[0]!r}, and a row has a single label, a word or a number")
     numbers = [_number(value) for value in values]
-    for row, (number, value) in enumerate(zip(numbers, values, strict=True), 1):
-        if number is not None and not math.isfinite(number):
-            raise InputError(f"{where}, row {row}: {column} is {value!r}, no label; correct or remove the row")
+    if None in numbers and all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
+        row = numbers.index(None)
+        raise InputError(f"{where}, row {row + 1}: {column} is {values[row]!r}, a decimal comma: write a point")
     score = next((value for value, number in zip(values, numbers, strict=True) if isinstance(number, float)), None)
     if score is not None and None in numbers:
         row = numbers.index(None)
@@ -217,6 +232,25 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
         return (), (float(min(numbers)), float(max(numbers)))
     order = {str(value): (number is None, number or 0) for value, number in zip(values, numbers, strict=True)}
     return tuple(sorted(order, key=lambda name: (order[name], name))), (0.0, 1.0)
+
+
+def is_label(value: Any) -> bool:
+    """Whether a list of labels may have this element: a word or a whole number."""
+    return (is_text(value) and bool(value.strip())) or type(value) is int
+
+
+def _fault(value: Any, has_lists: bool) -> str:
+    """What is wrong with a label of a column; empty for a good one."""
+    if has_lists:
+        is_good = isinstance(value, list) and all(map(is_label, value))
+        return "" if is_good else "no list of words or whole numbers, as in other rows"
+    if not isinstance(value, str | int | float | None):
+        return "and a row has a single label, a word or a number"
+    if isinstance(number := _number(value), float):
+        return "" if math.isfinite(number) else "no label; correct or remove the row"
+    if str(value) != str(value).strip():
+        return "with blanks around it; remove them"
+    return "and lists of labels need JSON lines or Parquet" if re.fullmatch(r"(?s)\[.*\]", str(value)) else ""
 
 
 def _encode_labels(
@@ -235,6 +269,7 @@ def _encode_labels(
     for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
         if label is None or not np.isfinite(label).all():
             wanted = f"none of the training labels {shortened(names)}" if names else "no number"
+            wanted += "; a test set has labels in all rows or in none" * (split == "test" and not value)
             raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
     return labels
 
@@ -246,7 +281,10 @@ def shortened(names: tuple[str, ...]) -> str:
 
 def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:
     """Training rows, and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
-    shuffled within a label."""
-    draws = np.random.default_rng(_SPLIT_SEED).random(len(labels))
-    held_out = set(np.lexsort((draws, np.unique(labels, axis=0, return_inverse=True)[1]))[_HELD_OUT].tolist())
+    shuffled within a label. The only row of a class is a training row."""
+    draws, classes = np.random.default_rng(_SPLIT_SEED).random(len(labels)), np.asarray(labels)
+    _, order, counts = np.unique(classes, axis=0, return_inverse=True, return_counts=True)
+    single = counts[order] == 1 if classes.ndim == 1 else classes[:, classes.sum(0) == 1].any(1)
+    rows = np.lexsort((draws, order))[_HELD_OUT].tolist()
+    held_out = {row for row in rows if classes.dtype.kind == "f" or not single[row]}
     return [row for row in range(len(labels)) if row not in held_out], sorted(held_out)

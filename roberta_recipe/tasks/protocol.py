@@ -114,6 +114,8 @@ def check_arguments(
         raise InputError(f"seeds={args.seeds} must be different numbers, one for each run")
     if training_args.seed != TrainingArguments.seed and args.seeds != [training_args.seed]:
         raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
+    if (count := args.max_train_samples) is not None and count < 1:
+        raise InputError(f"max_train_samples={count} must be above 0; leave it out for no limit")
     decay = args.layer_decay
     if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.custom_names()):
         raise InputError(
