@@ -105,11 +105,12 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
     if not (args.train_file or args.dataset_name):
         raise InputError("no data: name a CoNLL file, JSON lines or Parquet with --train_file, or a --dataset_name")
     own_task.check_sources(args)
-    files = [Path(file).suffix.lower() for file in (args.train_file, args.validation_file, args.test_file) if file]
-    if ".csv" in files:
-        raise InputError("a .csv has no sentences: name files in CoNLL format (a word per line), JSON lines or Parquet")
+    files = [file for file in (args.train_file, args.validation_file, args.test_file) if file]
+    if tables := [file for file in files if Path(file).suffix.lower() == ".csv"]:
+        raise InputError(f"{tables[0]}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     for name in ("text_column", "label_column"):
-        if files and not {*files} & {*ner.TABLES} and getattr(args, name) != getattr(NerArguments, name):
+        is_set = getattr(args, name) != getattr(NerArguments, name)
+        if is_set and files and not any(Path(file).suffix.lower() in ner.TABLES for file in files):
             raise InputError(f"{name}={getattr(args, name)} has no effect on CoNLL files: tags are in the last column")
     if args.train_file and bool(args.test_file) != training_args.do_predict:
         raise InputError(f"test_file={args.test_file}, do_predict={training_args.do_predict}: they go together")

@@ -153,7 +153,7 @@ BAD = {
     "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: remove it \(cut -f2-"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),
     "column of CoNLL": (["a O"], {"label_column": "tags"}, "label_column=tags has no effect on CoNLL files"),
-    "CSV": (["a,O"], {"train_file": "t.csv"}, "a .csv has no sentences: name files in CoNLL format"),
+    "CSV": (["a,O"], {"train_file": "t.csv"}, "t.csv: name a file in CoNLL format"),
     "other tags": (["a B-X", "", "b O"], {"validation_file": "v.conll"}, "v.conll has the tags B-Y, and training has"),
     "no validation rows": (["a B-X"], {"validation_file": "empty.conll"}, "empty.conll has no rows"),
     "tags in some test rows": (

@@ -110,6 +110,13 @@ def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tm
     assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
 
 
+def test_scores_far_from_zero(argv, tmp_path):
+    """Seconds since 1970: float32 rounds all predictions to one number."""
+    table = "sentence,label\n" + "".join(f"{word} {n},{10**9 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))
+    summary = finetune_glue.main(argv("s.csv", table, "--validation_file", tmp_path / "s.csv"))
+    assert math.isfinite(summary["settings"][0]["medians"]["pearson"])
+
+
 def test_predictions_of_scores_are_on_the_users_scale(argv, tmp_path):
     """Also on one of a millionth; the saved model's output is the share of it that the card names."""
     table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5e-6\n" for n, word in enumerate(SUBJECTS * 2))
@@ -181,7 +188,7 @@ BAD = {
         f"{value} in a list": (
             "t.jsonl", f'{{"text": "a", "label": ["x"]}}\n{{"text": "b", "label": [{value}]}}\n', [],
             r"t.jsonl, row 2: label is \[.*\], no list of words or whole numbers",
-        ) for value in ("null", "true", "0.5", '""', '["x"]')
+        ) for value in ("null", "true", "0.5", '""', '"x "', '["x"]')
     },
     "lists of 0 and 1": ("t.jsonl", '{"text": "a", "label": [0, 1]}\n' * 9, [], "label has lists of 0 and 1: name the"),
     "new label in a list": (
@@ -199,7 +206,7 @@ BAD = {
     "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
     "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
     "no row": ("t.csv", "text,label\n", [], "t.csv has no rows"),
-    "few": ("t.csv", OK, [], "t.csv has 2 rows, too few to hold out a tenth"),
+    "few": ("t.csv", OK, [], "t.csv has 2 rows, too few per label to hold out a tenth"),
     "new label": ("t.csv", OK, ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none of .* x, y"),
     "test file": ("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "t.csv"], "without --do_predict"),
     "no test file": ("t.csv", OK, ["--validation_file", "t.csv", "--do_predict"], "name a test_file"),

@@ -77,7 +77,7 @@ def read_task(args: OwnTaskArguments) -> Task:
             for part in hold_out(whole.labels)
         )
     if not examples["validation"].texts:
-        raise InputError(f"{where} has {len(rows)} rows, too few to hold out a tenth: name a validation_file")
+        raise InputError(f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
     files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
     return Task(
@@ -236,14 +236,14 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
 
 def is_label(value: Any) -> bool:
     """Whether a list of labels may have this element: a word or a whole number."""
-    return (is_text(value) and bool(value.strip())) or type(value) is int
+    return type(value) is int or (is_text(value) and value.strip() == value != "")
 
 
 def _fault(value: Any, has_lists: bool) -> str:
     """What is wrong with a label of a column; empty for a good one."""
     if has_lists:
         is_good = isinstance(value, list) and all(map(is_label, value))
-        return "" if is_good else "no list of words or whole numbers, as in other rows"
+        return "" if is_good else "no list of words or whole numbers (other rows have lists)"
     if not isinstance(value, str | int | float | None):
         return "and a row has a single label, a word or a number"
     if isinstance(number := _number(value), float):
