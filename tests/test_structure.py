@@ -208,7 +208,7 @@ def test_argument_objects_are_final_after_the_parse():
     assert list(found) == ["arguments.py"] and len(found["arguments.py"]) == 5, found
     for script in ("train_mlm.py", "roberta_recipe/tasks/protocol.py"):
         lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
-        assert sum(".resolve(args, training_args" in line for line in lines) == 1, script
+        assert sum(".derive(args, training_args" in line for line in lines) == 1, script
 
 
 def test_the_map_of_the_readme_is_short_and_true():
