@@ -163,11 +163,16 @@ def seal(folder: Path) -> None:
 
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
     """Seal the finished folder `temporary` and rename it to `target`, in place of an older folder; without `replace`,
-    raises `OSError` where that is not empty."""
+    raises `InputError` where that is not empty."""
     seal(temporary)
     if replace:
         shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise InputError(f"{target} was written by another process; use it, or name another folder") from None
     sync(target.parent)
 
 

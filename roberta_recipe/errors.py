@@ -98,7 +98,8 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     without secrets, and an exit code."""
     resume_hint()  # cached now, as the launcher may end first
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
-    sys.excepthook = _print_redacted
+    sys.excepthook = _print_error
+    sys.unraisablehook = lambda dropped: _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         main()
@@ -147,6 +148,8 @@ def _describe(error: BaseException) -> tuple[str, int] | None:
         reason = f"{first_line(error)}: free some disk space."
     elif lost := lost_process(error):
         reason = lost_message(lost, error)
+    elif isinstance(error, FileNotFoundError) and str(error.filename).endswith(".tmp"):
+        reason = f"{first_line(error)}: another program removed this temporary file."
     else:
         return None
     return f"error: {reason} Saved files are complete. {resume_hint()}", RunError.exit_code
@@ -158,5 +161,10 @@ def _raise_terminated(owner: int, number: int, _: Any) -> None:
     raise _Terminated
 
 
-def _print_redacted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A traceback without secrets; for SIGTERM in a destructor or while another error is handled, its line."""
+    if isinstance(error, _Terminated):
+        message, code = _describe(error)
+        print(redact(message), file=sys.stderr, flush=True)
+        os._exit(code)
     print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

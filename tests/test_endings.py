@@ -1,5 +1,6 @@
 """Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ from glue_runs import data_dir, flags  # noqa: F401
 
 import finetune_glue
 import train_mlm
-from roberta_recipe import durable, errors, launcher
+from roberta_recipe import durable, errors, hardware, launcher
 from roberta_recipe.errors import InputError, Stopped
 from roberta_recipe.publishing import plots
 from roberta_recipe.training import checkpoint, stopping
@@ -175,6 +176,38 @@ def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
     os.kill(run.pid, number)
     assert run.end() == code
     assert run.log.splitlines()[1:] == [f"ended by {by}; saved files are complete. {launcher.resume_hint()}"]
+
+
+class SignalledInDestructor:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def removed_while_written():
+    os.open("cache/a.bin.host-1.tmp", os.O_RDONLY)
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "line"),
+    [
+        (lambda: (SignalledInDestructor(), time.sleep(60)), 75, "ended by SIGTERM; saved files are complete."),
+        (removed_while_written, 1, "another program removed this temporary file. Saved files are complete."),
+    ],
+)
+def test_a_signal_or_a_removed_file_at_a_bad_moment_is_one_line(tmp_path, run, code, line):
+    """Cases of the census of faults."""
+    ended = Forked(run, tmp_path / "log")
+    assert ended.end() == code and line in ended.log and "Traceback" not in ended.log
+
+
+def test_a_worker_killed_while_it_sends_is_a_lost_worker():
+    reader, writer = multiprocessing.Pipe()
+    writer.close()
+    with pytest.raises(EOFError) as caught:
+        reader.recv()
+    assert hardware.lost_process(caught.value) == "a data worker is gone"
+    assert hardware.lost_process(EOFError()) is None
 
 
 def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
+from roberta_recipe import durable
 from roberta_recipe.data import tokenization, tokenizer_training
 from roberta_recipe.errors import InputError
 from tokenizer import train_tokenizer
@@ -144,6 +145,14 @@ def test_bad_input(tmp_path, monkeypatch, argv, message):
     with pytest.raises(InputError, match=message):
         train_tokenizer.main(["--output_dir", "out", *argv])
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_two_starts_write_one_tokenizer(tokenizer, tmp_path, monkeypatch):
+    folder, seal = tmp_path / "ours", durable.seal
+    monkeypatch.setattr(durable, "seal", lambda path: (seal(path), folder.mkdir(), (folder / "theirs").touch()))
+    with pytest.raises(InputError, match="ours was written by another process; use it, or name another folder"):
+        tokenizer_training.save_tokenizer(tokenizer, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
