@@ -70,10 +70,10 @@ def closure(script: str) -> set[Path]:
     ("script", "files", "lines"),
     [
         ("train_mlm.py", 62, 9_850),
-        ("finetune_glue.py", 51, 8_550),
-        ("finetune_squad.py", 48, 7_750),
-        ("finetune_race.py", 45, 7_150),
-        ("finetune_ner.py", 48, 7_750),
+        ("finetune_glue.py", 51, 8_600),
+        ("finetune_squad.py", 48, 7_800),
+        ("finetune_race.py", 45, 7_200),
+        ("finetune_ner.py", 48, 7_800),
     ],
 )
 def test_a_script_imports_at_most_so_many_files_and_lines(script, files, lines):
