@@ -162,8 +162,8 @@ def _raise_terminated(owner: int, number: int, _: Any) -> None:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A traceback without secrets; for SIGTERM in a destructor or while another error is handled, its line."""
-    if isinstance(error, _Terminated):
+    """A traceback without secrets; for a signal in a destructor or while another error is handled, its line."""
+    if isinstance(error, KeyboardInterrupt):
         message, code = _describe(error)
         print(redact(message), file=sys.stderr, flush=True)
         os._exit(code)

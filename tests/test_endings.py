@@ -179,9 +179,17 @@ def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
 
 
 class SignalledInDestructor:
+    def __init__(self, number):
+        self.number = number
+
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), self.number)
         time.sleep(0.1)
+
+
+def signalled_in_destructor(number):
+    SignalledInDestructor(number)
+    time.sleep(60)
 
 
 def removed_while_written():
@@ -191,7 +199,8 @@ def removed_while_written():
 @pytest.mark.parametrize(
     ("run", "code", "line"),
     [
-        (lambda: (SignalledInDestructor(), time.sleep(60)), 75, "ended by SIGTERM; saved files are complete."),
+        (lambda: signalled_in_destructor(signal.SIGTERM), 75, "ended by SIGTERM; saved files are complete."),
+        (lambda: signalled_in_destructor(signal.SIGINT), 130, "ended by Ctrl-C; saved files are complete."),
         (removed_while_written, 1, "another program removed this temporary file. Saved files are complete."),
     ],
 )
