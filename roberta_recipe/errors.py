@@ -99,7 +99,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     resume_hint()  # cached now, as the launcher may end first
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
     sys.excepthook = _print_error
-    sys.unraisablehook = lambda dropped: _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
+    sys.unraisablehook = _print_dropped
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         main()
@@ -159,6 +159,12 @@ def _raise_terminated(owner: int, number: int, _: Any) -> None:
     if os.getpid() != owner:  # a forked worker before it sets its own handlers
         os._exit(128 + number)
     raise _Terminated
+
+
+def _print_dropped(dropped: Any) -> None:
+    """An error in a destructor, unless it is of a data worker, which a signal has ended too."""
+    if not str(dropped.exc_value).startswith("DataLoader worker"):
+        _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
