@@ -38,7 +38,7 @@ from roberta_recipe.log import Bar, counted, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.settings import setting, value_of
+from roberta_recipe.settings import Pairs, setting, value_of
 from roberta_recipe.tasks import glue, glue_scores, own_task, protocol, qnli_ranking, summaries, wnli, wsc
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
@@ -57,10 +57,10 @@ class GlueArguments(own_task.OwnTaskArguments):
     """GLUE's flags."""
 
     _argument_group_name = "GLUE"
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+    alternatives: ClassVar[Pairs] = (
         ("train_file", "dataset_name"), ("train_file", "data_dir"), ("dataset_name", "data_dir")
     )  # fmt: skip
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("train_file", "task_name"), ("dataset_name", "task_name"))
+    replaces: ClassVar[Pairs] = (("train_file", "task_name"), ("dataset_name", "task_name"))
 
     task_name: str | None = setting(None, f"One of {', '.join(TASKS)}; else a name for your task.", "fixed")
     data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")

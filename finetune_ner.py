@@ -30,7 +30,7 @@ from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.settings import setting
+from roberta_recipe.settings import Pairs, setting
 from roberta_recipe.tasks import ner, own_task, protocol, summaries
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
@@ -43,7 +43,7 @@ class NerArguments(own_task.OwnFileArguments):
     """The flags of token classification."""
 
     _argument_group_name = "token classification"
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("train_file", "dataset_name"),)
+    alternatives: ClassVar[Pairs] = (("train_file", "dataset_name"),)
 
     train_file: str | None = setting(None, "CoNLL, JSON lines or Parquet.", "content")
     text_column: str = setting("tokens", "JSON lines, Parquet, Hub: the list of words.", "content")
@@ -106,8 +106,6 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
         raise InputError("no data: name a CoNLL file, JSON lines or Parquet with --train_file, or a --dataset_name")
     own_task.check_sources(args)
     files = [file for file in (args.train_file, args.validation_file, args.test_file) if file]
-    if tables := [file for file in files if Path(file).suffix.lower() == ".csv"]:
-        raise InputError(f"{tables[0]}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     for name in ("text_column", "label_column"):
         is_set = getattr(args, name) != getattr(NerArguments, name)
         if is_set and files and not any(Path(file).suffix.lower() in ner.TABLES for file in files):

@@ -124,9 +124,7 @@ def interruptible(call: Callable[[], Any]) -> Any:
         try:
             return thread.submit(call).result()
         except KeyboardInterrupt as error:
-            message, code = _describe(error)
-            print(message, file=sys.stderr, flush=True)
-            os._exit(code)  # a normal exit would wait for the thread
+            _end_at_once(error)  # a normal exit would wait for the thread
 
 
 def _describe(error: BaseException) -> tuple[str, int] | None:
@@ -161,6 +159,12 @@ def _raise_terminated(owner: int, number: int, _: Any) -> None:
     raise _Terminated
 
 
+def _end_at_once(error: KeyboardInterrupt) -> None:
+    message, code = _describe(error)
+    print(redact(message), file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def _print_dropped(dropped: Any) -> None:
     """An error in a destructor, unless it is of a data worker, which a signal has ended too."""
     if not str(dropped.exc_value).startswith("DataLoader worker"):
@@ -170,7 +174,5 @@ def _print_dropped(dropped: Any) -> None:
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """A traceback without secrets; for a signal in a destructor or while another error is handled, its line."""
     if isinstance(error, KeyboardInterrupt):
-        message, code = _describe(error)
-        print(redact(message), file=sys.stderr, flush=True)
-        os._exit(code)
+        _end_at_once(error)
     print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

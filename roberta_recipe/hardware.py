@@ -138,9 +138,10 @@ def lost_process(error: BaseException) -> str | None:
     """
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return "another process of this run is gone, or cannot be reached"
-    in_pipe = error.__traceback__ and [*traceback.walk_tb(error.__traceback__)][-1][0].f_globals["__name__"]
-    if isinstance(error, ConnectionError | EOFError) and str(in_pipe).startswith("multiprocessing."):
-        return "a data worker is gone"  # killed while it sends a batch
+    if isinstance(error, ConnectionError | EOFError):
+        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if modules and modules[-1].startswith("multiprocessing."):
+            return "a data worker is gone"  # killed while it sends a batch
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return "a data worker is gone"
     return lost_process(error.__context__) if error.__context__ else None

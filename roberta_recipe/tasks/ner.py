@@ -40,6 +40,8 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
     tabs where all lines have one, else by tabs and blanks. Comments at the head of a sentence are skipped: "# " with
     "=" or with another number of columns."""
+    if Path(path).suffix.lower() == ".csv":
+        raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     if Path(path).suffix.lower() in TABLES:
         return own_task.read_table(path)
     text, comment = re.sub("(?m)^-DOCSTART-.*$", "", read_text(path).replace("\r", "")), re.compile("#[ \t]")

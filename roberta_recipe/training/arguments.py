@@ -400,7 +400,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
         "eval_delay": Flag("locked", because="the best epoch is picked among all"),
         "label_smoothing_factor": Flag("fixed", shown=True),
     }
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (("num_train_epochs", "max_steps"),)
+    replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"),)
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
