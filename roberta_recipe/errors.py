@@ -99,7 +99,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     resume_hint()  # cached now, as the launcher may end first
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
     sys.excepthook = _print_error
-    sys.unraisablehook = _print_dropped
+    sys.unraisablehook = lambda dropped: _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
     try:
         main()
@@ -163,12 +163,6 @@ def _end_at_once(error: KeyboardInterrupt) -> None:
     message, code = _describe(error)
     print(redact(message), file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def _print_dropped(dropped: Any) -> None:
-    """An error in a destructor, unless it is of a data worker, which a signal has ended too."""
-    if not str(dropped.exc_value).startswith("DataLoader worker"):
-        _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
