@@ -90,6 +90,7 @@ class Forked:
 
     def __init__(self, call, log, **env):
         self.log_path = Path(log)
+        gc.collect()  # a child cannot join the workers of a data loader that an earlier test left to be freed
         self.pid = os.fork()
         if self.pid:
             return

@@ -192,11 +192,6 @@ def signalled_in_destructor(number):
     time.sleep(60)
 
 
-class LosesWorker:
-    def __del__(self):
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Interrupt.")
-
-
 def removed_while_written():
     os.open("cache/a.bin.host-1.tmp", os.O_RDONLY)
 
@@ -206,11 +201,6 @@ def removed_while_written():
     [
         (lambda: signalled_in_destructor(signal.SIGTERM), 75, "ended by SIGTERM; saved files are complete."),
         (lambda: signalled_in_destructor(signal.SIGINT), 130, "ended by Ctrl-C; saved files are complete."),
-        (
-            lambda: (LosesWorker(), os.kill(os.getpid(), signal.SIGTERM)),
-            75,
-            "ended by SIGTERM; saved files are complete.",
-        ),
         (removed_while_written, 1, "another program removed this temporary file. Saved files are complete."),
     ],
 )

@@ -1,5 +1,6 @@
 """The token cache: built by several machines, damaged anywhere, repaired, and refused for other data."""
 
+import datetime
 import functools
 import itertools
 import json
@@ -13,7 +14,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import Forked, corpus_of, make_documents, write_jsonl
+from conftest import Forked, corpus_of, forked_ranks, make_documents, write_jsonl
 from test_stream import blocks_of, facts, reader_of
 
 from roberta_recipe import durable
@@ -23,6 +24,7 @@ from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.training.processes import end_together
 
 
 @pytest.fixture
@@ -105,7 +107,45 @@ def test_a_cache_of_something_else_is_refused(corpus, built, tokenizer, tmp_path
         token_cache.build(folder, reader_of(changed, tokenizer), num_proc=1)
     durable.write_json(folder / token_cache.FINGERPRINT, reader_of(corpus, tokenizer).fingerprint())
     with pytest.raises(InputError, match=r"fingerprint.json cannot be read .*; remove the folder"):
-        token_cache.ensure(folder, reader_of(corpus, tokenizer), num_proc=1)
+        token_cache.build(folder, reader_of(corpus, tokenizer), num_proc=1)
+
+
+def test_ranks_wait_for_each_other_without_a_time_limit_and_see_what_was_damaged_meanwhile(corpus, tokenizer, tmp_path):
+    """Rank 0's metadata is zeroed while rank 1 still packs; the default group's time limit is shorter than that."""
+    folder, reader = tmp_path / "cache", reader_of(corpus, tokenizer)
+
+    def start(rank):
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+        with end_together():
+            time.sleep(3 * rank)
+            token_cache.build(folder, reader, num_proc=1, machine=rank, machines=2)
+            if rank == 0:
+                (folder / "a" / "train-00000.json").write_bytes(bytes(100))
+        TokenCache(folder, corpus, seed=0)
+
+    ranks = forked_ranks(start, tmp_path)
+    assert [rank.end() for rank in ranks] == [2, 2]
+    assert all("a/train-00000.bin is missing or damaged; start the same command again" in rank.log for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "code", "line"),
+    [(0, signal.SIGTERM, 75, "ended by SIGTERM"), (1, signal.SIGKILL, 1, "another process of this run is gone")],
+)
+def test_a_rank_that_waits_for_the_others_can_be_stopped_and_notices_a_lost_one(tmp_path, rank, number, code, line):
+    def start(rank):
+        torch.distributed.init_process_group("gloo")
+        with end_together():
+            (tmp_path / f"began{rank}").touch()
+            time.sleep(60 * rank)
+
+    ranks = forked_ranks(start, tmp_path)
+    while len(list(tmp_path.glob("began*"))) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(ranks[rank].pid, number)
+    assert ranks[0].end(20) == code and line in ranks[0].log, ranks[0].log
+    ranks[1].kill()
 
 
 # Damage
@@ -133,7 +173,7 @@ def test_a_flipped_bit_or_a_cut_never_gives_other_blocks_and_is_repaired(corpus,
             name = path.relative_to(folder).with_suffix("").as_posix()
             assert name in str(error) and "start the same command again" in str(error)
         others = {other: other.stat().st_mtime_ns for other in contents if other.stem[-5:] != path.stem[-5:]}
-        token_cache.ensure(folder, reader, num_proc=1)
+        token_cache.build(folder, reader, num_proc=1)
         assert {other: other.read_bytes() for other in contents} == contents, (path, place)
         assert all(other.stat().st_mtime_ns == written for other, written in others.items())
     assert refused > 115
@@ -153,7 +193,7 @@ def test_a_shard_of_another_place_or_corpus_is_refused(corpus, tokenizer, tmp_pa
             shutil.copy(place.with_suffix(suffix), shards[1].with_suffix(suffix))
         with pytest.raises(InputError, match=r"a/train-00001.bin is missing or damaged; start the same command again"):
             everything(folder, corpus)
-        token_cache.ensure(folder, reader, num_proc=1)
+        token_cache.build(folder, reader, num_proc=1)
         assert everything(folder, corpus) == wanted
 
 
@@ -168,7 +208,7 @@ def test_a_shard_that_is_cut_or_removed_in_mid_run_is_refused(corpus, built, fau
     with pytest.raises(InputError, match=r"/train-0000\d.bin is damaged \((its size|.*No such file).*start the same"):
         next(blocks)
     assert [*map(facts, taken)] == blocks_of(reader, 0, 3)  # nothing of a block that was given is still in the map
-    token_cache.ensure(folder, reader, num_proc=1)
+    token_cache.build(folder, reader, num_proc=1)
     assert blocks_of(TokenCache(folder, corpus, seed=0)) == blocks_of(reader)
 
 

@@ -162,12 +162,6 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
         raise InputError(f"token_cache={folder}: {reason}; remove the folder, or name another") from None
 
 
-def ensure(folder: str | Path, reader: TextReader, *, num_proc: int, process: int = 0, processes: int = 1) -> None:
-    """Complete the cache before training: each of `processes` packs its share and waits for the others."""
-    while not build(folder, reader, num_proc=num_proc, machine=process, machines=processes):
-        time.sleep(5)  # a collective operation could time out
-
-
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
     """Pack one machine's share of the files (every `machines`-th, from `machine` on), as far as their shards are
     missing or have another size; returns whether the cache is complete."""

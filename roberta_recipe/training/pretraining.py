@@ -27,6 +27,7 @@ from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, pre
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
+from roberta_recipe.training.processes import end_together
 
 DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
@@ -239,8 +240,9 @@ def build_readers(
     if not args.token_cache:
         return reader, text_reader(args, corpus, tokenizer, masking.EVAL_SEED)
     num_proc = max(1, cpu_cores() // local_processes())
-    ranks = {"process": training_args.process_index, "processes": training_args.world_size}
-    token_cache.ensure(args.token_cache, reader, num_proc=num_proc, **ranks)
+    ranks = {"machine": training_args.process_index, "machines": training_args.world_size}
+    with end_together():
+        token_cache.build(args.token_cache, reader, num_proc=num_proc, **ranks)
     cache = cache_reader(args, corpus, seed)
     announce_cache(args.token_cache, cache)
     return cache, cache_reader(args, corpus, masking.EVAL_SEED)

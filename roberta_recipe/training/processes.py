@@ -1,7 +1,10 @@
-"""Process set-up (threads, allocator, exit when the launcher dies), broadcast from rank 0, end of the process group."""
+"""Process set-up (threads, allocator, exit when the launcher dies), broadcast from rank 0, waiting for all ranks."""
 
+import contextlib
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +43,21 @@ def on_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
     if isinstance(result[0], InputError):
         raise result[0]
     return result[0]
+
+
+@contextlib.contextmanager
+def end_together() -> Iterator[None]:
+    """Wait for all ranks at the end of the block. Without a time limit, unlike a collective operation of the default
+    group, as packing takes minutes on one rank and hours on another; a signal interrupts it."""
+    if not torch.distributed.is_initialized():
+        yield
+        return
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
+    yield
+    arrived = torch.distributed.barrier(group, async_op=True)
+    while not arrived.is_completed():
+        time.sleep(0.1)
+    arrived.wait()  # raises the error of a lost rank
 
 
 def leave_process_group() -> None:
