@@ -17,7 +17,7 @@ from roberta_recipe.model.weights import read_config
 from roberta_recipe.settings import load_yaml
 
 PRESETS = [path for path in sorted((ROOT / "presets" / "mlm").glob("*.yaml")) if path.stem != "continue"]  # no config
-assert len(PRESETS) == 9
+assert len(PRESETS) == 11
 LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200
 
 
@@ -35,7 +35,8 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
     values = load_yaml(preset)
     config = read_config(values["config_name"])
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    config.update({**sizes, "vocab_size": len(tokenizer)})
+    config.update({**sizes, "vocab_size": len(tokenizer), "pad_token_id": 1, "layer_types": ["full_attention"]})
+    config.max_position_embeddings = min(config.max_position_embeddings, 1024)  # shorter than the text
     positions = config.max_position_embeddings - 2 * (config.model_type == "roberta")
     assert weights.max_positions(config) == positions >= values["max_seq_length"]
     before = tokenization.files_fingerprint(tokenizer)
