@@ -1,7 +1,8 @@
-"""Masked-LM pretraining on the stock Hugging Face path, as transformers' run_mlm.py does it: what `speed.py` compares
+r"""Masked-LM pretraining on the stock Hugging Face path, as transformers' run_mlm.py does it: what `speed.py` compares
 with. Chunks of fixed size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
 
-    python benchmarks/stock_mlm.py TEXT.jsonl HELD_OUT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN RATE
+    python benchmarks/stock_mlm.py TEXT.jsonl HELD_OUT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN RATE \
+        [EVAL_STEPS]
 """
 
 import itertools
@@ -17,11 +18,11 @@ from transformers import (
     TrainingArguments,
 )
 
-VALIDATION_BLOCKS = 1024  # as presets/mlm/roberta_mini.yaml
+VALIDATION_BLOCKS = {False: 1024, True: 2048}  # as presets/mlm/roberta_mini.yaml; with EVAL_STEPS, roberta_tiny.yaml
 
 
 def main() -> None:
-    text, held_out, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate = sys.argv[1:]
+    text, held_out, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate, *eval_steps = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     splits = datasets.load_dataset("json", data_files={"train": text, "validation": held_out})
 
@@ -38,7 +39,8 @@ def main() -> None:
 
     tokenized = splits.map(tokenize, batched=True, remove_columns=["text"])
     grouped = tokenized.map(group_texts, batched=True)
-    validation = grouped["validation"].select(range(min(VALIDATION_BLOCKS, len(grouped["validation"]))))
+    limit = VALIDATION_BLOCKS[bool(eval_steps)]
+    validation = grouped["validation"].select(range(min(limit, len(grouped["validation"]))))
     args = TrainingArguments(
         output_dir=output_dir,
         max_steps=int(steps),
@@ -49,6 +51,8 @@ def main() -> None:
         report_to="none",
         logging_steps=50,
         save_strategy="no",
+        eval_strategy="steps" if eval_steps else "no",
+        eval_steps=int(eval_steps[0]) if eval_steps else None,
         disable_tqdm=True,
         use_cpu=True,
     )

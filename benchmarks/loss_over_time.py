@@ -1,0 +1,104 @@
+"""Validation loss over minutes, beside the stock path: the demonstration and `stock_mlm.py`, one core each, on the same
+text, tokenizer, model shape, batches, learning rate and steps.
+
+    python benchmarks/loss_over_time.py --output results/loss_over_time.json
+
+Each way has its own format (whole sentences, chunks), masks, precision and initialization, and is scored on its own
+blocks of the same held-out documents, 15% of the tokens masked. Minutes count from the start of the command, with its
+sixteen evaluations, without the tokenizer's training. Beside the JSON file it writes a plot.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
+
+from roberta_recipe.data.corpus import read_corpus, resolve
+from roberta_recipe.data.documents import documents
+from roberta_recipe.publishing.plots import subplots
+from roberta_recipe.settings import load_yaml
+
+PRESET, EVALUATIONS = "presets/mlm/roberta_tiny.yaml", 16
+LOSS = re.compile(r"validation  loss ([\d.]+)|'eval_loss': '?([\d.]+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="loss_over_time.json")
+    output = Path(parser.parse_args().output)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        ways = commands(Path(folder))
+        curves = dict(zip(ways, pool.map(curve, range(len(ways)), ways.values()), strict=True))
+    output.write_text(json.dumps(curves, indent=1))
+    plot(curves, output.with_suffix(".png"))
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    """The command of each way; trains the tokenizer, and writes the docstrings as JSON lines for the stock path."""
+    values, files = load_yaml(PRESET), {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
+    corpus, tokenizer = resolve(read_corpus(values["corpus"])), str(folder / "tokenizer")
+    for split, path in files.items():
+        texts = (text for source in corpus.sources for text in documents(corpus, source, split, seed=0))
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    subprocess.run(
+        [sys.executable, "tokenizer/train_tokenizer.py", "--corpus", values["corpus"], "--vocab_size", "4096"]
+        + ["--output_dir", tokenizer],
+        cwd=ROOT,
+        check=True,
+    )
+    steps, batch, length = (values[name] for name in ("max_steps", "global_batch_size", "max_seq_length"))
+    stock = [
+        "benchmarks/stock_mlm.py",
+        *map(str, files.values()),
+        tokenizer,
+        values["config_name"],
+        str(folder / "stock"),
+    ]
+    stock += [str(value) for value in (steps, batch, length, values["learning_rate"], steps // EVALUATIONS)]
+    ours = ["train_mlm.py", "--config", PRESET, "--tokenizer_name", tokenizer, "--output_dir", str(folder / "ours")]
+    ours += ["--use_cpu", "--eval_steps", str(steps // EVALUATIONS)]
+    return {"stock run_mlm.py path": stock, "this recipe": ours}
+
+
+def curve(core: int, command: list[str]) -> list[list[float]]:
+    """[minutes, validation loss] of each evaluation of a command on one core."""
+    started_s, points = time.monotonic(), []
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if loss := LOSS.search(line):
+                points.append([round((time.monotonic() - started_s) / 60, 3), float(loss[1] or loss[2])])
+    if process.returncode:
+        sys.exit(f"{command[0]} ended with exit code {process.returncode}")
+    return points
+
+
+def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
+    """PNG of the curves."""
+    figure, axes = subplots(1, 1, 8, 4.5)
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name}: {points[-1][1]:.2f}")
+    axes.set(xlabel="minutes of one CPU core", ylabel="validation loss, 15% masked (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
