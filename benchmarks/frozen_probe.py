@@ -1,0 +1,86 @@
+"""Logistic regression on frozen encoder states, beside random weights and counts of words (GLUE, single sentences).
+
+    python benchmarks/frozen_probe.py --model_name_or_path runs/roberta_h100 --data_dir glue --task_name sst2
+
+Features are the means of the last layer's states over a text's tokens, standardized. Sample k has its own training
+examples and its own random weights (seed k); C is picked by cross-validation within the sample. p: two-sided exact
+permutation of the samples' scores against the pretrained encoder's.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegressionCV
+from sklearn.metrics import accuracy_score, make_scorer, matthews_corrcoef
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MaxAbsScaler, StandardScaler
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
+
+from roberta_recipe.tasks.glue import TASKS, read_split
+from tools.significance import mean_and_error, permutation_p
+
+METRICS = {"accuracy": accuracy_score, "matthews_correlation": matthews_corrcoef}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--data_dir", required=True, help="folder of GLUE's official files")
+    parser.add_argument("--task_name", choices=["sst2", "cola"], default="sst2")
+    parser.add_argument("--examples", type=int, nargs="+", default=[500, 1000, 2000], help="of a training sample")
+    parser.add_argument("--samples", type=int, default=5)
+    args = parser.parse_args()
+    task, tokenizer = TASKS[args.task_name], AutoTokenizer.from_pretrained(args.model_name_or_path)
+    train, test = (read_split(task, args.task_name, split, args.data_dir) for split in ("train", "validation"))
+    order = np.random.default_rng(0).permutation(len(train))
+    metric, labels = METRICS[task.metrics[0]], (np.array(train.labels), np.array(test.labels))
+    texts = [[text for (text,) in split.texts] for split in (train, test)]
+    pretrained = AutoModel.from_pretrained(args.model_name_or_path)
+    for size in args.examples:
+        scores: dict[str, list[float]] = {"pretrained": [], "random weights": [], "counts of words": []}
+        for sample in range(args.samples):
+            rows = order[sample * size : (sample + 1) * size]
+            chosen = [texts[0][row] for row in rows]
+            set_seed(sample)
+            random = AutoModel.from_config(AutoConfig.from_pretrained(args.model_name_or_path))
+            for name, model in (("pretrained", pretrained), ("random weights", random)):
+                features = [mean_states(model, tokenizer, part) for part in (chosen, texts[1])]
+                scores[name].append(score(features, labels[0][rows], labels[1], metric, StandardScaler()))
+            counts = CountVectorizer(token_pattern=r"\S+").fit(chosen)
+            features = [counts.transform(part) for part in (chosen, texts[1])]
+            scores["counts of words"].append(score(features, labels[0][rows], labels[1], metric, MaxAbsScaler()))
+        for name, values in scores.items():
+            mean, error = mean_and_error(values)
+            p = "" if name == "pretrained" else f", p {permutation_p(scores['pretrained'], values):.4f}"
+            print(f"{args.task_name}, {size} examples, {name}: {mean:.1f} ± {error:.1f}{p}  {np.round(values, 1)}")
+
+
+@torch.no_grad()
+def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
+    """(texts, hidden size): means of the last layer's states over each text's tokens."""
+    model.eval()
+    means = []
+    for start in range(0, len(texts), 64):
+        batch = tokenizer(texts[start : start + 64], padding=True, truncation=True, return_tensors="pt")
+        states, mask = model(**batch).last_hidden_state, batch["attention_mask"][:, :, None]
+        means.append((states * mask).sum(1) / mask.sum(1))
+    return torch.cat(means).numpy()
+
+
+def score(features: list, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
+    """Score x 100 on the test rows of a logistic regression on standardized features."""
+    regression = LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, scoring=make_scorer(metric))
+    classifier = make_pipeline(scaler, regression).fit(features[0], labels)
+    return 100 * float(metric(test_labels, classifier.predict(features[1])))
+
+
+if __name__ == "__main__":
+    main()
