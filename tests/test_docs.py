@@ -162,6 +162,29 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
     assert len(programs) > 12, programs
 
 
+def test_links_between_pages_lead_somewhere(root):
+    """Files, and headings by GitHub's anchors; docs/index.md leads to every page."""
+    pages = [
+        *root.glob("*.md"),
+        *(root / "docs").glob("*.md"),
+        root / "ds_configs/README.md",
+        root / "benchmarks/README.md",
+    ]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name) if name else page
+            assert path.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in slugs, f"{page.name}: {target}"
+    index = (root / "docs/index.md").read_text(encoding="utf-8")
+    assert {path.name for path in (root / "docs").glob("*.md")} - {"index.md"} <= set(
+        re.findall(r"\[(\w+\.md)\]", index)
+    )
+
+
 ADDED = """
 import train_mlm, finetune_glue
 from roberta_recipe.data import chunks, packing
