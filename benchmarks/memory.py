@@ -59,7 +59,7 @@ def main() -> None:
         formula = float(re.search(r"^ +total +([\d.]+) GiB", table, re.MULTILINE)[1])
         with tempfile.TemporaryDirectory() as folder:
             others = ["--max_steps", "3", "--save_strategy", "no", "--eval_strategy", "no", "--max_eval_samples", "64"]
-            others += ["--report_to", "none", "--output_dir", f"{folder}/run"]
+            others += ["--report_to", "none", "--token_cache", "", "--output_dir", f"{folder}/run"]
             launch(args.launch_file, args.num_processes, ["train_mlm.py", *flags, *sizes, *others])
             record = json.loads((Path(folder) / "run" / "run_record.json").read_text())
         measured = record["peak_memory_bytes"] / GIB

@@ -111,7 +111,8 @@ def typed(root, tmp_path):
     for name, text in (
         ("python", NOTED.format(python=sys.executable, calls=str(calls))),
         ("make", f'#!/bin/sh\nexec {shutil.which("make")} -s VENV={tmp_path / "venv"} "$@"\n'),
-        *((name, "#!/bin/sh\n") for name in ("pip", "git", "hf", "accelerate", "source", "uv", "sbatch", "docker")),
+        *((name, NOTED.format(python=sys.executable, calls=str(calls))) for name in ("accelerate", "uv", "sbatch")),
+        *((name, "#!/bin/sh\n") for name in ("pip", "git", "hf", "docker", "tensorboard")),
     ):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -132,28 +133,56 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
     Those of docs/adapting.md and of the bash blocks of docs/answers.md do, below."""
     monkeypatch.chdir(root)
     programs = set()
-    others = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "adapting.md"]
-    for page in (root / "README.md", root / "ds_configs/README.md", *others):
-        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
-            if language not in ("", "bash") or block.startswith("$ ") or (page.stem, language) == ("answers", "bash"):
+    pages = ("README.md", "ds_configs/README.md", "benchmarks/README.md", *sorted((root / "docs").glob("*.md")))
+    for page in (root / page for page in pages):
+        text = page.read_text(encoding="utf-8")
+        runs = page.name in ("adapting.md", "answers.md")
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+        commands = [block for kind, block in fenced if kind in ("", "bash")[: 2 - runs] and not block.startswith("$ ")]
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+        inline = re.findall(r"`((?:python|accelerate launch) (?!tools/launch)[^`(]+)`", prose)
+        commands += [" ".join(command.split()) for command in inline]
+        for words in itertools.chain.from_iterable(map(typed, commands)):
+            if "pytest" in words:
                 continue
-            for words in typed(block):
-                if "pytest" in words:
-                    continue
-                named = [word for word in words if word.endswith(".py") or word.startswith("bench")]
-                script = next((word for word in named if word != "tools/launch.py"), None)
-                assert script, f"{page.name}: {words}"
-                argv = words[words.index(script) + 1 :]
-                path = root / (script if script.endswith(".py") else script.replace(".", "/"))
-                if "..." in argv or "benchmarks" in script:
-                    assert path.exists() or path.with_suffix(".py").exists(), script
-                    continue
-                programs.add(script)
-                name = script.removesuffix(".py").replace("/", ".")
-                with pytest.raises(InputError) as refused:
-                    importlib.import_module(name).main([*argv, "--no_such_flag"])
-                assert str(refused.value).startswith("unknown argument '--no_such_flag'"), f"{page.name}: {words}"
+            words = [word.replace("ds_configs/slurm/two_nodes.sbatch", "train_mlm.py") for word in words]
+            named = [word for word in words if word.endswith(".py") or word.startswith("bench")]
+            script = next((word for word in named if word != "tools/launch.py"), None)
+            assert script, f"{page.name}: {words}"
+            argv = words[words.index(script) + 1 :]
+            path = root / (script if script.endswith(".py") else script.replace(".", "/"))
+            if "..." in argv or "benchmarks" in script:
+                assert path.exists() or path.with_suffix(".py").exists(), script
+                continue
+            programs.add(script)
+            name = script.removesuffix(".py").replace("/", ".")
+            with pytest.raises(InputError) as refused:
+                importlib.import_module(name).main([*argv, "--no_such_flag"])
+            assert str(refused.value).startswith("unknown argument '--no_such_flag'"), f"{page.name}: {words}"
     assert len(programs) > 12, programs
+
+
+def test_links_between_pages_lead_somewhere(root):
+    """Files, and headings by GitHub's anchors; docs/index.md leads to every page."""
+    pages = [
+        *root.glob("*.md"),
+        *(root / "docs").glob("*.md"),
+        root / "ds_configs/README.md",
+        root / "benchmarks/README.md",
+    ]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name) if name else page
+            assert path.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in slugs, f"{page.name}: {target}"
+    index = (root / "docs/index.md").read_text(encoding="utf-8")
+    assert {path.name for path in (root / "docs").glob("*.md")} - {"index.md"} <= set(
+        re.findall(r"\[(\w+\.md)\]", index)
+    )
 
 
 ADDED = """
@@ -275,9 +304,8 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
             r"(presets/mlm/roberta_mini.yaml|finetune_glue.py)(?! --use_cpu| mine.py)", r"\1 --use_cpu", block
         )
         if launched:  # once is enough, as a launcher takes seconds to start
-            block = block.replace("python tools/launch.py ", "python ")
-        elif launched := "tools/launch.py " in block:
-            block = block.replace("python tools/launch.py ", f"{sys.executable} tools/launch.py ")
+            block = block.replace("accelerate launch ", "python ")
+        launched = launched or "accelerate launch " in block
         shown.append(shell(block, folder))
     assert "8,192 entries in tokenizer/mine" in shown[1] and re.search(r"tokens, [\d.]+ epochs of", shown[2])
     record = json.loads((folder / "runs/mine/run_record.json").read_text())
@@ -332,10 +360,7 @@ def test_every_answer_runs(root, tmp_path, shell, monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     fewer = (*FEWER, ("_minutes 0.05", "_minutes 1e-6"), ("64-95", "32-63"), ("1024", "256"), ("1026", "258"))
-    fewer += (
-        ("29500", port),
-        ("python tools/launch", f"{sys.executable} tools/launch"),
-    )  # two that wait for each other
+    fewer += (("29500", port), ("accelerate launch (?!--)", "python "))  # launched: two that wait for each other
     fewer += ((r"train_mlm.py (?!.*--use_cpu)", "train_mlm.py --use_cpu "),)
     questions = (root / "docs" / "answers.md").read_text(encoding="utf-8").split("\n## ")[1:]
     for question, wanted in zip(questions, ANSWERED, strict=True):

@@ -111,6 +111,23 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
         pack.main(["--config", preset])
 
 
+@pytest.mark.parametrize("size", ["base", "large"])
+def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
+    """With an empty --token_cache it trains from text: the same blocks and masks, and nothing packed."""
+    values = yaml.safe_load((root / f"presets/mlm/roberta_{size}.yaml").read_text())
+    values |= yaml.safe_load(Path(preset).read_text()) | {"eval_strategy": "no", "dataloader_num_workers": 0}
+    del values["corpus"]
+    Path(preset).write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    from_text = train(preset, "--token_cache", "")
+    assert not Path("runs").exists()
+    packed = train(preset, "--output_dir", "packed")
+    assert list(Path("runs/roberta_tokens").rglob("*.bin"))
+    measured, _ = evaluate.main(["--model_name_or_path", "packed", "--token_cache", ""])  # where the cache is not
+    assert measured["eval_loss"] == packed["metrics"]["eval_loss"]
+    assert packed["digest"] == from_text["digest"] and logged_losses(packed) == logged_losses(from_text)
+
+
 def test_a_saved_preset_repeats_the_run(preset, tmp_path):
     first = train(preset, "--mask_count", "exact", "--output_dir", tmp_path / "a")
     again = train(tmp_path / "a" / "preset.yaml", "--output_dir", tmp_path / "b")

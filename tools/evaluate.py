@@ -57,7 +57,8 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
     if preset_path(argv) or not own.is_file():
         return pretraining.preset_of(argv)
-    return str(own), {"attn_implementation"} | (pretraining.TEXT if names_in(argv) & pretraining.TEXT else set())
+    names_text = names_in(argv) & (pretraining.TEXT - {"token_cache"})
+    return str(own), {"attn_implementation"} | (pretraining.TEXT if names_text else set())
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
