@@ -1,9 +1,11 @@
-"""PEP 723 headers and Dockerfile: the environment is that of pyproject.toml and requirements.txt, pinned once."""
+"""PEP 723 headers, Dockerfile and pyproject.toml: ranges are stated once, and so are the exact versions in them."""
 
 import re
 import tomllib
+from importlib.metadata import version
 
 import pytest
+from packaging.requirements import Requirement
 
 PROJECT = "pyproject.toml"
 
@@ -19,7 +21,18 @@ def test_the_header_of_a_script_names_this_project_alone(root, script):
     assert metadata["dependencies"] == [project["project"]["name"]]
     assert metadata["requires-python"] == project["project"]["requires-python"]
     assert metadata["tool"]["uv"]["sources"] == {project["project"]["name"]: {"path": ".", "editable": True}}
-    assert project["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
+
+
+def test_the_ranges_hold_the_exact_versions_of_requirements_txt(root):
+    project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))["project"]
+    extra = project["optional-dependencies"]["deepspeed"]
+    ranges = {one.name: one.specifier for one in map(Requirement, project["dependencies"] + extra)}
+    runtime = (root / "requirements.txt").read_text(encoding="utf-8").split("# Tests and lint")[0]
+    pins = [Requirement(line.partition("#")[0]) for line in runtime.splitlines() if line[:1] not in ("#", "")]
+    assert ranges.keys() - {pin.name for pin in pins} == {"huggingface_hub"}  # transformers sets its version
+    versions = [(pin.name, exact.version) for pin in pins for exact in pin.specifier]
+    assert len(versions) > 10 and [(name, exact) for name, exact in versions if exact not in ranges[name]] == []
+    assert [name for name in ranges if version(name) not in ranges[name]] == []
 
 
 def test_the_image_installs_requirements_txt_for_a_user_without_rights(root):

@@ -169,7 +169,8 @@ def test_every_flag_has_a_resume_scope(cls):
 
 def test_the_table_of_inherited_flags_fits_the_installed_transformers():
     inherited = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    assert set(TRAINER_FLAGS) == inherited and len(inherited) > 100
+    since_5_23 = {"activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert set(TRAINER_FLAGS) - since_5_23 == inherited - since_5_23 and len(inherited) > 100
     assert "learning_rate" in TRAINER_FLAGS and TRAINER_FLAGS["hub_token"].scope == "start"
 
 

@@ -1,4 +1,5 @@
-"""A script copied into an empty folder runs with the installed wheel alone: code, cards, presets, requirements."""
+"""A script copied into an empty folder runs with the installed wheel alone, without DeepSpeed: code, cards, presets,
+requirements."""
 
 import json
 import re
@@ -8,12 +9,13 @@ import zipfile
 import pytest
 from conftest import run_python
 
-from roberta_recipe.data import docstrings
-
 SCRIPTS = ("train_mlm.py", "finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 RUN = """
 import runpy, sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == "deepspeed" else find(name, *rest))
 argv = sys.argv[1:]
 for script in ("finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py"):
     sys.argv = [script, "--help"]
@@ -69,5 +71,5 @@ def test_copied_scripts_run_with_the_wheel(wheel, root, tmp_path, tokenizer_dir,
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") == 4 and f"library: {site}/roberta_recipe/" in done.stdout
     required = re.search("required: (.*)", done.stdout)[1].split()
-    assert required == [distribution.metadata["Name"] for distribution in docstrings._requirements()]
+    assert required[:3] == ["torch", "transformers", "datasets"] and "pytest" not in required
     assert json.loads((project / "run" / "run_record.json").read_text())["steps"] == 1

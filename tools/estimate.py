@@ -365,7 +365,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         max_steps=training_args.max_steps,
         precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
         zero=Zero.from_deepspeed(launch_checks.deepspeed_settings(training_args), config.hidden_size),
-        activation_checkpointing=bool(training_args.activation_checkpointing),
+        activation_checkpointing=bool(training_args.gradient_checkpointing),
         objective=tuple(args.objective),
         optim=training_args.optim,
         utilisation=chosen.utilisation,

@@ -55,7 +55,7 @@ def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
 def check_checkpointing(config: PreTrainedConfig, args: TrainingArguments) -> None:
     """Raise `InputError` for `activation_checkpointing` where transformers does not support it (ALBERT)."""
     stock = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    if args.activation_checkpointing and not getattr(stock, "supports_gradient_checkpointing", True):
+    if args.gradient_checkpointing and not getattr(stock, "supports_gradient_checkpointing", True):
         raise InputError(
             f"activation_checkpointing=true: transformers' {config.model_type!r} models have none; lower "
             f"per_device_train_batch_size={args.per_device_train_batch_size} instead (the global batch stays)"

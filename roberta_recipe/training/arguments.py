@@ -140,7 +140,7 @@ class RecipeTrainingArguments(TrainingArguments):
             raise InputError("save_strategy=best: use steps, epoch or no; the scripts decide which weights are kept")
         if self.per_device_eval_batch_size < 1:
             raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")
-        if not (self.activation_checkpointing_kwargs or {}).get("preserve_rng_state", True):
+        if not (self.gradient_checkpointing_kwargs or {}).get("preserve_rng_state", True):
             raise InputError(
                 "activation_checkpointing_kwargs: preserve_rng_state must stay true, or the second forward pass draws "
                 "another dropout and the gradient is wrong"
