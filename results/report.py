@@ -8,9 +8,8 @@
 
     python results/report.py --readme README.md                # also the five best rows, between the markers of a page
 
-Writes results/curves.png, results/scores.png, results/README.md and results/index.html (a single file with the same
-text). proofs.yaml lists claims and the orderings of the papers' tables, each with the command that prints its figure;
-the paper's figures come from the library.
+Writes results/curves.png, results/README.md and results/index.html (a single file, the same text). proofs.yaml lists
+claims and orderings of the papers' tables with the commands of their figures; the paper's figures are the library's.
 """
 
 import base64
@@ -46,37 +45,35 @@ from roberta_recipe.record import (
     PretrainingRecord,
     RunRecord,
     Summary,
-    decimal,
     percent,
     picked_setting,
     read_record,
     validation_blocks,
 )
 from roberta_recipe.settings import RecipeParser, check_mapping, load_yaml
-from roberta_recipe.standard_error import perplexity_with_error, with_error
+from roberta_recipe.standard_error import perplexity_with_error
 from roberta_recipe.tasks import glue, race, squad
 from tools import significance
 
 ADVICE = "add it with that version"
-PROOFS_NAME = "proofs.yaml"
+PROOFS_NAME, SPEEDRUN_NAME = "proofs.yaml", "speedrun.md"
 PROOF_HEAD = ("what was proved", "figure", "command")
 ORDERING_HEAD = ("statement of the paper", "at our size", "command")
 PAPER = "RoBERTa-large (base)"
 SCORE_HEAD = ("task, metric", "model", "pretrained", "random weights", "majority answer", PAPER, "scored on", "p")
-KNOWN_HEAD = ("task, metric", "model", "score", "majority answer", PAPER, "scored on")
 BEST_HEAD = ("model", "task, metric", "score", "random weights, or majority answer", "published")
-HEAD = ("task", PAPER, "ours: median (spread, seeds)", "scored on", "majority answer", "preset", "tokens")
-HEAD += ("hardware", "hours")
-SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram entropy")
-SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
+HEAD = ("task, metric", "model", "median (range, seeds)", "scored on", "preset", "tokens", "hardware", "hours")
+PRETRAINING_HEAD = ("model", "parameters", "masked perplexity", "scored on", "preset", "tokens", "hardware", "hours")
+PRETRAINING_HEAD += ("tokens/s", "peak memory", "perplexity by source")
 YARDSTICKS = blimp_table.PUBLISHED[:3]  # human, GPT-2, LSTM
 MARKS = ("<!-- results: made by make report -->", "<!-- end of results -->")
-MADE_BY = (
-    "Made by `make report` from the run records in this folder and from [proofs.yaml](proofs.yaml), the output of each "
-    "command of the tables of orderings and proofs. [Log of all runs](experiments.md)."
+SCORES_EXPLAINED = (
+    "Validation scores x 100, the best epoch picked on the same examples. Majority answer: the most frequent label for "
+    "every example. A degenerate seed predicts one label. p: two-sided permutation test over seeds, corrected for the "
+    "model's tasks (Holm)."
 )
-SPEEDRUN_NAME = "speedrun.md"
-RANDOM = ", random weights"  # of a model's name
+CURVES_EXPLAINED = "Dashed: unigram entropy, and BLiMP of random weights. Dotted: published scores of other models."
+MADE_BY = "Made by `make report` from the records in this folder and [proofs.yaml](proofs.yaml). [Log](experiments.md)."
 BETTER = "Better than random weights"
 _RUN_FIELDS = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _RUN_FIELDS += ("parameters", "versions", "commit", "hardware")
@@ -102,25 +99,24 @@ class Ledger(NamedTuple):
     """The folder's content: proofs, orderings, pretraining records and BLiMP scores by model, fine-tunings by (model,
     file stem)."""
 
-    proofs: list[Proof]
-    orderings: list[Proof]
+    proofs: list[tuple[str, ...]]  # cells
+    orderings: list[tuple[str, ...]]
     pretrained: dict[str, PretrainingRecord]
     tuned: dict[tuple[str, str], LedgerEntry]
     blimp: dict[str, BlimpRecord]
 
 
 class Row(NamedTuple):
-    """A figure of the paper: the task and metric in `summary.json`, the title, and the figure."""
+    """A figure of the paper: the task and metric in `summary.json`, the task's title, and the figure."""
 
     task: str
     metric: str
-    shown: str
+    name: str
     paper: str
 
     @property
-    def name(self) -> str:
-        """The title without the metric."""
-        return self.shown.partition(",")[0]
+    def shown(self) -> str:
+        return f"{self.name}, {self.metric}"
 
 
 class Pair(NamedTuple):
@@ -134,6 +130,20 @@ class Pair(NamedTuple):
     @property
     def any(self) -> LedgerEntry:
         return self.pretrained or self.random
+
+    @property
+    def task(self) -> str:
+        limit = self.any["resolved_args"].get("max_train_samples")
+        return self.row.shown + (f", {limit:,} training examples" if limit else "")
+
+
+class TestResult(NamedTuple):
+    """Significance test of a task: p and the least possible p, both corrected for the model's tested tasks; 1 for a
+    single seed and for non-finite scores."""
+
+    p: float = 1.0
+    least: float = 1.0
+    welch: float | None = None  # Welch's p for unequal noise
 
 
 class Section(NamedTuple):
@@ -157,15 +167,15 @@ def read(folder: Path) -> Ledger:
     return Ledger(proofs, orderings, pretrained, tuned, scored)
 
 
-def read_proofs(path: Path, key: str) -> list[Proof]:
-    """The entries of a list in proofs.yaml, none without the file. Raises `InputError` for an incomplete entry."""
+def read_proofs(path: Path, key: str) -> list[tuple[str, ...]]:
+    """Cells of a list in proofs.yaml, none without the file. Raises `InputError` for an incomplete entry."""
     proofs = []
     for number, entry in enumerate(load_yaml(path).get(key, ()) if path.is_file() else (), 1):
         where = f"{path}, entry {number} of {key}"
         values = check_mapping(entry, [Proof], where)
         if missing := [name for name in ("claim", "figure", "command") if name not in values]:
             raise InputError(f"{where} has no {missing[0]!r}: each entry has a claim, a figure and a command")
-        proofs.append(Proof(**values))
+        proofs.append((values["claim"], values["figure"], f"`{values['command']}`"))
     return proofs
 
 
@@ -236,30 +246,22 @@ def paper_rows() -> list[Row]:
     large, base, rows = glue.PAPER["large"], glue.PAPER["base"], []
     for name, task in glue.TASKS.items():
         figure = f"{large[name]} (base {base[name]})" if name in base else f"{large[name]}"
-        rows.append(Row(name, task.metric, f"GLUE {name}, {task.metric}", figure))
+        rows.append(Row(name, task.metric, f"GLUE {name}", figure))
     for version, figures in squad.PAPER.items():
-        rows += [Row(f"squad {version}", m, f"SQuAD {version}, {m}", str(score)) for m, score in figures.items()]
-    rows += [Row("race", m, f"RACE, {m}", f"{score} (test set)") for m, score in race.PAPER.items()]
+        rows += [Row(f"squad {version}", m, f"SQuAD {version}", str(score)) for m, score in figures.items()]
+    rows += [Row("race", m, "RACE", f"{score} (test set)") for m, score in race.PAPER.items()]
     return rows
 
 
 def all_rows(ledger: Ledger) -> list[tuple[str, ...]]:
-    """Rows of the table with the header `HEAD`: each pretrained model's held-out perplexity, then each fine-tuning
-    beside the paper's figures."""
+    """Rows of the table with the header `HEAD`: each fine-tuning by each of the paper's metrics."""
     lines = []
-    for model, record in ledger.pretrained.items():
-        args, blocks, metrics = record["resolved_args"], validation_blocks(record), record["metrics"]
-        ours = f"{model}: {perplexity_with_error(metrics['eval_perplexity'], metrics.get('eval_loss_error'))} (1 seed)"
-        shown = ("masked perplexity of its own held-out text", "none for this text", ours)
-        spent = _spent([record], record["tokens_seen"])
-        lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(record), *spent))
     for row in paper_rows():
         for model, entry in [(model, entry) for (model, _), entry in ledger.tuned.items() if _has(entry, row)]:
             args, runs = entry["resolved_args"], entry["runs"]
-            ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
-            measured = (scored_on(entry, row.metric), baseline_cell(entry, row.metric))
-            tokens = sum(record["tokens_seen"] for record in runs)
-            lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
+            spent = _spent(runs, sum(record["tokens_seen"] for record in runs))
+            measured = (_score(entry, row.metric), scored_on(entry, row.metric))
+            lines.append((row.shown, _tuned_name(model, args), *measured, _settings(args), *spent))
     return lines
 
 
@@ -280,86 +282,61 @@ def pairs(ledger: Ledger) -> list[Pair]:
     return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, name), sides in ordered]
 
 
-def score_tables(ledger: Ledger) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Rows of the tables with the headers `SCORE_HEAD` and `KNOWN_HEAD`, one per task and model."""
-    ours, known = [], []
-    for pair, test in tested(ledger):
-        metric = pair.row.metric
-        scores = [_score(side, metric) if side else "-" for side in (pair.pretrained, pair.random)]
-        majority, size = baseline_cell(pair.any, metric), scored_on(pair.any, metric)
-        if pair.random or _base(pair) in ledger.pretrained:
-            p = f"{test.p:.3f}{_holm(test)}" if test.least < 1 else "-"
-            ours.append((pair.row.shown, pair.model, *scores, majority, pair.row.paper, size, p))
-        else:
-            known.append((pair.row.shown, pair.model, scores[0], majority, pair.row.paper, size))
-    return ours, known
+def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]]:
+    """Rows of the table with the header `SCORE_HEAD`, one per task and model."""
+    lines = []
+    for pair, test in compared:
+        scores = [_score(side, pair.row.metric) if side else "-" for side in (pair.pretrained, pair.random)]
+        baseline, counts = baseline_cell(pair.any, pair.row.metric), scored_on(pair.any, pair.row.metric)
+        p = f"{test.p:.3f}" if test.least < 1 else "-"
+        lines.append((pair.task, pair.model, *scores, baseline, pair.row.paper, counts, p))
+    return lines
 
 
 def best_rows(ledger: Ledger) -> list[tuple[str, ...]]:
-    """At most five rows with the header `BEST_HEAD`: models of this repository first, then by the lead over random
-    weights or the majority answer; none without such a lead."""
+    """At most five rows with the header `BEST_HEAD`: pretraining runs of the ledger before other models, then by the
+    lead over random weights or the majority answer, which must be significant over random weights."""
     rows = []
     for model, record in ledger.blimp.items():
         score, controls = blimp_scores(record)
-        _, _, shown, _, control, _ = blimp_table.rows({model: record})[0]
         if controls and score > max(controls):
-            published = ", ".join(f"{figure.name} {figure.score}" for figure in YARDSTICKS)
-            lead = score - statistics.fmean(controls)
-            rows.append((model in ledger.pretrained, lead, (model, "BLiMP", shown, control, published)))
+            _, _, shown, _, control, _ = blimp_table.rows({model: record})[0]
+            line = (model, "BLiMP", shown, control, ", ".join(f"{figure.name} {figure.score}" for figure in YARDSTICKS))
+            rows.append((model in ledger.pretrained, score - statistics.fmean(controls), line))
     for pair, test in tested(ledger):
-        metric, ours = pair.row.metric, _base(pair) in ledger.pretrained
-        if pair.pretrained and pair.random and judge(pair, test)[0] == BETTER:
-            control, shown = median(pair.random, metric), _score(pair.random, metric)
-        elif pair.pretrained and not ours and _majority(pair) is not None:
-            control, shown = _majority(pair), baseline_cell(pair.pretrained, metric)
-        else:
-            continue
-        line = (pair.model, pair.row.shown, _score(pair.pretrained, metric), shown, f"RoBERTa-large {pair.row.paper}")
-        rows.append((ours, median(pair.pretrained, metric) - control, line))
-    return [line for *_, line in sorted((row for row in rows if row[1] > 0), reverse=True)[:5]]
+        entry, metric = pair.pretrained, pair.row.metric
+        control = _median(pair.random, metric) if pair.random else _majority(pair)
+        if entry and control is not None and (not pair.random or judge(pair, test)[0] == BETTER):
+            shown = _score(pair.random, metric) if pair.random else baseline_cell(entry, metric)
+            line = (pair.model, pair.task, _score(entry, metric), shown, f"RoBERTa-large {pair.row.paper}")
+            rows.append((pair.model.partition(",")[0] in ledger.pretrained, _median(entry, metric) - control, line))
+    return [line for _, lead, line in sorted(rows, reverse=True)[:5] if lead > 0]
 
 
 def verdict(ledger: Ledger) -> list[str]:
-    """A paragraph per pretrained model: perplexity, BLiMP, and its fine-tunings compared with the majority answer and
+    """A paragraph per pretraining run: perplexity, BLiMP, and its fine-tunings compared with the majority answer and
     with random weights."""
     paragraphs = []
     for model, record in ledger.pretrained.items():
-        spent, metrics = _spent([record], record["tokens_seen"]), record["metrics"]
-        perplexity = perplexity_with_error(metrics["eval_perplexity"], metrics.get("eval_loss_error"))
-        text = f"**{model}** ({record['parameters'] / 1e6:.1f} M parameters, {spent[0]} tokens, {spent[2]} hours on "
-        text += f"{spent[1]}): masked perplexity {perplexity} on its own held-out text"
+        tokens, where, hours = _spent([record], record["tokens_seen"])
+        size = f"{record['parameters'] / 1e6:.1f} M parameters, {tokens} tokens, {hours} hours on {where}"
+        text = f"**{model}** ({size}): masked perplexity {_perplexity(record)} on its own held-out text"
         if model in ledger.blimp:
-            score, controls = blimp_scores(ledger.blimp[model])
-            text += f"; BLiMP {percent(score)}"
-            text += f" (random weights {percent(statistics.fmean(controls))})" * bool(controls)
+            _, _, score, _, control, _ = blimp_table.rows({model: ledger.blimp[model]})[0]
+            text += f"; BLiMP {score}, random weights {control}"
+        judged = [(judge(*each), each) for each in tested(ledger) if each[0].model == model and all(each[0][2:])]
         tasks_by_verdict: dict[str, list[str]] = {}
-        compared = [
-            (pair, test) for pair, test in tested(ledger) if pair.model == model and pair.pretrained and pair.random
-        ]
-        for pair, test in compared:
-            kind, figures = judge(pair, test)
+        for (kind, figures), (pair, _) in judged:
             tasks_by_verdict.setdefault(kind, []).append(f"{pair.row.name} {figures}")
-        gains = tasks_by_verdict.pop(BETTER, None)
-        sentences = [f"{text}.", *[f"**{BETTER} on {'; '.join(gains or ())}.**"] * bool(gains)]
-        if compared and not gains:
+        gains = tasks_by_verdict.pop(BETTER, [])
+        sentences = [f"{text}.", *[f"**{BETTER} on {'; '.join(gains)}.**"] * bool(gains)]
+        if judged and not gains:
             sentences.append("Not shown to be better than random weights on any task.")
-            if (least := min(test.least for _, test in compared)) > significance.LEVEL:
-                sentences.append(
-                    f"Too few seeds to show it: the least possible p, corrected for the tasks, is {least:.2f}."
-                )
+            if (least := min(test.least for _, (_, test) in judged)) > significance.LEVEL:
+                sentences.append(f"Too few seeds to show it: the least possible corrected p is {least:.2f}.")
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in tasks_by_verdict.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
-
-
-class TestResult(NamedTuple):
-    """Significance test of a task: p, p corrected for the model's tested tasks, and the least possible corrected p; 1
-    for a single seed and for non-finite scores."""
-
-    p: float = 1.0
-    corrected: float = 1.0
-    least: float = 1.0
-    welch: float | None = None  # Welch's p for unequal noise
 
 
 def tested(ledger: Ledger) -> list[tuple[Pair, TestResult]]:
@@ -374,8 +351,8 @@ def tested(ledger: Ledger) -> list[tuple[Pair, TestResult]]:
                 if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
                     ps[number] = significance.compare_seeds(*sides)
         corrected = significance.holm([p for p, *_ in ps.values()])
-        for (number, (p, least, welch)), corrected_p in zip(ps.items(), corrected, strict=True):
-            results[number] = TestResult(p, corrected_p, min(1.0, least * len(ps)), welch)
+        for (number, (_, least, welch)), p in zip(ps.items(), corrected, strict=True):
+            results[number] = TestResult(p, min(1.0, least * len(ps)), welch)
     return list(zip(shown, results, strict=True))
 
 
@@ -390,9 +367,9 @@ def judge(pair: Pair, test: TestResult) -> tuple[str, str]:
         return "Not above the majority answer", f"{against} ({percent(majority)})"
     figures = f"{against}, p {test.p:.3f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    result = significance.verdict(gain, test.corrected, test.least, welch_p=test.welch)
+    result = significance.verdict(gain, test.p, test.least, welch_p=test.welch)
     if result in ("better", "worse"):
-        return BETTER if result == "better" else "Below random weights", figures + _holm(test)
+        return BETTER if result == "better" else "Below random weights", figures
     if min(random) <= medians[0] <= max(random):
         return "Level with random weights", against
     return "Suggestive, no more", figures
@@ -404,17 +381,12 @@ def blimp_scores(record: BlimpRecord) -> tuple[float, list[float]]:
     return scores["mean_of_paradigms"], [control[method]["mean_of_paradigms"] for control in record["random_weights"]]
 
 
-def median(entry: LedgerEntry, metric: str) -> float:
+def _median(entry: LedgerEntry, metric: str) -> float:
     return statistics.median(_scores(entry, metric).values())
 
 
-def _holm(test: TestResult) -> str:
-    return f" (Holm {test.corrected:.3f})" * (test.corrected != test.p)
-
-
-def _base(pair: Pair) -> str:
-    """The model's name without distinguishing flags."""
-    return pair.model.partition(",")[0]
+def _perplexity(record: PretrainingRecord) -> str:
+    return perplexity_with_error(record["metrics"]["eval_perplexity"], record["metrics"].get("eval_loss_error"))
 
 
 def _majority(pair: Pair) -> float | None:
@@ -457,13 +429,6 @@ def _tuned_name(model: str, args: dict[str, Any]) -> str:
     return ", ".join([model, *shown])
 
 
-def _preset(record: PretrainingRecord) -> str:
-    """Batch (sequences x tokens), steps taken, learning rate."""
-    args = record["resolved_args"]
-    batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
-    return f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
-
-
 def _settings(args: dict[str, Any]) -> str:
     """The main hyperparameters of a fine-tuning."""
     steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else f"{args['num_train_epochs']:g} epochs"
@@ -480,75 +445,58 @@ def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
     return f"{tokens / 1e6:,.1f} M", device_name(records[0]["hardware"]), f"{hours:.2f}"
 
 
-def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, source, perplexity, loss, unigram entropy) of pretraining runs with several sources."""
-    return [
-        (
-            *(model, name, perplexity_with_error(source["perplexity"], source.get("loss_error"))),
-            *(with_error(source["loss"], source.get("loss_error")), decimal(source["unigram_entropy"])),
-        )
-        for model, record in ledger.pretrained.items()
-        for name, source in record["metrics_by_source"].items()
-    ]
-
-
-def speed(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, parameters, tokens, tokens/s, hardware, hours, peak memory) of pretraining runs."""
+def pretraining(ledger: Ledger) -> list[tuple[str, ...]]:
+    """Rows of the table with the header `PRETRAINING_HEAD`."""
     lines = []
     for model, record in ledger.pretrained.items():
-        tokens, where, hours = _spent([record], record["tokens_seen"])
-        rate, memory = f"{record['tokens_per_second']:,}", f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
-        lines.append((model, f"{record['parameters'] / 1e6:.1f} M", tokens, rate, where, hours, memory))
+        args, blocks = record["resolved_args"], validation_blocks(record)
+        batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"  # sequences x tokens
+        preset = f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
+        measured = (f"{record['parameters'] / 1e6:.1f} M", _perplexity(record), f"validation, {blocks:,} blocks")
+        speed = (f"{record['tokens_per_second']:,}", f"{record['peak_memory_bytes'] / 1e9:.1f} GB")
+        by_source = [
+            f"{name} {perplexity_with_error(source['perplexity'], source.get('loss_error'))}"
+            for name, source in record["metrics_by_source"].items()
+        ]
+        spent = _spent([record], record["tokens_seen"])
+        lines.append((model, *measured, preset, *spent, *speed, "; ".join(by_source) or "-"))
     return lines
 
 
 def sections(ledger: Ledger, folder: Path) -> list[Section]:
-    """The sections of the report, the verdict first."""
-    proofs, orderings = (
-        [(proof.claim, proof.figure, f"`{proof.command}`") for proof in listed]
-        for listed in (ledger.proofs, ledger.orderings)
-    )
-    explained = (
-        "Validation scores x 100: median (range, seeds); the best epoch is picked on the same examples. Majority "
-        "answer: the score of predicting the most frequent label for every example. p: two-sided permutation test."
-    )
-    protocol = "Public encoders, fine-tuned by this repository's scripts and presets: a check of the protocol."
-    notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]
-    run = {line[0] for line in all_rows(ledger)}
-    not_run = [row.shown for row in paper_rows() if row.shown not in run]
-    below = [f"Data other than the official files: {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
-    below += [f"Not run: {'; '.join(not_run)}."] * bool(not_run)
-    commands = " ".join(proof.command for proof in ledger.orderings)
-    others = [path.stem for path in sorted((ROOT / "presets/tables").glob("*.yaml")) if path.stem != "scales"]
-    others = [name for name in others if f"TABLE={name}" not in commands]
-    spent = "Hours and tokens are of all seeds. A degenerate seed predicts the same for every example."
-    curves = (
-        "Left: training and validation loss, unigram entropy (dashed). Right: BLiMP at the end and, where measured, on "
-        "the way; random weights (dashed), published scores (dotted)."
-    )
-    blimp = Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp_table.rows(ledger.blimp))
-    ours, known = score_tables(ledger)
-    tables_of_papers = Section(
-        "Orderings of the papers' tables",
-        ["Small models, several seeds; bits are per masked word, ± is the standard error over seeds."],
-        ORDERING_HEAD,
-        orderings,
-        [f"Not run: the tables {', '.join(others)}."] * bool(others),
-    )
-    return [
+    """The sections of the report, the verdict first; a table without rows has none."""
+    compared, rows = tested(ledger), all_rows(ledger)
+    ours = [each for each in compared if each[0].random or each[0].model.partition(",")[0] in ledger.pretrained]
+    known = [each for each in compared if each not in ours]
+    not_run = [row.shown for row in paper_rows() if row.shown not in {line[0] for line in rows}]
+    names = sorted(path.stem for path in (ROOT / "presets" / "tables").glob("*.yaml") if path.stem != "scales")
+    waiting = [name for name in names if not any(f"TABLE={name}" in command for *_, command in ledger.orderings)]
+    known_head, *known_rows = ((*line[:3], *line[4:7]) for line in (SCORE_HEAD, *score_table(known)))
+    encoders = "Public encoders, fine-tuned by the scripts and presets of this repository: a check of the protocol."
+    small = "Small models, several seeds; bits are per masked word, ± is the standard error over seeds."
+    blimp = blimp_table.rows(ledger.blimp) if ledger.blimp else ()
+    speedrun = [f"[{SPEEDRUN_NAME}]({SPEEDRUN_NAME})"] * (folder / SPEEDRUN_NAME).is_file()
+    shown = [
         Section("Verdict", verdict(ledger)),
-        Section("What the models score", [explained], SCORE_HEAD, ours, below),
-        Section("Loss and BLiMP over tokens", [curves], picture="curves.png"),
-        *[blimp] * bool(ledger.blimp),
-        *[Section("Known encoders by the same protocol", [protocol], KNOWN_HEAD, known)] * bool(known),
-        *[tables_of_papers] * bool(orderings),
-        *[Section("Speedrun", [f"[{SPEEDRUN_NAME}]({SPEEDRUN_NAME})"])] * (folder / SPEEDRUN_NAME).is_file(),
-        *[Section("What was proved", (), PROOF_HEAD, proofs)] * bool(proofs),
-        Section("Every run, with settings and cost", [spent], HEAD, all_rows(ledger)),
-        Section("Held-out perplexity by source", (), SOURCE_HEAD, by_source(ledger)),
-        Section("Pretraining: hardware, speed, memory", (), SPEED_HEAD, speed(ledger)),
-        Section("Fine-tuning: validation score over steps", (), picture="scores.png", below=[MADE_BY]),
-    ]
+        Section("What the models score", [SCORES_EXPLAINED], SCORE_HEAD, score_table(ours),
+                [*_notes(ours), f"Not run: {'; '.join(not_run)}."]),
+        Section("Loss and BLiMP over tokens", [CURVES_EXPLAINED], picture="curves.png"),
+        Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp),
+        Section("Known encoders by the same protocol", [encoders], known_head, known_rows, _notes(known)),
+        Section("Orderings of the papers' tables", [small], ORDERING_HEAD, ledger.orderings,
+                [f"Not run: the tables {', '.join(waiting)}."]),
+        Section("Speedrun", speedrun),
+        Section("What was proved", (), PROOF_HEAD, ledger.proofs),
+        Section("Every pretraining run", (), PRETRAINING_HEAD, pretraining(ledger)),
+        Section("Every fine-tuning", ["Hours and tokens are of all seeds."], HEAD, rows),
+        Section("Sources", [MADE_BY]),
+    ]  # fmt: skip
+    return [section for section in shown if section.lines or section.picture or (section.above and not section.head)]
+
+
+def _notes(compared: list[tuple[Pair, TestResult]]) -> list[str]:
+    notes = dict.fromkeys(f"{pair.row.name}: {pair.any['note']}" for pair, _ in compared if pair.any["note"])
+    return [f"Data other than the official files: {'. '.join(notes)}."] * bool(notes)
 
 
 def as_markdown(shown: Sequence[Section]) -> str:
@@ -575,26 +523,24 @@ def plot_curves(ledger: Ledger, path: str | Path) -> None:
     (dashed) and published scores (dotted)."""
     figure, (left, right) = plots.subplots(1, 2, 11, 4.5, sharex=True)
     for number, (name, record) in enumerate(ledger.pretrained.items()):
-        color, dashed = f"C{number % 10}", {"color": f"C{number % 10}", "linestyle": "--", "linewidth": 0.8}
+        color = f"C{number % 10}"
         style = {"color": color, "marker": "o", "markersize": 3, "label": f"{name}, {record['parameters'] / 1e6:.1f} M"}
         left.plot(*_over_tokens(record, record["loss_at_steps"]["train"]), color=color, alpha=0.4, linewidth=1)
         left.plot(*_over_tokens(record, record["loss_at_steps"]["validation"]), **style)
-        left.axhline(record["unigram_entropy"], **dashed)
+        left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
         points = record.get("blimp_at_steps", [])
         if name in ledger.blimp:
             score, controls = blimp_scores(ledger.blimp[name])
             points = [*points, [record["steps"], score]]
             for control in [statistics.fmean(controls)] * bool(controls):
-                right.axhline(100 * control, **dashed)
+                right.axhline(100 * control, color=color, linestyle="--", linewidth=0.8)
         tokens, scores = _over_tokens(record, points)
         right.plot(tokens, plots.times_100(scores), **style | {"markersize": 6})
     for figures in YARDSTICKS:
         right.axhline(figures.score, color="grey", linestyle=":", linewidth=0.8)
         right.annotate(figures.name, (0.01, figures.score), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    left.set_ylabel("masked-LM loss (nats); dots: validation")
-    right.set_ylabel("BLiMP, mean of paradigms (%)")
-    for axes in (left, right):
-        axes.set(xscale="log", xlabel="million tokens seen")
+    for axes, label in ((left, "masked-LM loss (nats); dots: validation"), (right, "BLiMP, mean of paradigms (%)")):
+        axes.set(xscale="log", xlabel="million tokens seen", ylabel=label)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
     left.set_xlim(left=min(line.get_xdata()[0] for line in left.lines if line.get_marker() == "o") / 2)
@@ -609,33 +555,9 @@ def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[
     return [tokens / 1e6 for tokens in np.interp(steps, *logged)], values
 
 
-def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> None:
-    """PNG of validation scores x 100 over the share of steps, of (name, fine-tuning): a panel per task, a line per
-    run."""
-    tasks = list(dict.fromkeys(entry["task"] for _, entry in entries))
-    rows = -(-len(tasks) // 3) or 1
-    figure, grid = plots.subplots(rows, 3, 11, 3.6 * rows, squeeze=False)
-    models = list(dict.fromkeys(name.replace(RANDOM, "") for name, _ in entries))
-    for axes in grid.flat[len(tasks) :]:
-        axes.axis("off")
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        of_task = [(name, entry) for name, entry in entries if entry["task"] == task]
-        for name, entry in of_task:
-            color, line = f"C{models.index(name.replace(RANDOM, '')) % 10}", "--" if RANDOM in name else "-"
-            style = {"color": color, "linestyle": line, "marker": "o", "markersize": 3}
-            for record in entry["runs"]:
-                steps, scores = plots.columns(record["score_at_steps"])
-                axes.plot([step / record["steps"] for step in steps], plots.times_100(scores), **style)
-            axes.plot([], [], label=name, **style)
-        axes.set_title(f"{task}, {of_task[0][1]['metric']}", fontsize=10)
-        axes.set_xlabel("share of the run's steps", fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # below the axes, never on the lines
-    figure.savefig(path, dpi=110)
-
-
 def html_text(text: str) -> str:
-    """HTML of a paragraph or cell with `code`, **bold** and links."""
+    """HTML of a paragraph or cell with `code`, whose words are not broken, **bold** and links."""
+    text = text.replace(" ± ", "\u00a0±\u00a0")
     text = re.sub("`([^`]*)`", lambda code: re.sub(r"\S+", r"<code>\g<0></code>", code[1]), html.escape(text))
     text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
@@ -643,16 +565,15 @@ def html_text(text: str) -> str:
 
 def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     """An HTML table; on a narrow screen, its rows become cards without the empty cells."""
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    rows = []
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = ""
     for line in lines:
-        columns = "".join(
+        cells = (
             f'<td data-name="{html.escape(name)}"{" class=none" * (cell == "-")}><span>{html_text(cell)}</span></td>'
             for name, cell in zip(head, line, strict=True)
         )
-        rows.append(f"<tr>{columns}</tr>")
-    body = f"<thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide"><table>{body}</table></div>'
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def page(shown: Sequence[Section], folder: Path) -> str:
@@ -684,16 +605,13 @@ def main(argv: list[str] | None = None) -> None:
     if not ledger.pretrained:
         raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
     plot_curves(ledger, args.results / "curves.png")
-    named = [(_tuned_name(model, entry["resolved_args"]), entry) for (model, _), entry in ledger.tuned.items()]
-    plot_scores(named, args.results / "scores.png")
     shown = sections(ledger, args.results)
     page_path, text_path = args.results / "index.html", args.results / "README.md"
     page_path.write_text(page(shown, args.results), encoding="utf-8")
     text_path.write_text(as_markdown(shown), encoding="utf-8")
-    print(f"written     {page_path}, {text_path}: {len(all_rows(ledger))} rows")
     if args.readme:
         args.readme.write_text(with_rows(read_text(args.readme), best_rows(ledger)), encoding="utf-8")
-        print(f"written     {args.readme}: the table between its markers")
+    print(f"written     {page_path}, {text_path}{f', {args.readme}' * bool(args.readme)}")
 
 
 if __name__ == "__main__":
