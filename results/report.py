@@ -556,10 +556,10 @@ def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[
 
 
 def html_text(text: str) -> str:
-    """HTML of a paragraph or cell with `code`, whose words are not broken, **bold** and links."""
+    """HTML of a paragraph or cell with `code`, whose words are not broken, **bold** and relative links."""
     text = text.replace(" ± ", "\u00a0±\u00a0")
     text = re.sub("`([^`]*)`", lambda code: re.sub(r"\S+", r"<code>\g<0></code>", code[1]), html.escape(text))
-    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', text)
+    text = re.sub(r"\[([^]]*)\]\((\w[\w./#-]*|\.\./[\w./#-]*)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
 
 
