@@ -6,9 +6,10 @@
     python results/report.py --add runs/blimp/bert-base        # add BLiMP scores (a run's own are added with it)
     python results/report.py --add runs/squad/v1.1 --name roberta_mini --note "3,468 of the 10,570 questions"
 
-Writes results/curves.png, results/scores.png, results/README.md, results/index.html (a single file) and the section of
-README.md between its two markers, all with the same text. proofs.yaml lists claims, each with the command that prints
-its figure; the paper's figures come from the library.
+    python results/report.py --readme README.md                # also the five best rows, between the markers of a page
+
+Writes results/curves.png, results/README.md and results/index.html (a single file, the same text). proofs.yaml lists
+claims and orderings of the papers' tables with the commands of their figures; the paper's figures are the library's.
 """
 
 import base64
@@ -44,39 +45,43 @@ from roberta_recipe.record import (
     PretrainingRecord,
     RunRecord,
     Summary,
-    decimal,
     percent,
     picked_setting,
     read_record,
     validation_blocks,
 )
 from roberta_recipe.settings import RecipeParser, check_mapping, load_yaml
-from roberta_recipe.standard_error import perplexity_with_error, with_error
+from roberta_recipe.standard_error import perplexity_with_error
 from roberta_recipe.tasks import glue, race, squad
 from tools import significance
 
-NOT_RUN = "not run"
 ADVICE = "add it with that version"
-PROOFS_NAME = "proofs.yaml"
+PROOFS_NAME, SPEEDRUN_NAME = "proofs.yaml", "speedrun.md"
 PROOF_HEAD = ("what was proved", "figure", "command")
-SCORE_HEAD = ("task, metric", "model", "scored on", "pretrained", "random weights", "majority answer", "paper: large")
-HEAD = ("task", "paper", "ours: median (spread, seeds)", "scored on", "majority answer", "preset", "tokens")
-HEAD += ("hardware", "hours")
-SOURCE_HEAD = ("model", "held-out text", "perplexity", "loss, nats", "unigram entropy")
-SPEED_HEAD = ("model", "parameters", "tokens", "tokens/s", "hardware", "hours", "peak memory")
-MARKS = ("<!-- results: made by `make report` -->", "<!-- end of results -->")
-TITLE = (
-    "# Results\n\nMade by `make report` from the run records in this folder and from\n"
-    "[proofs.yaml](proofs.yaml), which says what each command of the first table printed;\n"
-    "[index.html](index.html) is the same page."
+ORDERING_HEAD = ("statement of the paper", "at our size", "command")
+PAPER = "RoBERTa-large (base)"
+SCORE_HEAD = ("task, metric", "model", "pretrained", "random weights", "majority answer", PAPER, "scored on", "p")
+BEST_HEAD = ("model", "task, metric", "score", "random weights, or majority answer", "published")
+HEAD = ("task, metric", "model", "median (range, seeds)", "scored on", "preset", "tokens", "hardware", "hours")
+PRETRAINING_HEAD = ("model", "parameters", "masked perplexity", "scored on", "preset", "tokens", "hardware", "hours")
+PRETRAINING_HEAD += ("tokens/s", "peak memory", "perplexity by source")
+YARDSTICKS = blimp_table.PUBLISHED[:3]  # human, GPT-2, LSTM
+MARKS = ("<!-- results: made by make report -->", "<!-- end of results -->")
+SCORES_EXPLAINED = (
+    "Validation scores x 100, the best epoch picked on the same examples. Majority answer: the most frequent label for "
+    "every example. A degenerate seed predicts one label. p: two-sided permutation test over seeds, corrected for the "
+    "model's tasks (Holm)."
 )
+CURVES_EXPLAINED = "Dashed: unigram entropy, and BLiMP of random weights. Dotted: published scores of other models."
+MADE_BY = "Made by `make report` from the records in this folder and [proofs.yaml](proofs.yaml). [Log](experiments.md)."
+BETTER = "Better than random weights"
 _RUN_FIELDS = ("metrics", "steps", "tokens_seen", "tokens_per_second", "train_seconds", "score_at_steps", "degenerate")
 _RUN_FIELDS += ("parameters", "versions", "commit", "hardware")
 
 
 @dataclass
 class Proof:
-    """An entry of `proofs.yaml`: a claim, its figure, and the command that prints it."""
+    """An entry of `proofs.yaml`: a claim or an ordering, its figure, and the command that prints it."""
 
     claim: str
     figure: str
@@ -91,27 +96,27 @@ class LedgerEntry(Summary):
 
 
 class Ledger(NamedTuple):
-    """The folder's content: proofs, pretraining records and BLiMP scores by model, fine-tunings by (model, file
-    stem)."""
+    """The folder's content: proofs, orderings, pretraining records and BLiMP scores by model, fine-tunings by (model,
+    file stem)."""
 
-    proofs: list[Proof]
+    proofs: list[tuple[str, ...]]  # cells
+    orderings: list[tuple[str, ...]]
     pretrained: dict[str, PretrainingRecord]
     tuned: dict[tuple[str, str], LedgerEntry]
     blimp: dict[str, BlimpRecord]
 
 
 class Row(NamedTuple):
-    """A figure of the paper: the task and metric in `summary.json`, the title, and the figure."""
+    """A figure of the paper: the task and metric in `summary.json`, the task's title, and the figure."""
 
     task: str
     metric: str
-    shown: str
+    name: str
     paper: str
 
     @property
-    def name(self) -> str:
-        """The title without the metric."""
-        return self.shown.partition(",")[0]
+    def shown(self) -> str:
+        return f"{self.name}, {self.metric}"
 
 
 class Pair(NamedTuple):
@@ -126,9 +131,23 @@ class Pair(NamedTuple):
     def any(self) -> LedgerEntry:
         return self.pretrained or self.random
 
+    @property
+    def task(self) -> str:
+        limit = self.any["resolved_args"].get("max_train_samples")
+        return self.row.shown + (f", {limit:,} training examples" if limit else "")
+
+
+class TestResult(NamedTuple):
+    """Significance test of a task: p and the least possible p, both corrected for the model's tested tasks; 1 for a
+    single seed and for non-finite scores."""
+
+    p: float = 1.0
+    least: float = 1.0
+    welch: float | None = None  # Welch's p for unequal noise
+
 
 class Section(NamedTuple):
-    """A section of the report: paragraphs (with `code` and **bold**) above and below a table or an image."""
+    """A section of the report: paragraphs (with `code`, **bold** and links) above and below a table or an image."""
 
     title: str
     above: Sequence[str] = ()
@@ -144,18 +163,19 @@ def read(folder: Path) -> Ledger:
     others = sorted(path for path in folder.glob("*/*.json") if path.name not in (RECORD_NAME, BLIMP_NAME))
     tuned = {(path.parent.name, path.stem): durable.read_json(path) for path in others}
     scored = {path.parent.name: durable.read_json(path) for path in sorted(folder.glob(f"*/{BLIMP_NAME}"))}
-    return Ledger(read_proofs(folder / PROOFS_NAME), pretrained, tuned, scored)
+    proofs, orderings = (read_proofs(folder / PROOFS_NAME, key) for key in ("proofs", "orderings"))
+    return Ledger(proofs, orderings, pretrained, tuned, scored)
 
 
-def read_proofs(path: Path) -> list[Proof]:
-    """The entries of proofs.yaml, none without the file. Raises `InputError` for an incomplete entry."""
+def read_proofs(path: Path, key: str) -> list[tuple[str, ...]]:
+    """Cells of a list in proofs.yaml, none without the file. Raises `InputError` for an incomplete entry."""
     proofs = []
-    for number, entry in enumerate(load_yaml(path)["proofs"] if path.is_file() else [], 1):
-        where = f"{path}, entry {number}"
+    for number, entry in enumerate(load_yaml(path).get(key, ()) if path.is_file() else (), 1):
+        where = f"{path}, entry {number} of {key}"
         values = check_mapping(entry, [Proof], where)
         if missing := [name for name in ("claim", "figure", "command") if name not in values]:
             raise InputError(f"{where} has no {missing[0]!r}: each entry has a claim, a figure and a command")
-        proofs.append(Proof(**values))
+        proofs.append((values["claim"], values["figure"], f"`{values['command']}`"))
     return proofs
 
 
@@ -226,33 +246,22 @@ def paper_rows() -> list[Row]:
     large, base, rows = glue.PAPER["large"], glue.PAPER["base"], []
     for name, task in glue.TASKS.items():
         figure = f"{large[name]} (base {base[name]})" if name in base else f"{large[name]}"
-        rows.append(Row(name, task.metric, f"GLUE {name}, {task.metric}", figure))
+        rows.append(Row(name, task.metric, f"GLUE {name}", figure))
     for version, figures in squad.PAPER.items():
-        rows += [Row(f"squad {version}", m, f"SQuAD {version}, {m}", str(score)) for m, score in figures.items()]
-    rows += [Row("race", m, f"RACE, {m}", f"{score} (test set)") for m, score in race.PAPER.items()]
+        rows += [Row(f"squad {version}", m, f"SQuAD {version}", str(score)) for m, score in figures.items()]
+    rows += [Row("race", m, "RACE", f"{score} (test set)") for m, score in race.PAPER.items()]
     return rows
 
 
 def all_rows(ledger: Ledger) -> list[tuple[str, ...]]:
-    """Rows of the table with the header `HEAD`: each pretrained model's held-out perplexity, then the paper's figures
-    beside each fine-tuning, or "not run"."""
+    """Rows of the table with the header `HEAD`: each fine-tuning by each of the paper's metrics."""
     lines = []
-    for model, record in ledger.pretrained.items():
-        args, blocks, metrics = record["resolved_args"], validation_blocks(record), record["metrics"]
-        ours = f"{model}: {perplexity_with_error(metrics['eval_perplexity'], metrics.get('eval_loss_error'))} (1 seed)"
-        shown = ("masked perplexity of its own held-out text", "none for this text", ours)
-        spent = _spent([record], record["tokens_seen"])
-        lines.append((*shown, f"validation, {blocks:,} blocks", "-", _preset(record), *spent))
     for row in paper_rows():
-        tuned = [(model, entry) for (model, _), entry in ledger.tuned.items() if _has(entry, row)]
-        for model, entry in tuned:
+        for model, entry in [(model, entry) for (model, _), entry in ledger.tuned.items() if _has(entry, row)]:
             args, runs = entry["resolved_args"], entry["runs"]
-            ours = f"{_tuned_name(model, args)}: {_score(entry, row.metric)}"
-            measured = (scored_on(entry, row.metric), baseline_cell(entry, row.metric))
-            tokens = sum(record["tokens_seen"] for record in runs)
-            lines.append((row.shown, row.paper, ours, *measured, _settings(args), *_spent(runs, tokens)))
-        if not tuned:
-            lines.append((row.shown, row.paper, *[NOT_RUN] * (len(HEAD) - 2)))
+            spent = _spent(runs, sum(record["tokens_seen"] for record in runs))
+            measured = (_score(entry, row.metric), scored_on(entry, row.metric))
+            lines.append((row.shown, _tuned_name(model, args), *measured, _settings(args), *spent))
     return lines
 
 
@@ -273,111 +282,127 @@ def pairs(ledger: Ledger) -> list[Pair]:
     return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, name), sides in ordered]
 
 
-def score_table(ledger: Ledger) -> list[tuple[str, ...]]:
+def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]]:
     """Rows of the table with the header `SCORE_HEAD`, one per task and model."""
-    return [
-        (
-            pair.row.shown,
-            pair.model,
-            scored_on(pair.any, pair.row.metric),
-            *(_score(side, pair.row.metric) if side else NOT_RUN for side in (pair.pretrained, pair.random)),
-            baseline_cell(pair.any, pair.row.metric),
-            pair.row.paper,
-        )
-        for pair in pairs(ledger)
-    ]
+    lines = []
+    for pair, test in compared:
+        scores = [_score(side, pair.row.metric) if side else "-" for side in (pair.pretrained, pair.random)]
+        baseline, counts = baseline_cell(pair.any, pair.row.metric), scored_on(pair.any, pair.row.metric)
+        p = f"{test.p:.3f}" if test.least < 1 else "-"
+        lines.append((pair.task, pair.model, *scores, baseline, pair.row.paper, counts, p))
+    return lines
+
+
+def best_rows(ledger: Ledger) -> list[tuple[str, ...]]:
+    """At most five rows with the header `BEST_HEAD`: pretraining runs of the ledger before other models, then by the
+    lead over random weights or the majority answer, which must be significant over random weights."""
+    rows = []
+    for model, record in ledger.blimp.items():
+        score, controls = blimp_scores(record)
+        if controls and score > max(controls):
+            _, _, shown, _, control, _ = blimp_table.rows({model: record})[0]
+            line = (model, "BLiMP", shown, control, ", ".join(f"{figure.name} {figure.score}" for figure in YARDSTICKS))
+            rows.append((model in ledger.pretrained, score - statistics.fmean(controls), line))
+    for pair, test in tested(ledger):
+        entry, metric = pair.pretrained, pair.row.metric
+        control = _median(pair.random, metric) if pair.random else _majority(pair)
+        if entry and control is not None and (not pair.random or judge(pair, test)[0] == BETTER):
+            shown = _score(pair.random, metric) if pair.random else baseline_cell(entry, metric)
+            line = (pair.model, pair.task, _score(entry, metric), shown, f"RoBERTa-large {pair.row.paper}")
+            rows.append((pair.model.partition(",")[0] in ledger.pretrained, _median(entry, metric) - control, line))
+    return [line for _, lead, line in sorted(rows, reverse=True)[:5] if lead > 0]
 
 
 def verdict(ledger: Ledger) -> list[str]:
-    """A paragraph per pretrained model: its fine-tunings compared with the majority baseline and with random
-    weights."""
+    """A paragraph per pretraining run: perplexity, BLiMP, and its fine-tunings compared with the majority answer and
+    with random weights."""
     paragraphs = []
     for model, record in ledger.pretrained.items():
+        tokens, where, hours = _spent([record], record["tokens_seen"])
+        size = f"{record['parameters'] / 1e6:.1f} M parameters, {tokens} tokens, {hours} hours on {where}"
+        text = f"**{model}** ({size}): masked perplexity {_perplexity(record)} on its own held-out text"
+        if model in ledger.blimp:
+            _, _, score, _, control, _ = blimp_table.rows({model: ledger.blimp[model]})[0]
+            text += f"; BLiMP {score}, random weights {control}"
+        judged = [(judge(*each), each) for each in tested(ledger) if each[0].model == model and all(each[0][2:])]
         tasks_by_verdict: dict[str, list[str]] = {}
-        compared = [pair for pair in pairs(ledger) if pair.model == model and pair.pretrained and pair.random]
-        tests = significance_tests(compared)
-        for pair, test in zip(compared, tests, strict=True):
-            kind, figures = judge(pair, test)
+        for (kind, figures), (pair, _) in judged:
             tasks_by_verdict.setdefault(kind, []).append(f"{pair.row.name} {figures}")
-        if not tasks_by_verdict:
-            continue
-        spent = _spent([record], record["tokens_seen"])
-        size = f"{record['parameters'] / 1e6:.1f} M parameters, {spent[0]} tokens, {spent[2]} hours on {spent[1]}"
-        gains = tasks_by_verdict.pop("Better than random weights", None)
-        sentences = [f"**{model} ({size}) is better than random weights on {'; '.join(gains)}.**" if gains else
-                     f"**{model} ({size}) is not shown to be better than random weights on any task.**"]  # fmt: skip
-        if not gains and (least := min(test.least for test in tests)) > significance.LEVEL:
-            sentences.append(
-                f"Too few seeds to show it: the least possible p, corrected for the tasks, is {least:.2f}."
-            )
+        gains = tasks_by_verdict.pop(BETTER, [])
+        sentences = [f"{text}.", *[f"**{BETTER} on {'; '.join(gains)}.**"] * bool(gains)]
+        if judged and not gains:
+            sentences.append("Not shown to be better than random weights on any task.")
+            if (least := min(test.least for _, (_, test) in judged)) > significance.LEVEL:
+                sentences.append(f"Too few seeds to show it: the least possible corrected p is {least:.2f}.")
         sentences += [f"{kind}: {'; '.join(tasks)}." for kind, tasks in tasks_by_verdict.items()]
         paragraphs.append(" ".join(sentences))
     return paragraphs
 
 
-class TestResult(NamedTuple):
-    """Significance test of a task: p, p corrected for the model's tested tasks, and the least possible corrected p; 1
-    for a single seed and for non-finite scores."""
-
-    p: float = 1.0
-    corrected: float = 1.0
-    least: float = 1.0
-    welch: float | None = None  # Welch's p for unequal noise
-
-
-def significance_tests(compared: list[Pair]) -> list[TestResult]:
-    """The test of each task of a model."""
-    ps: dict[int, tuple[float, float, float | None]] = {}
-    for number, pair in enumerate(compared):
-        sides = scores_of(pair)
-        if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
-            ps[number] = significance.compare_seeds(*sides)
-    corrected = significance.holm([p for p, *_ in ps.values()])
-    results = {
-        number: TestResult(p, corrected_p, min(1.0, least * len(ps)), welch)
-        for (number, (p, least, welch)), corrected_p in zip(ps.items(), corrected, strict=True)
-    }
-    return [results.get(number, TestResult()) for number in range(len(compared))]
-
-
-def scores_of(pair: Pair) -> tuple[dict[int, float], dict[int, float]]:
-    """Scores by seed, with pretraining and with random weights."""
-    pretrained, random = (
-        {run["seed"]: _number(run["metrics"][pair.row.metric]) for run in side["runs"]} for side in pair[2:]
-    )
-    return pretrained, random
+def tested(ledger: Ledger) -> list[tuple[Pair, TestResult]]:
+    """The pairs, each with its test."""
+    shown = pairs(ledger)
+    results = [TestResult()] * len(shown)
+    for model in {pair.model for pair in shown}:
+        ps: dict[int, tuple[float, float, float | None]] = {}
+        for number, pair in enumerate(shown):
+            if pair.model == model and pair.pretrained and pair.random:
+                sides = [_scores(side, pair.row.metric) for side in (pair.pretrained, pair.random)]
+                if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
+                    ps[number] = significance.compare_seeds(*sides)
+        corrected = significance.holm([p for p, *_ in ps.values()])
+        for (number, (_, least, welch)), p in zip(ps.items(), corrected, strict=True):
+            results[number] = TestResult(p, min(1.0, least * len(ps)), welch)
+    return list(zip(shown, results, strict=True))
 
 
 def judge(pair: Pair, test: TestResult) -> tuple[str, str]:
     """(verdict on pretrained against random weights, figures) of a task."""
-    metric, (ours, random) = pair.row.metric, ([*scores.values()] for scores in scores_of(pair))
-    baseline = (pair.any["baseline"] or {"metrics": {}})["metrics"].get(metric)
-    medians = statistics.median(ours), statistics.median(random)
-    against = " against ".join(percent(median) for median in medians)
+    ours, random = ([*_scores(side, pair.row.metric).values()] for side in (pair.pretrained, pair.random))
+    medians, majority = (statistics.median(ours), statistics.median(random)), _majority(pair)
+    against = " against ".join(map(percent, medians))
     if min(len(ours), len(random)) == 1:
         return "A single seed, so no statement", against
-    if baseline is not None and max(medians) <= baseline:
-        return "Not above the majority answer", f"{against} ({percent(baseline)})"
-    seeds = f"{len(ours)} seeds each" if len(ours) == len(random) else f"{len(ours)} and {len(random)} seeds"
-    figures = f"{against}, {seeds}, two-sided permutation p {test.p:.2f}"
+    if majority is not None and max(medians) <= majority:
+        return "Not above the majority answer", f"{against} ({percent(majority)})"
+    figures = f"{against}, p {test.p:.3f}"
     gain = statistics.fmean(ours) - statistics.fmean(random)
-    result = significance.verdict(gain, test.corrected, test.least, welch_p=test.welch)
+    result = significance.verdict(gain, test.p, test.least, welch_p=test.welch)
     if result in ("better", "worse"):
-        figures += f" ({test.corrected:.2f} with Holm's correction)" * (test.corrected != test.p)
-        return "Better than random weights" if result == "better" else "Below random weights", figures
+        return BETTER if result == "better" else "Below random weights", figures
     if min(random) <= medians[0] <= max(random):
         return "Level with random weights", against
     return "Suggestive, no more", figures
 
 
-def _number(score: float | None) -> float:
-    """The score, or -inf for an undefined correlation."""
-    return -math.inf if score is None else score
+def blimp_scores(record: BlimpRecord) -> tuple[float, list[float]]:
+    """The mean of paradigms by the first method, and those of random weights."""
+    method, scores = next(iter(record["scores"].items()))
+    return scores["mean_of_paradigms"], [control[method]["mean_of_paradigms"] for control in record["random_weights"]]
+
+
+def _median(entry: LedgerEntry, metric: str) -> float:
+    return statistics.median(_scores(entry, metric).values())
+
+
+def _perplexity(record: PretrainingRecord) -> str:
+    return perplexity_with_error(record["metrics"]["eval_perplexity"], record["metrics"].get("eval_loss_error"))
+
+
+def _majority(pair: Pair) -> float | None:
+    """The majority answer's score."""
+    return (pair.any["baseline"] or {"metrics": {}})["metrics"].get(pair.row.metric)
+
+
+def _scores(entry: LedgerEntry, metric: str) -> dict[int, float]:
+    """Scores by seed; -inf for an undefined correlation."""
+    scores = {run["seed"]: run["metrics"][metric] for run in entry["runs"]}
+    return {seed: -math.inf if score is None else score for seed, score in scores.items()}
 
 
 def _score(entry: LedgerEntry, metric: str) -> str:
     """Median, spread, number of seeds, and of degenerate ones."""
-    scores = [_number(record["metrics"][metric]) for record in entry["runs"]]
+    scores = _scores(entry, metric).values()
     spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
     flat = sum(record["degenerate"] for record in entry["runs"])
     counts = f"{counted(len(scores), 'seed')}" + f", {flat} degenerate" * (flat > 0)
@@ -404,13 +429,6 @@ def _tuned_name(model: str, args: dict[str, Any]) -> str:
     return ", ".join([model, *shown])
 
 
-def _preset(record: PretrainingRecord) -> str:
-    """Batch (sequences x tokens), steps taken, learning rate."""
-    args = record["resolved_args"]
-    batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"
-    return f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
-
-
 def _settings(args: dict[str, Any]) -> str:
     """The main hyperparameters of a fine-tuning."""
     steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else f"{args['num_train_epochs']:g} epochs"
@@ -427,148 +445,135 @@ def _spent(records: Sequence[RunRecord], tokens: int) -> tuple[str, str, str]:
     return f"{tokens / 1e6:,.1f} M", device_name(records[0]["hardware"]), f"{hours:.2f}"
 
 
-def by_source(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, source, perplexity, loss, unigram entropy) of pretraining runs with several sources."""
-    return [
-        (
-            *(model, name, perplexity_with_error(source["perplexity"], source.get("loss_error"))),
-            *(with_error(source["loss"], source.get("loss_error")), decimal(source["unigram_entropy"])),
-        )
-        for model, record in ledger.pretrained.items()
-        for name, source in record["metrics_by_source"].items()
-    ]
-
-
-def speed(ledger: Ledger) -> list[tuple[str, ...]]:
-    """(model, parameters, tokens, tokens/s, hardware, hours, peak memory) of pretraining runs."""
+def pretraining(ledger: Ledger) -> list[tuple[str, ...]]:
+    """Rows of the table with the header `PRETRAINING_HEAD`."""
     lines = []
     for model, record in ledger.pretrained.items():
-        tokens, where, hours = _spent([record], record["tokens_seen"])
-        rate, memory = f"{record['tokens_per_second']:,}", f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
-        lines.append((model, f"{record['parameters'] / 1e6:.1f} M", tokens, rate, where, hours, memory))
+        args, blocks = record["resolved_args"], validation_blocks(record)
+        batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"  # sequences x tokens
+        preset = f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
+        measured = (f"{record['parameters'] / 1e6:.1f} M", _perplexity(record), f"validation, {blocks:,} blocks")
+        speed = (f"{record['tokens_per_second']:,}", f"{record['peak_memory_bytes'] / 1e9:.1f} GB")
+        by_source = [
+            f"{name} {perplexity_with_error(source['perplexity'], source.get('loss_error'))}"
+            for name, source in record["metrics_by_source"].items()
+        ]
+        spent = _spent([record], record["tokens_seen"])
+        lines.append((model, *measured, preset, *spent, *speed, "; ".join(by_source) or "-"))
     return lines
 
 
-def sections(ledger: Ledger) -> list[Section]:
-    """The sections of the report; README.md has the first two."""
-    proofs = [(proof.claim, proof.figure, f"`{proof.command}`") for proof in ledger.proofs]
-    explained = (
-        "Validation scores x 100, median over seeds; the best epoch is picked on the same examples. Majority answer: "
-        "the score of predicting the most frequent label for every example."
-    )
-    notes = [f"{pair.row.name}: {pair.any['note']}" for pair in pairs(ledger) if pair.any["note"]]
-    not_run = [line[0] for line in all_rows(ledger) if line[2] == NOT_RUN]
-    below = [f"Data other than the official files: {'. '.join(dict.fromkeys(notes))}."] * bool(notes)
-    below += [f"Not run: {'; '.join(not_run)}."] * bool(not_run)
-    spent = "Hours and tokens are of all seeds. A degenerate seed predicts the same for every example."
-    blimp = Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp_table.rows(ledger.blimp))
-    return [
-        Section("What was proved", (), PROOF_HEAD, proofs),
-        Section("What the models score", [*verdict(ledger), explained], SCORE_HEAD, score_table(ledger), below),
-        *[blimp] * bool(ledger.blimp),
-        Section("Every run beside the paper's tables", [spent], HEAD, all_rows(ledger)),
-        Section("Pretraining: loss and perplexity over tokens", picture="curves.png"),
-        Section("Held-out perplexity by source", (), SOURCE_HEAD, by_source(ledger)),
-        Section("Pretraining: hardware, speed, memory", (), SPEED_HEAD, speed(ledger)),
-        Section("Fine-tuning: validation score over steps", picture="scores.png"),
-    ]
+def sections(ledger: Ledger, folder: Path) -> list[Section]:
+    """The sections of the report, the verdict first; a table without rows has none."""
+    compared, rows = tested(ledger), all_rows(ledger)
+    ours = [each for each in compared if each[0].random or each[0].model.partition(",")[0] in ledger.pretrained]
+    known = [each for each in compared if each not in ours]
+    not_run = [row.shown for row in paper_rows() if row.shown not in {line[0] for line in rows}]
+    names = sorted(path.stem for path in (ROOT / "presets" / "tables").glob("*.yaml") if path.stem != "scales")
+    waiting = [name for name in names if not any(f"TABLE={name}" in command for *_, command in ledger.orderings)]
+    known_head, *known_rows = ((*line[:3], *line[4:7]) for line in (SCORE_HEAD, *score_table(known)))
+    encoders = "Public encoders, fine-tuned by the scripts and presets of this repository: a check of the protocol."
+    small = "Small models, several seeds; bits are per masked word, ± is the standard error over seeds."
+    blimp = blimp_table.rows(ledger.blimp) if ledger.blimp else ()
+    speedrun = [f"[{SPEEDRUN_NAME}]({SPEEDRUN_NAME})"] * (folder / SPEEDRUN_NAME).is_file()
+    shown = [
+        Section("Verdict", verdict(ledger)),
+        Section("What the models score", [SCORES_EXPLAINED], SCORE_HEAD, score_table(ours),
+                [*_notes(ours), f"Not run: {'; '.join(not_run)}."]),
+        Section("Loss and BLiMP over tokens", [CURVES_EXPLAINED], picture="curves.png"),
+        Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp),
+        Section("Known encoders by the same protocol", [encoders], known_head, known_rows, _notes(known)),
+        Section("Orderings of the papers' tables", [small], ORDERING_HEAD, ledger.orderings,
+                [f"Not run: the tables {', '.join(waiting)}."]),
+        Section("Speedrun", speedrun),
+        Section("What was proved", (), PROOF_HEAD, ledger.proofs),
+        Section("Every pretraining run", (), PRETRAINING_HEAD, pretraining(ledger)),
+        Section("Every fine-tuning", ["Hours and tokens are of all seeds."], HEAD, rows),
+        Section("Sources", [MADE_BY]),
+    ]  # fmt: skip
+    return [section for section in shown if section.lines or section.picture or (section.above and not section.head)]
 
 
-def as_markdown(shown: Sequence[Section], level: int) -> str:
-    """Sections as Markdown, with headings of `level`."""
-    blocks = []
+def _notes(compared: list[tuple[Pair, TestResult]]) -> list[str]:
+    notes = dict.fromkeys(f"{pair.row.name}: {pair.any['note']}" for pair, _ in compared if pair.any["note"])
+    return [f"Data other than the official files: {'. '.join(notes)}."] * bool(notes)
+
+
+def as_markdown(shown: Sequence[Section]) -> str:
+    """The report as Markdown."""
+    blocks = ["# Results"]
     for section in shown:
-        picture = f"![{section.title}]({section.picture})"
-        what = picture if section.picture else tables.markdown_table(section.head, section.lines)
+        picture = [f"![{section.title}]({section.picture})"] * bool(section.picture)
+        table = [tables.markdown_table(section.head, section.lines)] * bool(section.head)
         above, below = (map(tables.plain, texts) for texts in (section.above, section.below))
-        blocks += [f"{'#' * level} {section.title}", *above, what, *below]
-    return "\n\n".join(blocks)
+        blocks += [f"## {section.title}", *above, *picture, *table, *below]
+    return "\n\n".join(blocks) + "\n"
 
 
-def with_section(readme: str, section: str) -> str:
-    """The README with `section` between its markers. Raises `InputError` without markers."""
+def with_rows(readme: str, rows: Sequence[tuple[str, ...]]) -> str:
+    """The README with a table of `rows` between its markers. Raises `InputError` without markers."""
     pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.S)
     if not pattern.search(readme):
-        raise InputError(f"README.md has no section between {MARKS[0]} and {MARKS[1]}")
-    return pattern.sub(lambda _: f"{MARKS[0]}\n{section}\n{MARKS[1]}", readme)
+        raise InputError(f"the README has no section between {MARKS[0]} and {MARKS[1]}: add the two lines")
+    return pattern.sub(lambda _: f"{MARKS[0]}\n{tables.markdown_table(BEST_HEAD, rows)}\n{MARKS[1]}", readme)
 
 
-def plot_curves(records: dict[str, PretrainingRecord], path: str | Path) -> None:
-    """PNG of loss and perplexity over tokens seen, of pretraining runs by name, with the unigram entropy (dashed) and,
-    if measured, BLiMP."""
-    from matplotlib.ticker import ScalarFormatter
-
-    panels = 2 + any(record.get("blimp_at_steps") for record in records.values())
-    figure, (left, right, *others) = plots.subplots(1, panels, 5.5 * panels, 4.5)
-    for number, (name, record) in enumerate(records.items()):
+def plot_curves(ledger: Ledger, path: str | Path) -> None:
+    """PNG over tokens seen, of pretraining runs: loss with the unigram entropy (dashed); BLiMP with random weights
+    (dashed) and published scores (dotted)."""
+    figure, (left, right) = plots.subplots(1, 2, 11, 4.5, sharex=True)
+    for number, (name, record) in enumerate(ledger.pretrained.items()):
         color = f"C{number % 10}"
-        logged = plots.columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
-        steps, losses = plots.columns(record["loss_at_steps"]["train"])
-        left.plot(np.interp(steps, *logged) / 1e6, losses, color=color, alpha=0.4, linewidth=1)
-        steps, losses = plots.columns(record["loss_at_steps"]["validation"])
-        tokens = np.interp(steps, *logged) / 1e6
-        label = f"{name}, {record['parameters'] / 1e6:.1f} M parameters"
-        left.plot(tokens, losses, color=color, marker="o", markersize=3, label=label)
+        style = {"color": color, "marker": "o", "markersize": 3, "label": f"{name}, {record['parameters'] / 1e6:.1f} M"}
+        left.plot(*_over_tokens(record, record["loss_at_steps"]["train"]), color=color, alpha=0.4, linewidth=1)
+        left.plot(*_over_tokens(record, record["loss_at_steps"]["validation"]), **style)
         left.axhline(record["unigram_entropy"], color=color, linestyle="--", linewidth=0.8)
-        perplexities = [math.nan if loss is None else math.exp(loss) for loss in losses]
-        right.plot(tokens, perplexities, color=color, marker="o", markersize=3, label=label)
-        if points := record.get("blimp_at_steps"):
-            steps, scores = plots.columns(points)
-            tokens = np.interp(steps, *logged) / 1e6
-            others[0].plot(tokens, plots.times_100(scores), color=color, marker="o", markersize=3, label=label)
-            others[0].set_ylabel("BLiMP, mean over paradigms (%)")
-    left.set_ylabel("masked-LM loss (nats); dots: validation")
-    right.set_ylabel("validation perplexity")
-    right.set_yscale("log")
-    right.yaxis.set(major_formatter=ScalarFormatter(), minor_formatter=ScalarFormatter())
-    for axes in (left, right, *others):
-        axes.set_xlabel("million tokens seen")
-        axes.grid(alpha=0.3, which="both")
-    left.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def plot_scores(entries: list[tuple[str, LedgerEntry]], path: str | Path) -> None:
-    """PNG of validation scores x 100 over the share of steps, of (name, fine-tuning): a panel per task, a line per
-    run."""
-    tasks = list(dict.fromkeys(entry["task"] for _, entry in entries))
-    rows = -(-len(tasks) // 3) or 1
-    figure, grid = plots.subplots(rows, 3, 11, 3.6 * rows, squeeze=False)
-    for axes in grid.flat[len(tasks) :]:
-        axes.axis("off")
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        of_task = [(name, entry) for name, entry in entries if entry["task"] == task]
-        for number, (name, entry) in enumerate(of_task):
-            style = {"color": f"C{number}", "linestyle": ("-", "--")[number % 2], "marker": "o", "markersize": 3}
-            for record in entry["runs"]:
-                steps, scores = plots.columns(record["score_at_steps"])
-                axes.plot([step / record["steps"] for step in steps], plots.times_100(scores), **style)
-            axes.plot([], [], label=name, **style)
-        axes.set_title(f"{task}, {of_task[0][1]['metric']}", fontsize=10)
-        axes.set_xlabel("share of the run's steps", fontsize=8)
+        points = record.get("blimp_at_steps", [])
+        if name in ledger.blimp:
+            score, controls = blimp_scores(ledger.blimp[name])
+            points = [*points, [record["steps"], score]]
+            for control in [statistics.fmean(controls)] * bool(controls):
+                right.axhline(100 * control, color=color, linestyle="--", linewidth=0.8)
+        tokens, scores = _over_tokens(record, points)
+        right.plot(tokens, plots.times_100(scores), **style | {"markersize": 6})
+    for figures in YARDSTICKS:
+        right.axhline(figures.score, color="grey", linestyle=":", linewidth=0.8)
+        right.annotate(figures.name, (0.01, figures.score), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    for axes, label in ((left, "masked-LM loss (nats); dots: validation"), (right, "BLiMP, mean of paradigms (%)")):
+        axes.set(xscale="log", xlabel="million tokens seen", ylabel=label)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # below the axes, never on the lines
+    left.set_xlim(left=min(line.get_xdata()[0] for line in left.lines if line.get_marker() == "o") / 2)
+    left.legend(fontsize=8, title="model, parameters")
     figure.savefig(path, dpi=110)
+
+
+def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[list[float], list[float]]:
+    """A curve over steps as (million tokens seen, values)."""
+    logged = plots.columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
+    steps, values = plots.columns(points)
+    return [tokens / 1e6 for tokens in np.interp(steps, *logged)], values
 
 
 def html_text(text: str) -> str:
-    """HTML of a paragraph or cell with `code` and **bold**."""
-    text = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    """HTML of a paragraph or cell with `code`, whose words are not broken, **bold** and relative links."""
+    text = text.replace(" ± ", "\u00a0±\u00a0")
+    text = re.sub("`([^`]*)`", lambda code: re.sub(r"\S+", r"<code>\g<0></code>", code[1]), html.escape(text))
+    text = re.sub(r"\[([^]]*)\]\((\w[\w./#-]*|\.\./[\w./#-]*)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
 
 
 def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """An HTML table; on a narrow screen, its rows become lists."""
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    rows = []
+    """An HTML table; on a narrow screen, its rows become cards without the empty cells."""
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = ""
     for line in lines:
-        columns = "".join(
-            f'<td data-name="{html.escape(name)}"{" class=none" * (cell == NOT_RUN)}>{html_text(cell)}</td>'
+        cells = (
+            f'<td data-name="{html.escape(name)}"{" class=none" * (cell == "-")}><span>{html_text(cell)}</span></td>'
             for name, cell in zip(head, line, strict=True)
         )
-        rows.append(f"<tr{' class=none' * (NOT_RUN in line[2:3])}>{columns}</tr>")
-    body = f"<thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide"><table>{body}</table></div>'
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def page(shown: Sequence[Section], folder: Path) -> str:
@@ -580,8 +585,7 @@ def page(shown: Sequence[Section], folder: Path) -> str:
             data = base64.b64encode((folder / section.picture).read_bytes()).decode()
             image = f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}">'
             blocks.append(f'<div class="wide">{image}</div>')
-        else:
-            blocks.append(html_table(section.head, section.lines))
+        blocks += [html_table(section.head, section.lines)] * bool(section.head)
         blocks += [f"<p>{html_text(text)}</p>" for text in section.below]
     template = Template((Path(__file__).parent / "page_template.html").read_text(encoding="utf-8"))
     return template.substitute(sections="\n".join(blocks))
@@ -593,25 +597,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", help="pretrained model of added fine-tunings, or another name for an added model")
     parser.add_argument("--note", default="", help="note on the added data, such as an unofficial split")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the ledger")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="page with the two markers")
+    parser.add_argument("--readme", type=Path, help="page with the two markers, for the table of the five best rows")
     args = parser.parse_args(argv)
-    readme = read_text(args.readme)
     for source in args.add:
         print(f"added       {add(args.results, source, args.name, args.note)}")
     ledger = read(args.results)
     if not ledger.pretrained:
         raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
-    plot_curves(ledger.pretrained, args.results / "curves.png")
-    named = [(_tuned_name(model, entry["resolved_args"]), entry) for (model, _), entry in ledger.tuned.items()]
-    plot_scores(named, args.results / "scores.png")
-    shown = sections(ledger)
+    plot_curves(ledger, args.results / "curves.png")
+    shown = sections(ledger, args.results)
     page_path, text_path = args.results / "index.html", args.results / "README.md"
     page_path.write_text(page(shown, args.results), encoding="utf-8")
-    text_path.write_text(f"{TITLE}\n\n{as_markdown(shown, 2)}\n", encoding="utf-8")
-    args.readme.write_text(with_section(readme, as_markdown(shown[:2], 3)), encoding="utf-8")
-    lines = all_rows(ledger)
-    done = sum(line[2] != NOT_RUN for line in lines)
-    print(f"written     {page_path}, {text_path}, {args.readme}: {done} of {len(lines)} rows run")
+    text_path.write_text(as_markdown(shown), encoding="utf-8")
+    if args.readme:
+        args.readme.write_text(with_rows(read_text(args.readme), best_rows(ledger)), encoding="utf-8")
+    print(f"written     {page_path}, {text_path}{f', {args.readme}' * bool(args.readme)}")
 
 
 if __name__ == "__main__":

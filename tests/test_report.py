@@ -1,7 +1,6 @@
-"""The ledger: tables, verdict, curves and pages say what the records say, and "not run" where a record is missing."""
+"""The report: tables, verdict, curves and pages say what the records say, and name what was not run once."""
 
 import json
-import math
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.record import write_summary
 from roberta_recipe.tasks.summaries import Run, summarise
 
-EMPTY = "# Title\n<!-- results: made by `make report` -->\nold\n<!-- end of results -->\nafter\n"
+EMPTY = "# Title\n<!-- results: made by make report -->\nold\n<!-- end of results -->\nafter\n"
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +85,20 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
 
 
 def report(ledger, tmp_path, *argv):
-    readme = tmp_path / "README.md"
-    readme.exists() or readme.write_text(EMPTY)
-    ledger.main(["--results", str(tmp_path / "results"), "--readme", str(readme), *map(str, argv)])
-    return readme.read_text(), (tmp_path / "results" / "index.html").read_text()
+    ledger.main(["--results", str(tmp_path / "results"), *map(str, argv)])
+    return [(tmp_path / "results" / name).read_text() for name in ("README.md", "index.html")]
+
+
+def write_blimp(folder, score, random):
+    """BLiMP scores beside a pretraining record."""
+    scores = [
+        {"mean_of_paradigms": mean, "mean_of_phenomena": mean}
+        | {f"mean_of_{kind}_interval": [mean - 0.01, mean + 0.01] for kind in ("paradigms", "phenomena")}
+        for mean in (score, *random)
+    ]
+    ours, *controls = [{"pll": values} for values in scores]
+    record = {"scores": ours, "random_weights": controls, "pairs": 6700, "partial": ""}
+    durable.write_sealed(folder / "blimp.json", record)
 
 
 def write_pair(ledger, tmp_path, task, pretrained, random, **settings):
@@ -100,13 +109,7 @@ def write_pair(ledger, tmp_path, task, pretrained, random, **settings):
         ledger.add(tmp_path / "results", tmp_path / f"{task}_{side}", "mini", "made of 277 rows" * (task == "rte"))
 
 
-def cells(text, first):
-    """The cells of the only line of a Markdown table that begins with `first`."""
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
-    return [cell.strip() for cell in line.strip("|").split(" | ")]
-
-
-def test_tables_show_the_records(ledger, tmp_path, capsys):
+def test_tables_show_the_records(ledger, tmp_path):
     write_pretraining(tmp_path / "runs" / "mini")
     write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
     write_tuning(
@@ -117,37 +120,25 @@ def test_tables_show_the_records(ledger, tmp_path, capsys):
         max_train_samples=2000,
     )
     report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
+    (tmp_path / "results/speedrun.md").write_text("text")
     for folder in ("glue/rte", "random/rte_random"):
-        readme, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
-    lines = readme.splitlines()
-    assert lines[0] == "# Title" and lines[-1] == "after" and "old" not in lines
+        whole, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
     # a task has one line, with pretrained, random and majority side by side
-    figures = ["mini", "validation, 277 examples", "60.0 (55.0 to 70.0, 3 seeds)", "51.0 (1 seed, 1 degenerate)"]
-    assert cells(readme, "GLUE rte, accuracy") == [
-        "GLUE rte, accuracy",
-        *figures,
-        "50.0 (always yes)",
-        "86.6 (base 78.7)",
-    ]
-    assert readme.count("GLUE rte: odd.") == 1  # the note of both sides, once
-    waiting = next(line for line in lines if line.startswith("Not run: "))
+    figures = "60.0 (55.0 to 70.0, 3 seeds) | 51.0 (1 seed, 1 degenerate) | 50.0 (always yes) | 86.6 (base 78.7)"
+    assert f"| GLUE rte, accuracy | mini | {figures} | validation, 277 examples | - |" in whole.splitlines()
+    assert whole.count("GLUE rte: odd.") == 1  # the note of both sides, once
+    (waiting,) = [line for line in whole.splitlines() if line.startswith("Not run: ")]
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
-
-    # settings and cost are in the ledger's own README.md, with every other figure
-    whole = (tmp_path / "results" / "README.md").read_text()
-    assert readme.split(ledger.MARKS[0])[1].split(ledger.MARKS[1])[0].replace("###", "##").strip() in whole
-    measured = "mini: 60.0 (55.0 to 70.0, 3 seeds) | validation, 277 examples | 50.0 (always yes)"
+    assert "not run" not in whole + page and "[speedrun.md](speedrun.md)" in whole and whole.index("**mini**") < 30
     settings, spent = "0.0001, batch 16, 3 epochs, length 64", "4.5 M | 2 cores of x86_64 | 1.50 |"
-    assert f"| GLUE rte, accuracy | 86.6 (base 78.7) | {measured} | {settings} | {spent}" in whole.splitlines()
-    assert "mini, random weights: 51.0 (1 seed, 1 degenerate)" in whole
+    assert f"(55.0 to 70.0, 3 seeds) | validation, 277 examples | {settings} | {spent}" in whole
+    assert "| mini, random weights | 51.0 (1 seed, 1 degenerate) |" in whole
     assert "length 64, 2,000 examples | 1.5 M | 2 cores of EPYC | 0.50 |" in whole
-    assert "| mini: 50.25 (1 seed) | validation, 1,024 blocks | - | 32 x 128, 100 steps" in whole
-    assert "| mini | b | 10.00 | 4.000 | 6.500 |" in whole and "| NVIDIA H200 | 2.00 |" in whole
+    assert "| mini | 5.0 M | 50.25 | validation, 1,024 blocks | 32 x 128, 100 steps at 0.001 | 2.0 M" in whole
+    assert "| NVIDIA H200 | 2.00 | 1,234 | 3.0 GB | a 7.50; b 10.00 |" in whole
 
-    # every figure of the paper's tables has a line, also where nothing was run
     assert len(ledger.paper_rows()) == 9 + 4 + 3
-    assert page.count(">not run<") == whole.count("| not run") == (len(ledger.paper_rows()) - 1) * 7
-    assert page.count("data:image/png;base64,") == 2 and "<script" not in page and "http" not in page
+    assert page.count("data:image/png;base64,") == 1 and "<script" not in page and "http" not in page
     assert 'name="viewport"' in page
     names = sorted(path.name for path in (tmp_path / "results/mini").glob("rte*"))
     assert names == ["rte.json", "rte_random_weights_max_train_samples_2000.json"]
@@ -155,32 +146,32 @@ def test_tables_show_the_records(ledger, tmp_path, capsys):
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
     assert (stored["scored_examples"], stored["baseline"]["answer"]) == ({"validation": 277}, "yes")
     assert set(stored["resolved_args"]) == {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length"}
-    assert capsys.readouterr().out.splitlines()[-1].endswith("3 of 18 rows run")
 
 
 @pytest.mark.parametrize(
     ("pretrained", "random", "majority", "said"),
     [
-        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each, "
-         "two-sided permutation p 0.10"),
+        ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, p 0.100."),
         ([0.61, 0.64, 0.68], [0.61, 0.66, 0.60], 0.5, "Level with random weights: GLUE rte 64.0 against 61.0"),
         ([0.63, 0.66, 0.68], [0.61, 0.62, 0.60], 0.66, "Not above the majority answer: GLUE rte 66.0 against 61.0 "
          "(66.0)"),
         ([0.51, 0.52, 0.53, 0.54, 0.5], [0.61, 0.62, 0.60, 0.63, 0.64], None, "Below random weights: GLUE rte 52.0 "
-         "against 62.0, 5 seeds each, two-sided permutation p 0.01"),
-        ([None, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, 3 seeds each"),
+         "against 62.0, p 0.008."),
+        ([None, 0.66, 0.68], [0.61, 0.62, 0.60], 0.5, "Suggestive, no more: GLUE rte 66.0 against 61.0, p 1.000."),
         ([0.63, 0.66, 0.68], [0.61], 0.5, "A single seed, so no statement: GLUE rte 66.0 against 61.0"),
-        ([0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64], 0.5, "is better than random weights on GLUE rte "
-         "72.0 against 62.0, 5 seeds each, two-sided permutation p 0.01"),
+        ([0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64], 0.5, "**Better than random weights on GLUE rte "
+         "72.0 against 62.0, p 0.008.**"),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_seeds(ledger, tmp_path, pretrained, random, majority, said):
     write_pretraining(tmp_path / "results" / "mini")
     write_pair(ledger, tmp_path, "rte", pretrained, random, majority=majority)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
-    assert said in verdict and verdict.startswith("**mini (5.0 M parameters, 2.0 M tokens, 2.00 hours on NVIDIA H200)")
-    gains = "is not shown to be better than random weights on any task.**"
-    assert (gains in verdict) == ("better" not in said) and verdict.count("GLUE rte") == 1
+    assert said in verdict and verdict.startswith(
+        "**mini** (5.0 M parameters, 2.0 M tokens, 2.00 hours on NVIDIA H200): "
+    )
+    gains = "Not shown to be better than random weights on any task."
+    assert (gains in verdict) == ("Better" not in said) and verdict.count("GLUE rte") == 1
 
 
 def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
@@ -190,26 +181,53 @@ def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
     for task in ("rte", "mrpc"):
         write_pair(ledger, tmp_path, task, *apart)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
-    assert verdict.count("permutation p 0.01 (0.02 with Holm's correction)") == 2 and "is better than" in verdict
+    assert verdict.count("against 62.0, p 0.016") == 2 and "Better than" in verdict
     same = [0.7, 0.61, 0.72, 0.63, 0.74], [0.7, 0.61, 0.72, 0.63, 0.74]
     for task in ("qnli", "qqp", "sst2", "wnli", "mnli"):
         write_pair(ledger, tmp_path, task, *same)
     (verdict,) = ledger.verdict(ledger.read(tmp_path / "results"))
-    assert "not shown to be better" in verdict and verdict.count("Suggestive") == 1
-    assert "Too few seeds to show it: the least possible p, corrected for the tasks, is 0.06." in verdict  # 7 x 2/252
+    assert "Not shown to be better" in verdict and verdict.count("Suggestive") == 1
+    assert "Too few seeds to show it: the least possible corrected p is 0.06." in verdict  # 7 x 2/252
 
 
 def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypatch):
     write_pretraining(tmp_path / "mini")
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    ledger.plot_curves({"mini": durable.read_json(tmp_path / "mini/run_record.json")}, tmp_path / "curves.png")
-    loss, perplexity = drawn[0].axes
+    write_blimp(tmp_path / "mini", 0.7, [0.45, 0.55])
+    ledger.plot_curves(ledger.read(tmp_path), tmp_path / "curves.png")
+    loss, blimp = drawn[0].axes
     train, validation, entropy = loss.lines
     assert train.get_xdata() == pytest.approx([0.5, 2.0]) and list(train.get_ydata()) == [5.0, 4.0]
     assert validation.get_xdata() == pytest.approx([0.5, 2.0]) and list(validation.get_ydata()) == [4.8, 3.9]
     assert list(entropy.get_ydata()) == [6.5, 6.5]
-    assert perplexity.lines[0].get_ydata() == pytest.approx([math.exp(4.8), math.exp(3.9)])
+    random, score, *published = blimp.lines
+    assert random.get_ydata() == pytest.approx([50, 50]) and len(published) == 3
+    assert (score.get_xdata(), score.get_ydata()) == (pytest.approx([2.0]), pytest.approx([70]))
+
+
+def test_readme_rows_are_written_on_request_the_best_first(ledger, tmp_path):
+    write_pretraining(tmp_path / "results" / "mini")
+    write_blimp(tmp_path / "results" / "mini", 0.7, [0.45, 0.55])
+    write_pair(ledger, tmp_path, "rte", [0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64])
+    write_pair(ledger, tmp_path, "cola", [0.7, 0.6, 0.8], [0.6, 0.7, 0.8])  # level: no row
+    for task, score in (("mrpc", 0.9), ("sst2", 0.95), ("qnli", 0.8), ("qqp", 0.4)):  # the last is below the majority
+        write_tuning(tmp_path / task, [score], task=task)
+        ledger.add(tmp_path / "results", tmp_path / task, "known")
+    readme = tmp_path / "README.md"
+    readme.write_text(EMPTY)
+    report(ledger, tmp_path)
+    assert readme.read_text() == EMPTY
+    report(ledger, tmp_path, "--readme", readme)
+    title, mark, _, _, *rows, end, after = readme.read_text().splitlines()
+    assert (title, mark, end, after) == ("# Title", *ledger.MARKS, "after")
+    shown = [row.strip("| ").split(" | ")[:4] for row in rows]
+    assert shown == [
+        ["mini", "BLiMP", "70.0 (69.0 to 71.0)", "50.0 (45.0 to 55.0, 2 seeds)"],
+        ["mini", "GLUE rte, accuracy", "72.0 (70.0 to 74.0, 5 seeds)", "62.0 (60.0 to 64.0, 5 seeds)"],
+        *(["known", f"GLUE {task}, accuracy", f"{score} (1 seed)", "50.0 (always yes)"]
+          for task, score in (("sst2", 95.0), ("mrpc", 90.0), ("qnli", 80.0))),
+    ]  # fmt: skip
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
@@ -219,12 +237,11 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     (path,) = (tmp_path / "race").glob("*/run_record.json")
     record = json.loads(path.read_text())
     durable.write_sealed(path, {**record, "metrics": {"accuracy": 0.42, "middle": 0.42}})
-    readme, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
-    (line,) = [line for line in readme.splitlines() if line.startswith("| RACE")]
-    assert line.startswith("| RACE, middle | mini | validation, 277 examples | 42.0 (1 seed) | not run | - |")
-    whole = (tmp_path / "results" / "README.md").read_text()
-    assert "| mini, level middle: 42.0 (1 seed) | validation, 277 examples | - | 0.0001, batch 16" in whole
-    assert "RACE, accuracy; RACE, high" in readme.split("Not run: ")[1]
+    whole, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
+    first, _ = [line for line in whole.splitlines() if line.startswith("| RACE")]
+    assert first.startswith("| RACE, middle | mini | 42.0 (1 seed) | - | - | 86.5 (test set) | validation, 277")
+    assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16" in whole
+    assert "RACE, accuracy; RACE, high" in whole.split("Not run: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
 
@@ -243,7 +260,7 @@ def test_bad_input(ledger, tmp_path):
     assert not (tmp_path / "results" / "killed").exists()
     proofs = tmp_path / "results" / "proofs.yaml"
     for text, message in (
-        ("proofs: [{claim: a, figure: b}]", r"proofs.yaml, entry 1 has no 'command'"),
+        ("proofs: [{claim: a, figure: b}]", r"proofs.yaml, entry 1 of proofs has no 'command'"),
         ("proofs: [{claim: a, figure: 3, command: b}]", "figure is 3, and must be a valid string"),
     ):
         proofs.write_text(text)
@@ -252,27 +269,25 @@ def test_bad_input(ledger, tmp_path):
     proofs.unlink()
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(InputError, match="has no section between"):
-        report(ledger, tmp_path)
+        report(ledger, tmp_path, "--readme", tmp_path / "README.md")
 
 
 def test_what_is_committed_is_what_the_records_give(ledger, root):
-    """README, page and ledger belong together: `make report` after every change of a record or a proof."""
+    """Page and ledger belong together, and the README's table if it has one: `make report` after every change."""
     found = ledger.read(root / "results")
-    sections = ledger.sections(found)
+    sections = ledger.sections(found, root / "results")
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert ledger.with_section(readme, ledger.as_markdown(sections[:2], 3)) == readme
-    whole = (root / "results" / "README.md").read_text(encoding="utf-8")
-    assert whole == f"{ledger.TITLE}\n\n{ledger.as_markdown(sections, 2)}\n"
-    shown, wanted = (
-        (root / "results" / "index.html").read_text(encoding="utf-8"),
-        ledger.page(sections, root / "results"),
-    )
-    without_pictures = [re.sub('base64,[^"]*', "", text) for text in (shown, wanted)]
-    assert without_pictures[0] == without_pictures[1] and shown.count("<table") == 6
+    assert ledger.MARKS[0] not in readme or ledger.with_rows(readme, ledger.best_rows(found)) == readme
+    assert (root / "results" / "README.md").read_text(encoding="utf-8") == ledger.as_markdown(sections)
+    page = (root / "results" / "index.html").read_text(encoding="utf-8")
+    without_pictures = [re.sub('base64,[^"]*', "", text) for text in (page, ledger.page(sections, root / "results"))]
+    assert without_pictures[0] == without_pictures[1] and page.count("<table") == 7 and "not run" not in page
     records = json.dumps([*found.pretrained.values(), *found.tuned.values()])
     assert not re.search(r'"/(home|root|tmp|work|mnt)/', records)
-    named = [re.sub(r"^python (-m )?", "", proof.command).split()[0] for proof in found.proofs]
+    named = [re.sub(r"^`python (-m )?", "", command).strip("`").split()[0] for *_, command in found.proofs]
     assert len(named) >= 4 and all((root / name).exists() or (root / name.replace(".", "/")).exists() for name in named)
+    pages = {target for target in re.findall(r"\]\(([^)#]+)", str([*found.proofs, *found.orderings]))}
+    assert pages and all((root / "results" / target).is_file() for target in pages)
 
 
 def test_every_committed_score_names_its_examples_and_the_majority(ledger, root):
