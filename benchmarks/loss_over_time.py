@@ -1,5 +1,5 @@
-"""Validation loss over minutes, beside the stock path: the demonstration and `stock_mlm.py`, one core each, on the same
-text, tokenizer, model shape, batches, learning rate and steps.
+"""Validation loss over minutes, beside the stock path: the demonstration and `stock_mlm.py`, one after the other on one
+core, with the same text, tokenizer, model shape, batches, learning rate and steps.
 
     python benchmarks/loss_over_time.py --output results/loss_over_time.json
 
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,9 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="loss_over_time.json")
     output = Path(parser.parse_args().output)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        ways = commands(Path(folder))
-        curves = dict(zip(ways, pool.map(curve, range(len(ways)), ways.values()), strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        curves = {name: curve(command) for name, command in commands(Path(folder)).items()}
     output.write_text(json.dumps(curves, indent=1))
     plot(curves, output.with_suffix(".png"))
 
@@ -66,17 +64,17 @@ def commands(folder: Path) -> dict[str, list[str]]:
     stock += [str(value) for value in (steps, batch, length, values["learning_rate"], steps // EVALUATIONS)]
     ours = ["train_mlm.py", "--config", PRESET, "--tokenizer_name", tokenizer, "--output_dir", str(folder / "ours")]
     ours += ["--use_cpu", "--eval_steps", str(steps // EVALUATIONS)]
-    return {"stock run_mlm.py path": stock, "this recipe": ours}
+    return {"this recipe": ours, "stock run_mlm.py path": stock}
 
 
-def curve(core: int, command: list[str]) -> list[list[float]]:
+def curve(command: list[str]) -> list[list[float]]:
     """[minutes, validation loss] of each evaluation of a command on one core."""
     started_s, points = time.monotonic(), []
     with subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        preexec_fn=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
