@@ -252,8 +252,10 @@ def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader
     """`max_steps`, also where `num_train_epochs` is given: without a token cache, the first process then packs the text
     once, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
-        with training_args.main_process_first():
-            blocks = stream.blocks_of_pass(reader, pack=True)
+        with end_together():
+            if training_args.local_process_index == 0:
+                stream.blocks_of_pass(reader, pack=True)
+        blocks = stream.blocks_of_pass(reader, pack=True)  # read from the chunk index
         arguments.derive_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
     return training_args.max_steps
 
