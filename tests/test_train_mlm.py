@@ -232,6 +232,8 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     assert len(wanted) == 3 and [line for line in shown if line.startswith(("validation loss", "    "))] == wanted
     with pytest.raises(InputError, match="model_name_or_path is not set"):
         evaluate.main(flags)
+    with pytest.raises(InputError, match=r"absent is no folder with a preset.yaml: name a run's folder"):
+        evaluate.main(["--use_cpu", "--model_name_or_path", str(tmp_path / "absent")])
 
 
 def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys):

@@ -76,6 +76,11 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     (args, training_args), _ = pretraining.read_arguments(argv, __doc__, preset=preset)
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
+    if not args.corpus and not args.train_file:
+        raise InputError(
+            f"model_name_or_path={args.model_name_or_path} is no folder with a {PRESET_NAME}: name a run's folder, or "
+            "the held-out text with --train_file or --corpus"
+        )
     named = value_of(argv, "tokenizer_name")
     args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
     pretraining.check_data(args)

@@ -193,7 +193,7 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
         formats.update(readable)
     kinds = sorted(set(formats.values()))
     if len(kinds) > 1:
-        raise InputError(f"source {name!r}: {patterns!r} mixes formats ({', '.join(kinds)}); name one with a glob")
+        raise InputError(f"{patterns!r} mixes formats ({', '.join(kinds)}): name one by a glob, or a --corpus of both")
     return kinds[0], sorted(formats)
 
 

@@ -38,7 +38,7 @@ def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> P
     try:
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
     except Exception as error:  # a malformed file raises anything
-        raise InputError(f"no model config at {argument}={name!r}: {_reason(error)}") from error
+        raise InputError(f"no model config at {argument}={name!r}, a folder or a Hub id: {_reason(error)}") from error
 
 
 def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
