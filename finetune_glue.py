@@ -70,14 +70,11 @@ class GlueArguments(own_task.OwnTaskArguments):
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds.", "free"
     )
     qnli_form: Literal["classification", "ranking"] = setting(
-        "classification",
-        "QNLI: each pair by itself (the paper's validation scores), or ranked among its question's (its test scores).",
-        "fixed",
-        shown=True,
+        "classification", "QNLI: by pair (paper: validation), or ranked by question (test).", "fixed", shown="qnli"
     )
     wsc_dir: str | None = setting(None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, ...).", "content")
     wsc_loss: Literal["margin", "cross_entropy"] = setting(
-        "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better.", "fixed", shown=True
+        "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better.", "fixed", shown="wnli"
     )
     spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's parser, a package or a folder.", "fixed")
 

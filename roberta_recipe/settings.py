@@ -49,7 +49,7 @@ class Flag:
     """
 
     scope: Scope
-    shown: bool = False
+    shown: bool | str = False
     because: str = ""
 
     def __post_init__(self):
@@ -57,7 +57,7 @@ class Flag:
             raise TypeError(f"{self}: no such scope, or a reason that is missing or has no place")
 
 
-def setting(default: Any, help: str, resume: str | None = None, shown: bool = False) -> Any:
+def setting(default: Any, help: str, resume: str | None = None, shown: bool | str = False) -> Any:
     """A dataclass field for a flag; `resume` and `shown` as in `Flag`. Without `resume`, it overrides the default
     of an inherited flag and keeps its `Flag`."""
     metadata = {"help": help} | ({"flag": Flag(resume, shown)} if resume else {})
@@ -86,8 +86,9 @@ def fixed_values(args: Any) -> dict[str, Any]:
 
 
 def shown_names(*filled: Any) -> list[str]:
-    """The names of the flags of filled dataclasses that the model card and the results show."""
-    return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown]
+    """The names of the flags of filled dataclasses that the model card and the results show: `shown` or of the task."""
+    wanted = (True, getattr(filled[0], "task_name", None))
+    return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown in wanted]
 
 
 def plain(value: Any) -> Any:

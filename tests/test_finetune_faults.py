@@ -91,7 +91,7 @@ def test_scores_of_a_run_whose_weights_are_dropped_stay_checked(flags, finished)
         finetune_glue.main(flags("rte", "--do_predict", "--keep", "none"))
 
 
-def test_damaged_test_scores_are_named(flags, finished):
+def test_damaged_test_scores_are_named(flags, finished, capfd):
     for content in (b"", b"PK", (finished / "test_scores.npz").read_bytes()[:-30]):
         (finished / "test_scores.npz").write_bytes(content)
         with pytest.raises(InputError, match=r"test_scores.npz is damaged \(.*\): move it away to score the"):
@@ -99,6 +99,7 @@ def test_damaged_test_scores_are_named(flags, finished):
     (finished / "test_scores.npz").unlink()
     finetune_glue.main(flags("rte", "--do_predict"))
     assert (finished / "test_scores.npz").is_file()
+    assert "Predict     seed 1" in capfd.readouterr().err
 
 
 def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):

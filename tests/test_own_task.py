@@ -56,6 +56,7 @@ def test_csv_with_quotes_and_line_ends_and_its_predictions(argv, tmp_path, capfd
     shown = str(card.fine_tuned("me/mine", config, record, summary))
     assert "fine-tuned on my.csv, a tenth of its rows held out for validation, by the protocol" in shown
     assert str(tmp_path / "my.csv") not in shown and "glue" not in shown.lower()
+    assert "layer_decay" in shown and "qnli_form" not in shown and "wsc_loss" not in shown
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "p.jsonl", "p.json", "p.tsv", "hub"])

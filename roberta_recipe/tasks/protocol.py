@@ -259,7 +259,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
     if not record:
         optimizers.check_length(training_args, steps[0])
     set_seed(run.seed)
-    logger.info(f"Run         seed {run.seed}: {run.output_dir}")
+    logger.info(f"{'Predict' if record else 'Run':<12}seed {run.seed}: {run.output_dir}")
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()
     attention.set_up(model, training_args)
