@@ -27,7 +27,7 @@ from roberta_recipe.data.documents import documents
 from roberta_recipe.publishing.plots import subplots
 from roberta_recipe.settings import load_yaml
 
-PRESET, EVALUATIONS = "presets/mlm/roberta_tiny.yaml", 16
+PRESET, EVALUATIONS = "presets/mlm/demonstration.yaml", 16
 LOSS = re.compile(r"validation  loss ([\d.]+)|'eval_loss': '?([\d.]+)")
 
 

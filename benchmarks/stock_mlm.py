@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-VALIDATION_BLOCKS = {False: 1024, True: 2048}  # as presets/mlm/roberta_mini.yaml; with EVAL_STEPS, roberta_tiny.yaml
+VALIDATION_BLOCKS = {False: 1024, True: 2048}  # as presets/mlm/roberta_mini.yaml; with EVAL_STEPS, demonstration.yaml
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from roberta_recipe.model.weights import read_config
 from roberta_recipe.settings import load_yaml
 
 PRESETS = [path for path in sorted((ROOT / "presets" / "mlm").glob("*.yaml")) if path.stem != "continue"]  # no config
-assert len(PRESETS) == 11
+assert len(PRESETS) == 12
 LONG = "The cat sees <mask> in the garden. " + "Every child follows this house near the sea. " * 200
 
 

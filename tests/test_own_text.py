@@ -108,7 +108,7 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     assert "Preset      presets/mlm/roberta_tiny.yaml, as no --config is named; another: --model_size\n" in lines
     assert f"Tokenizer   at most 4,096 entries, trained on 0.4 MB of the text: {made} (" in lines
     assert (
-        "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 40% masked, seed 42" in lines
+        "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 30% masked, seed 42" in lines
     )
     assert "Steps       4 with sequences of 64 tokens, at most 0.0 M tokens, about 0.0 passes over the text\n" in lines
     assert f"Corpus      train_file: {texts} 100.0%\n" in lines

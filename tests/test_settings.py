@@ -184,7 +184,7 @@ def test_presets_are_table_9(root, name, learning_rate, warmup_steps):
 
 def test_every_preset_of_the_repository_is_valid(root):
     presets = sorted((root / "presets" / "mlm").glob("*.yaml"))
-    assert len(presets) == 12
+    assert len(presets) == 13
     for path in presets:
         (args, training_args), _ = parsed(["--use_cpu", "--bf16", "false"], path)
         if path.stem != "roberta_h100":  # its clock ends it

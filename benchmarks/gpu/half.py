@@ -1,6 +1,6 @@
 """fp16 on a GPU: overflow of the loss scale, SIGKILL and resuming, bit for bit.
 
-They train the demonstration's model (presets/mlm/roberta_tiny.yaml) on the text that is packed already, as what they
+They train a small model (presets/mlm/roberta_tiny.yaml) on the text that is packed already, as what they
 show does not depend on its size.
 """
 

@@ -29,7 +29,7 @@ from roberta_recipe.training import arguments, checkpoint, launch_checks, optimi
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.processes import end_together
 
-DEMONSTRATION = "presets/mlm/roberta_tiny.yaml"
+DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
