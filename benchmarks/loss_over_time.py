@@ -86,7 +86,7 @@ def curve(command: list[str]) -> list[list[float]]:
                 points.append([round((times.user + times.system) / 60, 3), float(loss[1] or loss[2])])
     if process.returncode:
         sys.exit(f"{command[0]} ended with exit code {process.returncode}")
-    return points
+    return points[:EVALUATIONS]  # stock evaluates its last step twice more
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
