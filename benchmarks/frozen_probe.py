@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegressionCV
-from sklearn.metrics import accuracy_score, make_scorer, matthews_corrcoef
+from sklearn.metrics import make_scorer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
+from roberta_recipe.standard_error import with_error
+from roberta_recipe.tasks import glue_scores
 from roberta_recipe.tasks.glue import TASKS, read_split
 from tools.significance import mean_and_error, permutation_p
-
-METRICS = {"accuracy": accuracy_score, "matthews_correlation": matthews_corrcoef}
 
 
 def main() -> None:
@@ -41,9 +41,10 @@ def main() -> None:
     task, tokenizer = TASKS[args.task_name], AutoTokenizer.from_pretrained(args.model_name_or_path)
     train, test = (read_split(task, args.task_name, split, args.data_dir) for split in ("train", "validation"))
     order = np.random.default_rng(0).permutation(len(train))
-    metric, labels = METRICS[task.metrics[0]], (np.array(train.labels), np.array(test.labels))
+    metric, labels = getattr(glue_scores, task.metric), (np.array(train.labels), np.array(test.labels))
     texts = [[text for (text,) in split.texts] for split in (train, test)]
     pretrained = AutoModel.from_pretrained(args.model_name_or_path)
+    test_states = mean_states(pretrained, tokenizer, texts[1])
     for size in args.examples:
         scores: dict[str, list[float]] = {"pretrained": [], "random weights": [], "counts of words": []}
         for sample in range(args.samples):
@@ -51,16 +52,16 @@ def main() -> None:
             chosen = [texts[0][row] for row in rows]
             set_seed(sample)
             random = AutoModel.from_config(AutoConfig.from_pretrained(args.model_name_or_path))
-            for name, model in (("pretrained", pretrained), ("random weights", random)):
-                features = [mean_states(model, tokenizer, part) for part in (chosen, texts[1])]
-                scores[name].append(score(features, labels[0][rows], labels[1], metric, StandardScaler()))
             counts = CountVectorizer(token_pattern=r"\S+").fit(chosen)
-            features = [counts.transform(part) for part in (chosen, texts[1])]
-            scores["counts of words"].append(score(features, labels[0][rows], labels[1], metric, MaxAbsScaler()))
+            states = mean_states(pretrained, tokenizer, chosen), test_states
+            random_states = [mean_states(random, tokenizer, part) for part in (chosen, texts[1])]
+            numbers = [counts.transform(part) for part in (chosen, texts[1])]
+            scaled = ((states, StandardScaler()), (random_states, StandardScaler()), (numbers, MaxAbsScaler()))
+            for values, (features, scaler) in zip(scores.values(), scaled, strict=True):
+                values.append(score(features, labels[0][rows], labels[1], metric, scaler))
         for name, values in scores.items():
-            mean, error = mean_and_error(values)
             p = "" if name == "pretrained" else f", p {permutation_p(scores['pretrained'], values):.4f}"
-            print(f"{args.task_name}, {size} examples, {name}: {mean:.1f} ± {error:.1f}{p}  {np.round(values, 1)}")
+            print(f"{size} examples, {name}: {with_error(*mean_and_error(values))}{p}  {np.round(values, 1)}")
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text
     return torch.cat(means).numpy()
 
 
-def score(features: list, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
+def score(features: Sequence, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
     """Score x 100 on the test rows of a logistic regression on standardized features."""
     regression = LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, scoring=make_scorer(metric))
     classifier = make_pipeline(scaler, regression).fit(features[0], labels)

@@ -36,7 +36,7 @@ Scope = Literal["start", "free", "layout", "content", "fixed", "data", "locked"]
 
 @dataclass(frozen=True)
 class Flag:
-    """Resume scope of a flag, and whether model card and results show it.
+    """Resume scope of a flag, and whether model card and results show it (`shown`: always, or for one task).
 
     `scope` is one of:
     "start":   applies to one start of a run, and is not saved in the run's preset;
