@@ -31,7 +31,11 @@ def close(found, expected):
 @pytest.mark.parametrize("family", initialization.MODEL_TYPES)
 @pytest.mark.parametrize(
     ("text", "positions", "query_key", "value_output"),
-    [("mimetic", 2, 0.7, 0.5), ("mimetic, query_key=0.3,positions=1,value_output=0", 1, 0.3, 0)],
+    [
+        ("mimetic", 2, 0.7, 0.5),
+        ("mimetic, query_key=0.3,positions=1,value_output=0", 1, 0.3, 0),
+        ("mimetic,value_output=-0.4", 2, 0.7, -0.4),
+    ],
 )
 def test_what_is_added_is_the_closed_form(family, text, positions, query_key, value_output):
     normal, mimetic = fresh(family, None), fresh(family, text)
@@ -43,7 +47,7 @@ def test_what_is_added_is_the_closed_form(family, text, positions, query_key, va
         close(query, key)
         for head in query.split(8):
             close(head @ head.T, query_key**2 * torch.eye(8))
-        close(output @ value, value_output**2 * torch.eye(32))
+        close(output @ value, value_output * abs(value_output) * torch.eye(32))
         drawn += [*query.split(8), *([value[:8]] if value_output else [])]
     assert len(layers) == 2 and len(drawn) >= 8
     assert not any(torch.allclose(a, b, atol=0.05) for a in drawn for b in drawn if a is not b)

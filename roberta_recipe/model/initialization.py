@@ -28,13 +28,19 @@ def factors(text: str | None) -> dict[str, float] | None:
     try:
         given = {key: float(value) for key, value in (option.split("=") for option in options)}
         valid = (
-            name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(0 <= v < math.inf for v in given.values())
+            name == "mimetic"
+            and given.keys() <= _DEFAULTS.keys()
+            and all(map(math.isfinite, given.values()))
+            and all(value >= 0 for key, value in given.items() if key != "value_output")
         )
     except ValueError:
         valid = False
     if not valid:
         defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
-        raise InputError(f"initialization={text}: use normal or mimetic, with factors from 0 on: mimetic,{defaults}")
+        raise InputError(
+            f"initialization={text}: use normal or mimetic, with finite factors (only value_output may be negative): "
+            f"mimetic,{defaults}"
+        )
     return {**_DEFAULTS, **given}
 
 
@@ -62,7 +68,7 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
         attention.query.weight += factor["query_key"] * shared
         attention.key.weight += factor["query_key"] * shared
         rotation = nn.init.orthogonal_(torch.empty(size, size))
-        attention.value.weight += factor["value_output"] * rotation
+        attention.value.weight += abs(factor["value_output"]) * rotation  # the sign is that of the product
         output.weight += factor["value_output"] * rotation.T
 
 
