@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from sentencex import segment
 from tokenizers import Tokenizer
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
@@ -24,6 +25,7 @@ from roberta_recipe.log import logger
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
 _NO_TEXT = "\U0010ffff"  # a noncharacter of Unicode
+LOSE_WINDOWS = ("0.23.1", "0.23.2")  # versions of tokenizers
 _LINE_WINDOW = 20_000  # characters
 _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
@@ -150,7 +152,12 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of a fast tokenizer with `corpus_backend`, for fine-tuning features. Read attributes such as
-    `mask_token_id` from the original."""
+    `mask_token_id` from the original. Raises `InputError` for `LOSE_WINDOWS`."""
+    if tokenizers.__version__ in LOSE_WINDOWS:
+        raise InputError(
+            f"tokenizers {tokenizers.__version__} drops most windows of texts longer than max_seq_length "
+            "(huggingface/tokenizers#2091): pip install tokenizers==0.23.3"
+        )
     copied = copy.copy(tokenizer)
     copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
     return copied
