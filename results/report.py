@@ -132,9 +132,9 @@ class Pair(NamedTuple):
         return self.pretrained or self.random
 
     @property
-    def task(self) -> str:
+    def limited(self) -> str:
         limit = self.any["resolved_args"].get("max_train_samples")
-        return self.row.shown + (f", {limit:,} training examples" if limit else "")
+        return f", {limit:,} training examples" if limit else ""
 
 
 class TestResult(NamedTuple):
@@ -277,9 +277,10 @@ def pairs(ledger: Ledger) -> list[Pair]:
         if row is None:  # not a task of the paper
             continue
         name = _tuned_name(model, args | {"random_weights": False, "level": "all"})  # the level is in the row
-        sides_by_row.setdefault((rows.index(row), name), {})[bool(args.get("random_weights"))] = entry
-    ordered = sorted(sides_by_row.items(), key=lambda item: item[0][0])  # stable
-    return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, name), sides in ordered]
+        key = (rows.index(row), args.get("max_train_samples") or 0, name)
+        sides_by_row.setdefault(key, {})[bool(args.get("random_weights"))] = entry
+    ordered = sorted(sides_by_row.items(), key=lambda item: item[0][:2])  # stable
+    return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, _, name), sides in ordered]
 
 
 def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]]:
@@ -289,7 +290,7 @@ def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]
         scores = [_score(side, pair.row.metric) if side else "-" for side in (pair.pretrained, pair.random)]
         baseline, counts = baseline_cell(pair.any, pair.row.metric), scored_on(pair.any, pair.row.metric)
         p = f"{test.p:.3f}" if test.least < 1 else "-"
-        lines.append((pair.task, pair.model, *scores, baseline, pair.row.paper, counts, p))
+        lines.append((pair.row.shown + pair.limited, pair.model, *scores, baseline, pair.row.paper, counts, p))
     return lines
 
 
@@ -308,7 +309,8 @@ def best_rows(ledger: Ledger) -> list[tuple[str, ...]]:
         control = _median(pair.random, metric) if pair.random else _majority(pair)
         if entry and control is not None and (not pair.random or judge(pair, test)[0] == BETTER):
             shown = _score(pair.random, metric) if pair.random else baseline_cell(entry, metric)
-            line = (pair.model, pair.task, _score(entry, metric), shown, f"RoBERTa-large {pair.row.paper}")
+            task, paper = pair.row.shown + pair.limited, f"RoBERTa-large {pair.row.paper}"
+            line = (pair.model, task, _score(entry, metric), shown, paper)
             rows.append((pair.model.partition(",")[0] in ledger.pretrained, _median(entry, metric) - control, line))
     return [line for _, lead, line in sorted(rows, reverse=True)[:5] if lead > 0]
 
@@ -327,7 +329,7 @@ def verdict(ledger: Ledger) -> list[str]:
         judged = [(judge(*each), each) for each in tested(ledger) if each[0].model == model and all(each[0][2:])]
         tasks_by_verdict: dict[str, list[str]] = {}
         for (kind, figures), (pair, _) in judged:
-            tasks_by_verdict.setdefault(kind, []).append(f"{pair.row.name} {figures}")
+            tasks_by_verdict.setdefault(kind, []).append(f"{pair.row.name}{pair.limited} {figures}")
         gains = tasks_by_verdict.pop(BETTER, [])
         sentences = [f"{text}.", *[f"**{BETTER} on {'; '.join(gains)}.**"] * bool(gains)]
         if judged and not gains:

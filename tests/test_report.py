@@ -111,7 +111,8 @@ def write_pair(ledger, tmp_path, task, pretrained, random, **settings):
 
 def test_tables_show_the_records(ledger, tmp_path):
     write_pretraining(tmp_path / "runs" / "mini")
-    write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55])
+    write_tuning(tmp_path / "runs" / "glue" / "rte", [0.6, 0.7, 0.55], max_train_samples=2000)
+    write_tuning(tmp_path / "runs" / "few" / "rte", [0.58], max_train_samples=500)
     write_tuning(
         tmp_path / "runs" / "random" / "rte_random",
         [0.51],
@@ -121,16 +122,20 @@ def test_tables_show_the_records(ledger, tmp_path):
     )
     report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
     (tmp_path / "results/speedrun.md").write_text("text")
-    for folder in ("glue/rte", "random/rte_random"):
+    for folder in ("glue/rte", "few/rte", "random/rte_random"):
         whole, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
-    # a task has one line, with pretrained, random and majority side by side
+    # one line for a task and number of examples, with pretrained, random and majority side by side
     figures = "60.0 (55.0 to 70.0, 3 seeds) | 51.0 (1 seed, 1 degenerate) | 50.0 (always yes) | 86.6 (base 78.7)"
-    assert f"| GLUE rte, accuracy | mini | {figures} | validation, 277 examples | - |" in whole.splitlines()
+    lines = [line for line in whole.splitlines() if line.startswith("| GLUE rte, accuracy, ")]
+    assert lines[0].startswith("| GLUE rte, accuracy, 500 training examples | mini | 58.0 (1 seed) | - | 50.0 (alw")
+    assert lines[1:] == [
+        f"| GLUE rte, accuracy, 2,000 training examples | mini | {figures} | validation, 277 examples | - |"
+    ]
     assert whole.count("GLUE rte: odd.") == 1  # the note of both sides, once
     (waiting,) = [line for line in whole.splitlines() if line.startswith("Not run: ")]
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
     assert "not run" not in whole + page and "[speedrun.md](speedrun.md)" in whole and whole.index("**mini**") < 30
-    settings, spent = "0.0001, batch 16, 3 epochs, length 64", "4.5 M | 2 cores of x86_64 | 1.50 |"
+    settings, spent = "0.0001, batch 16, 3 epochs, length 64, 2,000 examples", "4.5 M | 2 cores of x86_64 | 1.50 |"
     assert f"(55.0 to 70.0, 3 seeds) | validation, 277 examples | {settings} | {spent}" in whole
     assert "| mini, random weights | 51.0 (1 seed, 1 degenerate) |" in whole
     assert "length 64, 2,000 examples | 1.5 M | 2 cores of EPYC | 0.50 |" in whole
@@ -141,11 +146,15 @@ def test_tables_show_the_records(ledger, tmp_path):
     assert page.count("data:image/png;base64,") == 1 and "<script" not in page and "http" not in page
     assert 'name="viewport"' in page
     names = sorted(path.name for path in (tmp_path / "results/mini").glob("rte*"))
-    assert names == ["rte.json", "rte_random_weights_max_train_samples_2000.json"]
-    stored = json.loads((tmp_path / "results/mini/rte.json").read_text())
+    assert names == [
+        *("rte_max_train_samples_2000.json", "rte_max_train_samples_500.json"),
+        "rte_random_weights_max_train_samples_2000.json",
+    ]
+    stored = json.loads((tmp_path / "results/mini" / names[0]).read_text())
     assert len(stored["runs"]) == 3 and "somebody" not in json.dumps(stored)
     assert (stored["scored_examples"], stored["baseline"]["answer"]) == ({"validation": 277}, "yes")
-    assert set(stored["resolved_args"]) == {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length"}
+    shown = {"learning_rate", "global_batch_size", "num_train_epochs", "max_seq_length", "max_train_samples"}
+    assert set(stored["resolved_args"]) == shown
 
 
 @pytest.mark.parametrize(
