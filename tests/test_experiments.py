@@ -444,7 +444,9 @@ def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, t
 
 def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     monkeypatch.chdir(root)
-    assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == {"rates", "mini_search", "mini_hour"}
+    names = {"rates", "mini_search", "mini_hour", "mini_initialization"}
+    assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == names
+    assert len(lists.read("presets/experiments/mini_initialization.yaml").rows) == 16
     assert len(lists.read("presets/experiments/mini_hour.yaml").rows) == 15
     searched = lists.read("presets/experiments/mini_search.yaml")
     assert len(searched.rows) == 12 and searched.search
