@@ -27,20 +27,12 @@ def factors(text: str | None) -> dict[str, float] | None:
     name, *options = text.replace(" ", "").split(",")
     try:
         given = {key: float(value) for key, value in (option.split("=") for option in options)}
-        valid = (
-            name == "mimetic"
-            and given.keys() <= _DEFAULTS.keys()
-            and all(map(math.isfinite, given.values()))
-            and all(value >= 0 for key, value in given.items() if key != "value_output")
-        )
+        valid = name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(map(math.isfinite, given.values()))
     except ValueError:
         valid = False
     if not valid:
         defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
-        raise InputError(
-            f"initialization={text}: use normal or mimetic, with finite factors (only value_output may be negative): "
-            f"mimetic,{defaults}"
-        )
+        raise InputError(f"initialization={text}: use normal or mimetic, with finite factors: mimetic,{defaults}")
     return {**_DEFAULTS, **given}
 
 
