@@ -136,6 +136,10 @@ class Pair(NamedTuple):
         limit = self.any["resolved_args"].get("max_train_samples")
         return f", {limit:,} training examples" if limit else ""
 
+    @property
+    def task(self) -> str:
+        return self.row.shown + self.limited
+
 
 class TestResult(NamedTuple):
     """Significance test of a task: p and the least possible p, both corrected for the model's tested tasks; 1 for a
@@ -290,7 +294,7 @@ def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]
         scores = [_score(side, pair.row.metric) if side else "-" for side in (pair.pretrained, pair.random)]
         baseline, counts = baseline_cell(pair.any, pair.row.metric), scored_on(pair.any, pair.row.metric)
         p = f"{test.p:.3f}" if test.least < 1 else "-"
-        lines.append((pair.row.shown + pair.limited, pair.model, *scores, baseline, pair.row.paper, counts, p))
+        lines.append((pair.task, pair.model, *scores, baseline, pair.row.paper, counts, p))
     return lines
 
 
@@ -309,8 +313,7 @@ def best_rows(ledger: Ledger) -> list[tuple[str, ...]]:
         control = _median(pair.random, metric) if pair.random else _majority(pair)
         if entry and control is not None and (not pair.random or judge(pair, test)[0] == BETTER):
             shown = _score(pair.random, metric) if pair.random else baseline_cell(entry, metric)
-            task, paper = pair.row.shown + pair.limited, f"RoBERTa-large {pair.row.paper}"
-            line = (pair.model, task, _score(entry, metric), shown, paper)
+            line = (pair.model, pair.task, _score(entry, metric), shown, f"RoBERTa-large {pair.row.paper}")
             rows.append((pair.model.partition(",")[0] in ledger.pretrained, _median(entry, metric) - control, line))
     return [line for _, lead, line in sorted(rows, reverse=True)[:5] if lead > 0]
 

@@ -79,7 +79,9 @@ def test_a_run_trains_saves_and_resumes_a_stock_model(preset, tmp_path):
         train_mlm.main(["--config", preset, *resume])
 
 
-@pytest.mark.parametrize("text", ["mimic", "mimetic,keys=1", "mimetic,positions=inf", "mimetic,positions=nan"])
+@pytest.mark.parametrize(
+    "text", ["mimic", "mimetic,keys=1", "mimetic,positions=-1", "mimetic,value_output=-inf", "mimetic,positions=nan"]
+)
 def test_unknown_values_are_refused(preset, text):
     message = f"initialization={text}: .*: mimetic,positions=2,query_key=0.7,value_output=0.5"
     with pytest.raises(InputError, match=message):

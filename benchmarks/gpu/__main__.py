@@ -22,8 +22,10 @@ try:
 except ImportError as error:
     sys.exit(f"not run: {error} in {sys.executable}: make setup, or name another Python (make gpu PYTHON=python3)")
 
-WHEELS = """transformers==5.23.0 tokenizers==0.23.3 datasets==5.2.0 evaluate==0.4.6 sentencex==1.0.32 dill==0.4.1 \
-        multiprocess==0.70.19"""
+WHEELS = (
+    "transformers==5.23.0 tokenizers==0.23.3 datasets==5.2.0 evaluate==0.4.6 sentencex==1.0.32 dill==0.4.1 "
+    "multiprocess==0.70.19"
+)
 CARRY = f"""
 To carry beside the repository, for a machine with Python 3.12, torch 2.11, transformers 5.17 and what it needs:
     python -m benchmarks.gpu.carry --data DIR --output {{carried}}

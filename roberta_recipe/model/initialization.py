@@ -27,12 +27,18 @@ def factors(text: str | None) -> dict[str, float] | None:
     name, *options = text.replace(" ", "").split(",")
     try:
         given = {key: float(value) for key, value in (option.split("=") for option in options)}
-        valid = name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(map(math.isfinite, given.values()))
+        sizes = {**given, "value_output": abs(given.get("value_output", 0))}
+        valid = (
+            name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(0 <= v < math.inf for v in sizes.values())
+        )
     except ValueError:
         valid = False
     if not valid:
         defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
-        raise InputError(f"initialization={text}: use normal or mimetic, with finite factors: mimetic,{defaults}")
+        raise InputError(
+            f"initialization={text}: use normal or mimetic, with factors from 0 on (value_output also below): "
+            f"mimetic,{defaults}"
+        )
     return {**_DEFAULTS, **given}
 
 
