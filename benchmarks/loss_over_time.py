@@ -2,10 +2,12 @@
 core, with the same text, tokenizer, model shape, batches, learning rate and steps.
 
     python benchmarks/loss_over_time.py --output results/loss_over_time.json
+    python benchmarks/loss_over_time.py --until 2.7 --config my.yaml --seeds 1 2 3 4 5   # a row of results/speedrun.md
 
 Each way has its own format (whole sentences, chunks), masks, precision and initialization, and is scored on its own
 blocks of the same held-out documents, 15% of the tokens masked. Minutes are process time (user and system), with start
-and sixteen evaluations, without the tokenizer's training. Beside the JSON file it writes a plot.
+and sixteen evaluations, without the tokenizer's training. Beside the JSON file it writes a plot. `--until` runs the
+recipe alone, once a seed, and prints the minutes after which the validation loss is at most that.
 """
 
 import argparse
@@ -34,16 +36,27 @@ LOSS = re.compile(r"validation  loss ([\d.]+)|'eval_loss': '?([\d.]+)")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="loss_over_time.json")
-    output = Path(parser.parse_args().output)
+    parser.add_argument("--until", type=float, help="validation loss in nats; the stock path is not run")
+    parser.add_argument("--config", default=PRESET, help="with --until: another preset on the same text")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="with --until")
+    args = parser.parse_args()
+    output, curves = Path(args.output), {}
     with tempfile.TemporaryDirectory() as folder:
-        curves = {name: curve(command) for name, command in commands(Path(folder)).items()}
+        recipe, stock = commands(Path(folder), args.config)
+        if args.until is None:
+            curves = {"this recipe": curve(recipe), "stock run_mlm.py path": curve(stock)}
+        for seed in args.seeds if args.until is not None else []:
+            points = curves[f"seed {seed}"] = curve([*recipe, "--seed", str(seed)])
+            reached = next((f"{minutes} minutes ({loss})" for minutes, loss in points if loss <= args.until), "never")
+            print(f"seed {seed}: {reached}; ends at {points[-1][1]} after {points[-1][0]}", flush=True)
     output.write_text(json.dumps(curves, indent=1))
     plot(curves, output.with_suffix(".png"))
 
 
-def commands(folder: Path) -> dict[str, list[str]]:
-    """The command of each way; trains the tokenizer, and writes the docstrings as JSON lines for the stock path."""
-    values, files = load_yaml(PRESET), {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
+def commands(folder: Path, config: str) -> tuple[list[str], list[str]]:
+    """This recipe's command and the stock path's; trains the tokenizer, and writes the docstrings as JSON lines for the
+    stock path."""
+    values, files = load_yaml(config), {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
     corpus, tokenizer = resolve(read_corpus(values["corpus"])), str(folder / "tokenizer")
     for split, path in files.items():
         texts = (text for source in corpus.sources for text in documents(corpus, source, split, seed=0))
@@ -63,9 +76,9 @@ def commands(folder: Path) -> dict[str, list[str]]:
         str(folder / "stock"),
     ]
     stock += [str(value) for value in (steps, batch, length, values["learning_rate"], steps // EVALUATIONS)]
-    ours = ["train_mlm.py", "--config", PRESET, "--tokenizer_name", tokenizer, "--output_dir", str(folder / "ours")]
+    ours = ["train_mlm.py", "--config", config, "--tokenizer_name", tokenizer, "--output_dir", str(folder / "ours")]
     ours += ["--use_cpu", "--eval_steps", str(steps // EVALUATIONS)]
-    return {"this recipe": ours, "stock run_mlm.py path": stock}
+    return ours, stock
 
 
 def curve(command: list[str]) -> list[list[float]]:

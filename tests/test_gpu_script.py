@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_documents, write_parquet
-from official_files import write_blimp, write_glue
+from official_files import write_blimp, write_glue, write_squad
 
 import finetune_glue
 import train_mlm
@@ -37,6 +37,10 @@ def data(tmp_path_factory):
             write_parquet(folder / "pretrain" / name / f"{split}.parquet", documents)
     write_glue(folder / "glue", rows={"train": 24, "dev": 9, "test": 7})
     write_blimp(folder / "blimp", pairs=runs.PAIRS + 1)
+    write_squad(folder / "squad")
+    (folder / "squad" / "v1.1").mkdir()
+    for split in ("train", "dev"):
+        (folder / "squad" / f"{split}-v1.1.json").rename(folder / "squad" / "v1.1" / f"{split}.json")
     return folder
 
 
@@ -84,7 +88,7 @@ def test_the_carried_folder_has_the_same_share_of_each_domain(data, carried):
     with tarfile.open(carried / runs.TASKS) as archive:
         names = archive.getnames()
         pairs = archive.extractfile("blimp/passive_1.jsonl").read().splitlines()
-    assert len(names) == 67 + 2 * len(carry.GLUE) and "glue/SST-2/dev.tsv" in names and len(pairs) == runs.PAIRS
+    assert len(names) == 67 + 2 * len(carry.GLUE) + 2 and "glue/SST-2/dev.tsv" in names and len(pairs) == runs.PAIRS
     with pytest.raises(InputError, match="holds text already"):
         carry.main([f"--data={data}", f"--output={carried}"])
     with pytest.raises(InputError, match=r"must hold train-\*.parquet"):
@@ -194,7 +198,9 @@ def test_both_commands_at_tiny_sizes_give_what_the_ledger_takes(tmp_path, carrie
 
     assert run("--tiny", "--finetune", *folders, "--output_dir", tmp_path / "tuned") == 0
     found = json.loads((tmp_path / "tuned" / "results_finetune.json").read_text())["parts"]["fine_tune"]["figures"]
-    assert len(found) == 6 and all(len(of["seeds"]) == 2 and of["median"] is not None for of in found.values())
+    assert len(found) == 2 * len(parts.TUNED) and all(
+        len(of["seeds"]) == 2 and of["median"] is not None for of in found.values()
+    )
     for name, archive in (("out", "records"), ("tuned", "records_finetune")):
         with tarfile.open(tmp_path / name / f"{archive}.tar.xz") as records:
             records.extractall(tmp_path / "records", filter="data")
@@ -202,3 +208,19 @@ def test_both_commands_at_tiny_sizes_give_what_the_ledger_takes(tmp_path, carrie
     for twin in ("mrpc", "sst2_1000_random"):
         added = report.add(tmp_path / "ledger", tmp_path / "records" / "tuned" / twin, runs.MODEL)
         assert added.parent.name == runs.MODEL and sys.getsizeof(added.read_text()) > 1000
+
+
+@pytest.mark.slow
+def test_a_list_of_runs_gives_its_table_and_weights_that_can_be_fine_tuned(tmp_path, carried):
+    row = {"config": "presets/mlm/roberta_mini.yaml", "seeds": [1], "output_dir": "elsewhere"}
+    row |= {"measures": {"words": {"max_documents": 3}, "blimp": {"pairs": 1, "methods": ["pll"], "random_seeds": 0}}}
+    rows = [{"name": f"masked_{share}", "flags": {"mlm_probability": share / 100}} for share in (15, 40)]
+    path = tmp_path / "list.yaml"
+    path.write_text(json.dumps({**row, "rows": rows}))
+    folders = ["--carried", carried, "--work_dir", tmp_path / "work", "--output_dir", tmp_path / "out"]
+    assert run("--tiny", "--list", path, *folders) == 0
+    found = json.loads((tmp_path / "out" / "results_list.json").read_text())["parts"]["list"]["figures"]
+    assert found["exported"] == ["masked_15", "masked_40"]
+    assert all(f"| {name} |" in found["table"] for name in found["exported"])
+    assert (tmp_path / "out" / "masked_40.safetensors.0").stat().st_size > 10_000
+    assert run("--tiny", "--finetune", "--model", "list/masked_40/seed-1/run", *folders) == 0

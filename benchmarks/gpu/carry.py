@@ -1,13 +1,14 @@
-"""The folder that goes to a machine without a network: text, tokenizer, BLiMP, GLUE; pip adds the wheels.
+"""The folder that goes to a machine without a network: text, tokenizer, BLiMP, GLUE, SQuAD; pip adds the wheels.
 
     python -m benchmarks.gpu.carry --data DIR --output runs/gpu_carried
 
 DIR holds pretrain/<domain>/{train,valid}-*.parquet (the domains of presets/corpus/five_domains.yaml, a row a document,
-column `text`), glue/{CoLA,MRPC,SST-2}/{train,dev}.tsv (GLUE's official files) and blimp/*.jsonl (BLiMP's).
+column `text`), glue/{CoLA,MRPC,SST-2}/{train,dev}.tsv (GLUE's official files), squad/v1.1/{train,dev}.json and
+blimp/*.jsonl (BLiMP's).
 
     <output>/text/<domain>/{train,valid}-*.jsonl.bz2   the first documents of each file, the same share of each domain
     <output>/tokenizer                                 trained on this text
-    <output>/tasks.tar.xz                              GLUE's files, and the first 100 pairs of each paradigm of BLiMP
+    <output>/tasks.tar.xz                              GLUE's and SQuAD's files, 100 pairs of each paradigm of BLiMP
 """
 
 import argparse
@@ -87,10 +88,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def write_tasks(data: Path, path: Path) -> None:
-    """`tasks.tar.xz` of GLUE's labelled splits and the begin of each BLiMP file."""
+    """`tasks.tar.xz` of GLUE's labelled splits, SQuAD's files and the beginning of each BLiMP file."""
     with tarfile.open(path, "w:xz", preset=9) as archive:
         for name, split in itertools.product(GLUE, ("train", "dev")):
             archive.add(data / "glue" / name / f"{split}.tsv", f"glue/{name}/{split}.tsv")
+        for split in ("train", "dev"):
+            archive.add(data / "squad" / "v1.1" / f"{split}.json", f"squad/{split}-v1.1.json")
         for file in sorted((data / "blimp").glob("*.jsonl")):
             lines = b"".join(file.read_bytes().splitlines(keepends=True)[:PAIRS])
             entry = tarfile.TarInfo(f"blimp/{file.name}")

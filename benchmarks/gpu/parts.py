@@ -1,4 +1,5 @@
-"""The parts of `make gpu` after `install`: machine, profile, training with fp16 beside it, evaluation; fine-tuning."""
+"""The parts of `make gpu` after `install`: machine, profile, training with fp16 beside it, evaluation; a list of runs;
+fine-tuning."""
 
 import contextlib
 import re
@@ -7,12 +8,14 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save
 
 from benchmarks.gpu import half
@@ -21,6 +24,7 @@ from roberta_recipe import durable, hardware
 from roberta_recipe.errors import RunError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.record import git_commit, versions
+from roberta_recipe.settings import load_yaml
 
 PRESET = "presets/mlm/roberta_h100.yaml"
 # seconds at most; training has the rest
@@ -29,22 +33,28 @@ START_S, END_S = 20.0, 12.0  # of training: before its first step, after its las
 SAVED_S = 30.0  # between two copies of the log while training
 COPY_BYTES = 2**31
 PART_BYTES = 15_000_000  # of the weights: a file that comes back has at most 16 MiB
+FILES = 5  # of weights of a list: eight come back
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 TINY_TRAINING = """--max_steps 6 --warmup_steps 2 --global_batch_size 8 --per_device_train_batch_size 8
 --logging_steps 1 --per_device_eval_batch_size 4 --max_eval_samples 16 --eval_steps 3 --save_steps 3
 --dataloader_num_workers 1 --use_cpu true"""
 # Ten processes side by side on an H200 took 64 ms a step each, whatever its tokens (390 to 2,350), and 1.5 s an
-# evaluation with its checkpoint: five seeds of these three, and their twins, take some 100 s at the same rate in all
-TUNED = {  # by the name of its results: the task, and its flags
-    "cola": ("cola", "--num_train_epochs 3 --global_batch_size 64 --per_device_train_batch_size 64"),
-    "mrpc": ("mrpc", "--num_train_epochs 5 --global_batch_size 32 --per_device_train_batch_size 32"),
+# evaluation with its checkpoint
+TUNED = {  # by the name of its results: the preset, and its flags
+    "cola": ("glue/cola", "--num_train_epochs 3 --global_batch_size 64 --per_device_train_batch_size 64"),
+    "mrpc": ("glue/mrpc", "--num_train_epochs 5 --global_batch_size 32 --per_device_train_batch_size 32"),
     "sst2_1000": (
-        "sst2",
+        "glue/sst2",
         "--num_train_epochs 10 --global_batch_size 32 --per_device_train_batch_size 32 --max_train_samples 1000",
+    ),
+    "squad": (
+        "squad/v1.1",
+        "--learning_rate 3e-4 --global_batch_size 128 --per_device_train_batch_size 128 --doc_stride 64 "
+        "--max_query_length 48 --save_strategy no",
     ),
 }
 TUNING = "--max_seq_length 128 --learning_rate 1e-4 --warmup_steps 0.06 --keep none --disable_tqdm true"
-TINY_TUNING = """--use_cpu true --other_rows true --seeds 1 2 --num_train_epochs 1 --max_train_samples 16
+TINY_TUNING = """--use_cpu true --seeds 1 2 --num_train_epochs 1 --max_train_samples 16
 --global_batch_size 8 --per_device_train_batch_size 8"""
 
 
@@ -161,7 +171,7 @@ def evaluate(work: Work) -> Outcome:
     """BLiMP beside random weights; the weights in bf16, in pieces, in the output folder."""
     flags = ["--model_name_or_path", str(work.model), "--data_dir", str(work.folder / "tasks" / "blimp")]
     process = work.start("blimp", ["tools/blimp.py", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"])
-    export(work.model, work.output)
+    export(work.model, work.output, "model")
     work.wait("blimp", process, work.end_s)
     record = durable.read_json(work.model / "blimp.json")
     figures = {name: of["mean_of_paradigms"] for name, of in record["scores"].items()}
@@ -169,23 +179,72 @@ def evaluate(work: Work) -> Outcome:
     return True, {**figures, **random, "pairs": record["pairs"], "seconds": record["wall_clock_s"]}
 
 
-def export(model: Path, output: Path) -> None:
-    """The weights in bf16, `model.safetensors` cut into pieces of `PART_BYTES`, of which `cat` makes the file."""
+def export(model: Path, output: Path, name: str) -> None:
+    """The weights in bf16, `<name>.safetensors` cut into pieces of `PART_BYTES`, of which `cat` makes the file."""
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
     content = save(weights, metadata={"format": "pt"})
     for number, start in enumerate(range(0, len(content), PART_BYTES)):
-        (output / f"model.safetensors.{number}").write_bytes(content[start : start + PART_BYTES])
+        (output / f"{name}.safetensors.{number}").write_bytes(content[start : start + PART_BYTES])
+
+
+def run_list(work: Work) -> Outcome:
+    """The rows of an experiment list, side by side, until the time is over; their table, weights of the first seed."""
+    listed, folder, text = load_yaml(work.listed), work.folder / "list", named(work.text)
+    listed["output_dir"] = str(folder)
+    listed["flags"] = {**listed.get("flags", {}), **text, "disable_tqdm": True}
+    own = {"words": {"corpus": text["corpus"]}, "blimp": {"data_dir": str(work.folder / "tasks" / "blimp")}}
+    for name, flags in listed.get("measures", {}).items():
+        flags.update(own[name])
+    if work.tiny:
+        listed["flags"] |= {"config_overrides": f"{TINY},vocab_size={work.vocab_size}", **named(TINY_TRAINING.split())}
+    (work.folder / "list.yaml").write_text(yaml.safe_dump(listed))
+    work.run("pack", ["tools/pack.py", "--config", listed["config"], *work.text], work.end_s)
+    runner = ["experiments/run.py", str(work.folder / "list.yaml")]
+    jobs = min(len(listed["rows"]) * len(listed["seeds"]), hardware.cpu_cores())
+    with side_by_side():
+        process = work.start("list", [*runner, "--jobs", str(jobs)])
+        while process.poll() is None and work.left_s > END_S + SAVED_S:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SAVED_S)
+            work.save()
+        ended = process.poll() == 0
+        kill(process)
+    work.run("table", [*runner, "--table"], work.end_s)
+    runs = {row["name"]: folder / row["name"] / f"seed-{listed['seeds'][0]}" / "run" for row in listed["rows"]}
+    done = [name for name, run in runs.items() if (run / "run_record.json").exists()]
+    for name in done[:FILES]:
+        export(runs[name], work.output, name)
+    return ended, {"table": work.log("table").read_text(), "exported": done[:FILES], "jobs": jobs}
+
+
+def named(words: list[str]) -> dict[str, str]:
+    """The values of "--flag value ..." by flag."""
+    return {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+
+
+@contextlib.contextmanager
+def side_by_side() -> Iterator[None]:
+    """Kernels of several processes at once on the GPU: NVIDIA's multi-process service, where it is installed."""
+    if service := shutil.which("nvidia-cuda-mps-control"):
+        subprocess.run([service, "-d"], check=False)
+    try:
+        yield
+    finally:
+        if service:
+            subprocess.run([service], input="quit", text=True, check=False)
 
 
 def fine_tune(work: Work) -> Outcome:
     """Every task of `TUNED` from the trained model and from random weights, side by side, until the time is over."""
     processes = {}
-    for name, (task, own) in TUNED.items():
+    for name, (preset, own) in TUNED.items():
+        kind = preset.partition("/")[0]
         for twin, random in ((name, "false"), (f"{name}_random", "true")):
-            flags = ["--config", f"presets/glue/{task}.yaml", "--model_name_or_path", str(work.model), *own.split()]
-            flags += [*TUNING.split(), "--random_weights", random, "--data_dir", str(work.folder / "tasks" / "glue")]
+            flags = ["--config", f"presets/{preset}.yaml", "--model_name_or_path", str(work.model), *TUNING.split()]
+            flags += [*own.split(), "--random_weights", random, "--data_dir", str(work.folder / "tasks" / kind)]
             flags += ["--output_dir", str(work.folder / "tuned" / twin), *(TINY_TUNING.split() if work.tiny else [])]
-            processes[twin] = work.start(f"tuned_{twin}", ["finetune_glue.py", *flags], OMP_NUM_THREADS="1")
+            flags += ["--other_rows", "true"] if work.tiny and kind == "glue" else []
+            processes[twin] = work.start(f"tuned_{twin}", [f"finetune_{kind}.py", *flags], OMP_NUM_THREADS="1")
     ended, figures = True, {}
     for twin, process in processes.items():
         try:
@@ -207,4 +266,5 @@ def seeds_of(work: Work, name: str) -> dict[str, Any]:
 
 
 PRETRAINING = {"machine": measure_machine, "profile": profiled, "train": train, "evaluate": evaluate}
+LIST = {"machine": measure_machine, "list": run_list}
 FINE_TUNING = {"fine_tune": fine_tune}

@@ -45,6 +45,8 @@ class Work:
     end_s: float  # of time.monotonic
     results: dict[str, Any] = field(default_factory=dict)
     suffix: str = ""  # of the files in `output`
+    model: Path = Path(MODEL)  # trained, or fine-tuned
+    listed: str = ""  # path of an experiment list
 
     @property
     def left_s(self) -> float:
@@ -56,10 +58,6 @@ class Work:
         path = os.pathsep.join([str(self.folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
         text = {"FIVE_DOMAINS": str(self.carried / "text")}
         return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **text}
-
-    @property
-    def model(self) -> Path:
-        return self.folder / MODEL
 
     @property
     def tokenizer(self) -> Path:
