@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     validation = pretraining.validation_blocks(args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
     blocks = build_blocks(args, training_args, reader, resumed)
+    if not resumed:
+        pretraining.set_output_bias(args, model, corpus, tokenizer)
 
     # 4. Train.
     trainer = MlmTrainer(

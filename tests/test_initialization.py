@@ -1,8 +1,10 @@
-"""Mimetic initialization: its closed form on top of the normal draw, stock checkpoints, values that are refused."""
+"""Mimetic initialization: its closed form on top of the normal draw, stock checkpoints, values that are refused. The
+unigram output bias."""
 
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM
@@ -79,11 +81,40 @@ def test_a_run_trains_saves_and_resumes_a_stock_model(preset, tmp_path):
         train_mlm.main(["--config", preset, *resume])
 
 
+@pytest.mark.parametrize("family", [*initialization.MODEL_TYPES, "albert", "modernbert"])
+def test_the_output_bias_is_the_log_frequency(family):
+    counts = np.arange(390) % 7
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(family, **SHAPE))
+    initialization.set_output_bias(model, "normal,unigram_bias=1", counts)
+    bias = model.get_output_embeddings().bias.detach().clone()
+    close(bias[:390].softmax(0), torch.tensor((counts + 0.5) / (counts + 0.5).sum()).float())
+    assert not bias[390:].any() and abs(bias.mean()) < 1e-6
+    initialization.set_output_bias(model, "mimetic,unigram_bias=0.5", counts)
+    close(model.get_output_embeddings().bias.detach(), bias / 2)
+
+
+def test_with_the_unigram_bias_a_run_begins_at_the_unigram_entropy_of_the_training_text(preset, tmp_path):
+    flags = ["--config", preset, "--max_steps", "2", "--logging_steps", "1", "--logging_first_step", "true"]
+    losses = {}
+    for text in ("normal", "normal,unigram_bias=1", "mimetic,unigram_bias=1"):
+        run = train_mlm.main([*flags, "--initialization", text, "--output_dir", str(tmp_path / text)])
+        losses[text] = run["loss_at_steps"]["train"][0][1]
+    assert losses["normal"] - losses["normal,unigram_bias=1"] > 1
+    assert losses["normal,unigram_bias=1"] == pytest.approx(run["unigram_entropy"], abs=0.2)
+    assert losses["mimetic,unigram_bias=1"] == pytest.approx(run["unigram_entropy"], abs=0.2)
+    folder = tmp_path / "no_bias.json"
+    folder.write_text(json.dumps({"model_type": "modernbert", "decoder_bias": False, **SHAPE}))
+    with pytest.raises(InputError, match="a 'modernbert' model has no output bias"):
+        train_mlm.main([*flags, "--initialization", "normal,unigram_bias=1", "--config_name", str(folder)])
+
+
 @pytest.mark.parametrize(
-    "text", ["mimic", "mimetic,keys=1", "mimetic,positions=-1", "mimetic,value_output=-inf", "mimetic,positions=nan"]
+    "text",
+    ["mimic", "mimetic,keys=1", "mimetic,positions=-1", "mimetic,value_output=-inf", "mimetic,positions=nan"]
+    + ["normal,positions=2", "normal,unigram_bias=-1", "unigram_bias=1"],
 )
 def test_unknown_values_are_refused(preset, text):
-    message = f"initialization={text}: .*: mimetic,positions=2,query_key=0.7,value_output=0.5"
+    message = f"initialization={text}: .* normal,unigram_bias=0 or mimetic,positions=2,query_key=0.7,value_output=0.5,"
     with pytest.raises(InputError, match=message):
         train_mlm.main(["--config", preset, "--initialization", text])
 

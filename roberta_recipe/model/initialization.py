@@ -1,13 +1,17 @@
-"""Mimetic initialization (Trockman and Kolter 2023, arXiv 2305.09828), in addition to the normal initialization.
+"""Mimetic initialization (Trockman and Kolter 2023, arXiv 2305.09828) and a unigram output bias (Meister et al. 2023,
+arXiv 2212.09686), in addition to the normal initialization.
 
 Trained attention weights have a simple structure: neighbouring positions have similar embeddings, queries resemble
 keys, and value times output is close to a multiple of the identity (negative for the paper's vision models, positive
 here). A model with this structure attends to neighbours from the first step; otherwise, learning it takes most of the
-unigram plateau. The default factors are ours (docs/pretraining.md has the runs).
+unigram plateau. Before that, a model learns how frequent each token is. With an output bias of zeros, it does so by
+moving all hidden states in one direction, and a post-norm model may never tell them apart again; with the log
+frequencies in the bias, there is nothing to learn. The default factors are ours (docs/pretraining.md has the runs).
 """
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,38 +19,39 @@ from transformers import PreTrainedModel
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures
 
-_DEFAULTS = {"positions": 2.0, "query_key": 0.7, "value_output": 0.5}
+_DEFAULTS = {
+    "normal": {"unigram_bias": 0.0},
+    "mimetic": {"positions": 2.0, "query_key": 0.7, "value_output": 0.5, "unigram_bias": 0.0},
+}
 MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert")  # modules as BERT's, under the same names
 _STD = 0.02  # `initializer_range` of BERT and RoBERTa
 
 
-def factors(text: str | None) -> dict[str, float] | None:
-    """The factors of "mimetic,name=number,..."; None for "normal" and None. Raises `InputError`."""
-    if text in (None, "normal"):
-        return None
-    name, *options = text.replace(" ", "").split(",")
+def factors(text: str | None) -> dict[str, float]:
+    """The factors of "normal", "mimetic" or "mimetic,name=number,..."; None is "normal". Raises `InputError`."""
+    name, *options = (text or "normal").replace(" ", "").split(",")
+    defaults = _DEFAULTS.get(name, {})
     try:
         given = {key: float(value) for key, value in (option.split("=") for option in options)}
         sizes = {**given, "value_output": abs(given.get("value_output", 0))}
-        valid = (
-            name == "mimetic" and given.keys() <= _DEFAULTS.keys() and all(0 <= v < math.inf for v in sizes.values())
-        )
+        valid = defaults and given.keys() <= defaults.keys() and all(0 <= v < math.inf for v in sizes.values())
     except ValueError:
         valid = False
     if not valid:
-        defaults = ",".join(f"{key}={value:g}" for key, value in _DEFAULTS.items())
+        ways = [",".join([way, *(f"{key}={value:g}" for key, value in of.items())]) for way, of in _DEFAULTS.items()]
         raise InputError(
             f"initialization={text}: use normal or mimetic, with factors from 0 on (value_output also below): "
-            f"mimetic,{defaults}"
+            f"{' or '.join(ways)}"
         )
-    return {**_DEFAULTS, **given}
+    return {**defaults, **given}
 
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, text: str | None) -> None:
     """Add the structure of `text` (as in `factors`) to a model's fresh weights, with torch's generator. Raises
     `InputError` for architectures other than `MODEL_TYPES`."""
-    if (factor := factors(text)) is None:
+    factor = factors(text)
+    if "query_key" not in factor:
         return
     config = model.config
     if config.model_type not in MODEL_TYPES:
@@ -68,6 +73,18 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
         rotation = nn.init.orthogonal_(torch.empty(size, size))
         attention.value.weight += abs(factor["value_output"]) * rotation  # the sign is that of the product
         output.weight += factor["value_output"] * rotation.T
+
+
+@torch.no_grad()
+def set_output_bias(model: PreTrainedModel, text: str | None, counts: np.ndarray) -> None:
+    """Set the output bias to `unigram_bias` times the log of the tokens' frequencies, less its mean; `counts`
+    (vocab_size,) are those of a sample of the text, and half a token is added to each. Raises `InputError` for a model
+    without an output bias."""
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is None:
+        raise InputError(f"initialization={text}: a {model.config.model_type!r} model has no output bias")
+    log_counts = torch.from_numpy(np.log(counts + 0.5))
+    bias[: len(counts)] = (factors(text)["unigram_bias"] * (log_counts - log_counts.mean())).to(bias.dtype)
 
 
 def sinusoids(positions: int, size: int) -> torch.Tensor:

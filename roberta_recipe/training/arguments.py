@@ -339,7 +339,7 @@ class ModelArguments:
     initialization: str | None = setting(
         None,
         "Fresh weights: normal (default) or mimetic (arXiv 2305.09828), with other factors by "
-        "mimetic,positions=2,query_key=0.7,value_output=0.5.",
+        "mimetic,positions=2,query_key=0.7,value_output=0.5; unigram_bias=1 starts either from token frequencies.",
         "fixed",
         shown=True,
     )

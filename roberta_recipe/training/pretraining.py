@@ -16,6 +16,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
 from roberta_recipe.data.chunks import PACKERS, TextReader
+from roberta_recipe.data.documents import sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader
 from roberta_recipe.errors import InputError
@@ -31,6 +32,7 @@ from roberta_recipe.training.processes import end_together
 
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
+BIAS_BYTES = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
 _OF_PRESET = {
@@ -300,6 +302,21 @@ def build_model(
     initialization.initialize(model, args.initialization)
     attention.set_up(model, training_args)
     return model
+
+
+def set_output_bias(
+    args: MlmArguments, model: masked_lm.MaskedLmMixin, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Set the output bias of fresh weights from a sample of the training text, if `initialization` asks for it."""
+    if not initialization.factors(args.initialization)["unigram_bias"]:
+        return
+    backend = tokenization.corpus_backend(tokenizer)
+    counts = np.zeros(len(tokenizer), dtype=np.int64)
+    for _, text in sample_documents(corpus, "train", max_bytes=BIAS_BYTES, seed=0):
+        for sentence in tokenization.split_sentences(text, corpus.language):
+            # alone: batches start threads, on which a forked data worker hangs
+            np.add.at(counts, backend.encode(sentence, add_special_tokens=False).ids, 1)
+    initialization.set_output_bias(model, args.initialization, counts)
 
 
 def build_collator(
