@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --minutes 8                # or: make gpu; needs a folder that benchmarks.gpu.carry made
     python -m benchmarks.gpu --finetune --minutes 2.5   # on the same machine, after it
     python -m benchmarks.gpu --list presets/experiments/mini_length.yaml --minutes 9
-    python -m benchmarks.gpu --finetune --model list/mimetic_40/seed-2/run --minutes 4  # a run of the list
+    python -m benchmarks.gpu --finetune --model list/mimetic_40_bias/seed-2/run --minutes 4  # a run of the list
     python -m benchmarks.gpu --dry_run                  # the parts, and what is to be carried; needs no GPU
 
 Each part has an end of its own. `--output_dir` gets at most eight files below 16 MiB: results.json, written after each
