@@ -64,9 +64,10 @@ def test_what_is_added_is_the_closed_form(family, text, positions, query_key, va
 
 
 def test_a_run_trains_saves_and_resumes_a_stock_model(preset, tmp_path):
-    words = ["--config", preset, "--initialization", "mimetic", "--save_strategy", "steps", "--save_steps", "2"]
+    text = "mimetic,unigram_bias=1"
+    words = ["--config", preset, "--initialization", text, "--save_strategy", "steps", "--save_steps", "2"]
     record = train_mlm.main(words)
-    assert record["resolved_args"]["initialization"] == "mimetic" and "initialization" in record["shown_args"]
+    assert record["resolved_args"]["initialization"] == text and "initialization" in record["shown_args"]
     train_mlm.main(["--config", preset, "--output_dir", str(tmp_path / "normal")])
     assert durable.read_json(tmp_path / "run/config.json") == durable.read_json(tmp_path / "normal/config.json")
     model, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "run", output_loading_info=True)
@@ -77,7 +78,7 @@ def test_a_run_trains_saves_and_resumes_a_stock_model(preset, tmp_path):
 
     assert train_mlm.main([*words, "--output_dir", str(tmp_path / "again")])["state_digests"] == record["state_digests"]
     resume = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-2"), "--output_dir", str(tmp_path / "b")]
-    with pytest.raises(InputError, match="initialization was 'mimetic', is None"):
+    with pytest.raises(InputError, match=f"initialization was '{text}', is None"):
         train_mlm.main(["--config", preset, *resume])
 
 

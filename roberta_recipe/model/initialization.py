@@ -29,7 +29,7 @@ _STD = 0.02  # `initializer_range` of BERT and RoBERTa
 
 def factors(text: str | None) -> dict[str, float]:
     """The factors of "normal", "mimetic" or "mimetic,name=number,..."; None is "normal". Raises `InputError`."""
-    name, *options = (text or "normal").replace(" ", "").split(",")
+    name, *options = ("normal" if text is None else text).replace(" ", "").split(",")
     defaults = _DEFAULTS.get(name, {})
     try:
         given = {key: float(value) for key, value in (option.split("=") for option in options)}

@@ -313,7 +313,7 @@ def set_output_bias(
     backend = tokenization.corpus_backend(tokenizer)
     counts = np.zeros(len(tokenizer), dtype=np.int64)
     for _, text in sample_documents(corpus, "train", max_bytes=BIAS_BYTES, seed=0):
-        for sentence in tokenization.split_sentences(text, corpus.language):
+        for sentence in tokenization.split_sentences(text[:BIAS_BYTES], corpus.language):
             # alone: batches start threads, on which a forked data worker hangs
             np.add.at(counts, backend.encode(sentence, add_special_tokens=False).ids, 1)
     initialization.set_output_bias(model, args.initialization, counts)
