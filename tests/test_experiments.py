@@ -444,7 +444,7 @@ def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, t
 
 def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     monkeypatch.chdir(root)
-    names = {"rates", "mini_search", "mini_hour", "mini_initialization", "mini_length"}
+    names = {"rates", "mini_search", "mini_hour", "mini_initialization", "mini_length", "unigram_bias"}
     assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == names
     assert len(lists.read("presets/experiments/mini_initialization.yaml").rows) == 16
     assert len(lists.read("presets/experiments/mini_hour.yaml").rows) == 15
