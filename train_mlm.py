@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
     tokenizer = pretraining.load_tokenizer(args)
     check_examples(args, tokenizer)
-    model = pretraining.build_model(args, training_args, tokenizer)
+    model = pretraining.build_model(args, training_args, tokenizer, corpus=corpus)
 
     # 3. Checkpoint to resume from; training blocks from its position on; held-out blocks with fixed masks.
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
@@ -84,8 +84,6 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     validation = pretraining.validation_blocks(args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
     blocks = build_blocks(args, training_args, reader, resumed)
-    if not resumed:
-        pretraining.set_output_bias(args, model, corpus, tokenizer)
 
     # 4. Train.
     trainer = MlmTrainer(

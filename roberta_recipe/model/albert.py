@@ -17,10 +17,7 @@ from roberta_recipe.errors import InputError
 
 SHARED = "shared_parameters"  # config key
 # modules of an `AlbertLayer`, including LayerNorms
-_PARTS = {
-    "attention": ("attention",),
-    "feed_forward": ("ffn", "ffn_output", "full_layer_layer_norm"),
-}
+_PARTS = {"attention": ("attention",), "feed_forward": ("ffn", "ffn_output", "full_layer_layer_norm")}
 _KINDS = ("all", *_PARTS, "none")
 
 

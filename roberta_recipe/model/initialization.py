@@ -1,12 +1,10 @@
 """Mimetic initialization (Trockman and Kolter 2023, arXiv 2305.09828) and a unigram output bias (Meister et al. 2023,
 arXiv 2212.09686), in addition to the normal initialization.
 
-Trained attention weights have a simple structure: neighbouring positions have similar embeddings, queries resemble
-keys, and value times output is close to a multiple of the identity (negative for the paper's vision models, positive
-here). A model with this structure attends to neighbours from the first step; otherwise, learning it takes most of the
-unigram plateau. Before that, a model learns how frequent each token is. With an output bias of zeros, it does so by
-moving all hidden states in one direction, and a post-norm model may never tell them apart again; with the log
-frequencies in the bias, there is nothing to learn. The default factors are ours (docs/pretraining.md has the runs).
+Trained attention has a simple structure: neighbouring positions have similar embeddings, queries resemble keys, value
+times output is near a multiple of the identity. Learning it takes most of the unigram plateau. Before that, a model
+learns token frequencies: from an output bias of zeros, by moving all hidden states in one direction, from which a
+post-norm model may not return. The factors are ours (docs/pretraining.md).
 """
 
 import math
@@ -19,10 +17,8 @@ from transformers import PreTrainedModel
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures
 
-_DEFAULTS = {
-    "normal": {"unigram_bias": 0.0},
-    "mimetic": {"positions": 2.0, "query_key": 0.7, "value_output": 0.5, "unigram_bias": 0.0},
-}
+_BIAS = {"unigram_bias": 0.0}
+_DEFAULTS = {"normal": _BIAS, "mimetic": {"positions": 2.0, "query_key": 0.7, "value_output": 0.5, **_BIAS}}
 MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert")  # modules as BERT's, under the same names
 _STD = 0.02  # `initializer_range` of BERT and RoBERTa
 
@@ -38,11 +34,9 @@ def factors(text: str | None) -> dict[str, float]:
     except ValueError:
         valid = False
     if not valid:
-        ways = [",".join([way, *(f"{key}={value:g}" for key, value in of.items())]) for way, of in _DEFAULTS.items()]
-        raise InputError(
-            f"initialization={text}: use normal or mimetic, with factors from 0 on (value_output also below): "
-            f"{' or '.join(ways)}"
-        )
+        ways = (",".join([way, *(f"{key}={value:g}" for key, value in of.items())]) for way, of in _DEFAULTS.items())
+        message = "use normal or mimetic, with factors from 0 on (value_output also below)"
+        raise InputError(f"initialization={text}: {message}: {' or '.join(ways)}")
     return {**defaults, **given}
 
 
@@ -50,17 +44,13 @@ def factors(text: str | None) -> dict[str, float]:
 def initialize(model: PreTrainedModel, text: str | None) -> None:
     """Add the structure of `text` (as in `factors`) to a model's fresh weights, with torch's generator. Raises
     `InputError` for architectures other than `MODEL_TYPES`."""
-    factor = factors(text)
-    if "query_key" not in factor:
+    if "query_key" not in (factor := factors(text)):
         return
-    config = model.config
-    if config.model_type not in MODEL_TYPES:
-        raise InputError(
-            f"initialization={text} supports {', '.join(MODEL_TYPES)}, not {config.model_type!r}: use --initialization "
-            "normal"
-        )
+    config, family = model.config, model.config.model_type
+    if family not in MODEL_TYPES:
+        raise InputError(f"initialization={text} supports {', '.join(MODEL_TYPES)}, not {family!r}: use normal")
     size, heads = config.hidden_size, config.num_attention_heads
-    first = architectures.TABLE[config.model_type].first_position(config)
+    first = architectures.TABLE[family].first_position(config)
     table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); those before `first` are unused
     table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
     for layer in model.base_model.encoder.layer:
@@ -77,9 +67,8 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
 
 @torch.no_grad()
 def set_output_bias(model: PreTrainedModel, text: str | None, counts: np.ndarray) -> None:
-    """Set the output bias to `unigram_bias` times the log of the tokens' frequencies, less its mean; `counts`
-    (vocab_size,) are those of a sample of the text, and half a token is added to each. Raises `InputError` for a model
-    without an output bias."""
+    """Set the output bias to `unigram_bias` times the log of `counts` (vocab_size,) + 0.5, less its mean. Raises
+    `InputError` for a model without an output bias."""
     bias = getattr(model.get_output_embeddings(), "bias", None)
     if bias is None:
         raise InputError(f"initialization={text}: a {model.config.model_type!r} model has no output bias")

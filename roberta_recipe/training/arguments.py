@@ -266,9 +266,7 @@ class BlockArguments:
     _argument_group_name = "blocks and masks"
 
     tokenizer_name: str | None = setting(
-        None,
-        "Tokenizer folder or Hub id; default: the checkpoint's, else one is trained on the text.",
-        "content",
+        None, "Tokenizer folder or Hub id; default: the checkpoint's, else one is trained on the text.", "content"
     )
     input_format: Literal[
         "full_sentences", "doc_sentences", "segment_pair", "segment_pair_short", "sentence_pair", "contiguous"

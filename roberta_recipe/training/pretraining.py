@@ -35,12 +35,7 @@ CONTINUE = "presets/mlm/continue.yaml"
 BIAS_BYTES = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
-_OF_PRESET = {
-    "corpus",
-    "tokenizer_name",
-    "output_dir",
-    "fill_mask_examples",
-}  # not taken from the preset of --model_size
+_OF_PRESET = {"corpus", "tokenizer_name", "output_dir", "fill_mask_examples"}  # not those of --model_size's preset
 MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 
@@ -62,10 +57,7 @@ def is_demonstration(argv: list[str]) -> bool:
 
 
 def read_arguments(
-    argv: list[str],
-    description: str,
-    extra: tuple[type, ...] = (),
-    preset: tuple[str, set[str]] | None = None,
+    argv: list[str], description: str, extra: tuple[type, ...] = (), preset: tuple[str, set[str]] | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The filled dataclasses `extra` (a tool's), `MlmArguments`, `MlmTrainingArguments`, and the resolved values as a
     preset, on top of `preset` (default: `preset_of`). A checkpoint brings its tokenizer."""
@@ -268,10 +260,8 @@ def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
     for split in ("train", "validation"):
         sums = sum(map(Counter, stream.count_table(cache, split).values()), Counter())
         total += sums
-        documents = counted(sums["documents"], "document")
-        logger.info(
-            f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {documents}"
-        )
+        texts = counted(sums["documents"], "document")
+        logger.info(f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {texts}")
     logger.info(
         f"            {total['split_sentences']:,} sentences longer than a block were split; left out: "
         f"{total['empty_documents']:,} empty documents, {total['bad_files']:,} bad files, {total['lost_rows']:,} rows"
@@ -283,9 +273,10 @@ def build_model(
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     names: Sequence[str] | None = None,
+    corpus: corpora.Corpus | None = None,
 ) -> masked_lm.MaskedLmMixin:
     """The model with the objectives `names` (default: `args.objective`) and the resolved attention of `training_args`,
-    with fresh weights or a checkpoint's; not sharded."""
+    with fresh weights (an output bias from `corpus`, if `initialization` names it) or a checkpoint's; not sharded."""
     # with ZeRO 3's config, `from_pretrained` would build a shard, and padding of the vocabulary have no effect;
     # `Trainer` sets the config again
     unset_hf_deepspeed_config()
@@ -300,23 +291,20 @@ def build_model(
         objectives=objectives.named(names or args.objective),
     )
     initialization.initialize(model, args.initialization)
+    if corpus and initialization.factors(args.initialization)["unigram_bias"]:
+        initialization.set_output_bias(model, args.initialization, token_counts(corpus, tokenizer))
     attention.set_up(model, training_args)
     return model
 
 
-def set_output_bias(
-    args: MlmArguments, model: masked_lm.MaskedLmMixin, corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Set the output bias of fresh weights from a sample of the training text, if `initialization` asks for it."""
-    if not initialization.factors(args.initialization)["unigram_bias"]:
-        return
-    backend = tokenization.corpus_backend(tokenizer)
-    counts = np.zeros(len(tokenizer), dtype=np.int64)
+def token_counts(corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """(vocab_size,): how often each token occurs in a sample of the training text."""
+    backend, counts = tokenization.corpus_backend(tokenizer), np.zeros(len(tokenizer), dtype=np.int64)
     for _, text in sample_documents(corpus, "train", max_bytes=BIAS_BYTES, seed=0):
         for sentence in tokenization.split_sentences(text[:BIAS_BYTES], corpus.language):
-            # alone: batches start threads, on which a forked data worker hangs
+            # not `encode_batch`, whose threads would hang a forked data worker
             np.add.at(counts, backend.encode(sentence, add_special_tokens=False).ids, 1)
-    initialization.set_output_bias(model, args.initialization, counts)
+    return counts
 
 
 def build_collator(
@@ -382,8 +370,7 @@ def skipped_blocks(
 
 
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:
-    """Print the validation loss, with its standard error over documents, beside the unigram entropy (nats), and the
-    loss of each source."""
+    """Print the validation loss with its standard error, the unigram entropy (nats), and the loss of each source."""
     loss, error = metrics["eval_loss"], metrics.get("eval_loss_error")
     shown = f"masked perplexity at {masking.EVAL_PROBABILITY:.0%}"
     decimals, side = decimals_of(error), "below" if loss < entropy else "ABOVE"
