@@ -109,7 +109,7 @@ faults: setup     ## 1,000 random faults and their outcomes, two hours: make fau
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(PY) -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
-# no setup, which needs a network; ARGS=--finetune MINUTES=2.5 after it, ARGS=--dry_run for what is to be carried
+# no setup, which needs a network; ARGS=--finetune MINUTES=4 after it, ARGS=--dry_run for what is to be carried
 gpu:              ## on one GPU without a network: base's profile, a small RoBERTa, fp16: make gpu MINUTES=8 OUT=runs/gpu
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes $(or $(MINUTES),8) --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
 

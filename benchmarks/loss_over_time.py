@@ -45,10 +45,13 @@ def main() -> None:
         recipe, stock = commands(Path(folder), args.config)
         if args.until is None:
             curves = {"this recipe": curve(recipe), "stock run_mlm.py path": curve(stock)}
-        for seed in args.seeds if args.until is not None else []:
-            points = curves[f"seed {seed}"] = curve([*recipe, "--seed", str(seed)])
-            reached = next((f"{minutes} minutes ({loss})" for minutes, loss in points if loss <= args.until), "never")
-            print(f"seed {seed}: {reached}; ends at {points[-1][1]} after {points[-1][0]}", flush=True)
+        else:
+            for seed in args.seeds:
+                points = curves[f"seed {seed}"] = curve([*recipe, "--seed", str(seed)])
+                reached = next(
+                    (f"{minutes} minutes ({loss})" for minutes, loss in points if loss <= args.until), "never"
+                )
+                print(f"seed {seed}: {reached}; ends at {points[-1][1]} after {points[-1][0]}", flush=True)
     output.write_text(json.dumps(curves, indent=1))
     plot(curves, output.with_suffix(".png"))
 

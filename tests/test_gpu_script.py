@@ -171,6 +171,7 @@ def test_training_that_is_on_the_plateau_halfway_is_stopped_and_failed(tmp_path,
     monkeypatch.setattr(Work, "start", lambda self, name, _: start(self, name, ["-c", "import time; time.sleep(60)"]))
     for name, seconds in (("START_S", 0.0), ("END_S", 0.0), ("SAVED_S", 0.2)):
         monkeypatch.setattr(parts, name, seconds)
+    monkeypatch.setattr(runs, "SAVED_S", 0.2)
     lines = "unigram entropy 7.227 nats\nstep 1/9  validation  loss 7.394\n"
     work.log(runs.MODEL).write_text(lines)
     with pytest.raises(RunError, match="stopped halfway: the validation loss is above the unigram entropy"):

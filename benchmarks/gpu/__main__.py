@@ -1,7 +1,7 @@
 """A small RoBERTa, base's profile and fp16 on one GPU in eight minutes, without a network; or a list of small runs.
 
     python -m benchmarks.gpu --minutes 8                # or: make gpu; needs a folder that benchmarks.gpu.carry made
-    python -m benchmarks.gpu --finetune --minutes 2.5   # on the same machine, after it
+    python -m benchmarks.gpu --finetune --minutes 4     # on the same machine, after it
     python -m benchmarks.gpu --list presets/experiments/mini_length.yaml --minutes 9
     python -m benchmarks.gpu --finetune --model list/mimetic_40_bias/seed-2/run --minutes 4  # a run of the list
     python -m benchmarks.gpu --dry_run                  # the parts, and what is to be carried; needs no GPU

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file, save
 
 from benchmarks.gpu import half
-from benchmarks.gpu.runs import PAIRS, Outcome, Work, kill
+from benchmarks.gpu.runs import PAIRS, SAVED_S, Outcome, Work, kill
 from roberta_recipe import durable, hardware
 from roberta_recipe.errors import RunError
 from roberta_recipe.input_files import ROOT
@@ -30,7 +30,6 @@ PRESET = "presets/mlm/roberta_h100.yaml"
 # seconds at most; training has the rest
 SECONDS = {"profile": 90.0, "evaluate": 30.0}
 START_S, END_S = 20.0, 12.0  # of training: before its first step, after its last
-SAVED_S = 30.0  # between two copies of the log while training
 COPY_BYTES = 2**31
 PART_BYTES = 15_000_000  # of the weights: a file that comes back has at most 16 MiB
 FILES = 5  # of weights of a list: eight come back
@@ -130,10 +129,7 @@ def train(work: Work) -> Outcome:
     with ThreadPoolExecutor(1) as beside:
         done = beside.submit(half_precision, work, end_s)
         try:
-            while process.poll() is None and work.left_s > SAVED_S:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(SAVED_S)
-                work.save()
+            for _ in work.save_while(process, SAVED_S):
                 if time.monotonic() > halfway_s and on_plateau(work):
                     raise RunError("stopped halfway: the validation loss is above the unigram entropy")
             work.wait(work.model.name, process, work.end_s - 10)
@@ -203,10 +199,8 @@ def run_list(work: Work) -> Outcome:
     jobs = min(len(listed["rows"]) * len(listed["seeds"]), hardware.cpu_cores())
     with side_by_side():
         process = work.start("list", [*runner, "--jobs", str(jobs)])
-        while process.poll() is None and work.left_s > END_S + SAVED_S:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SAVED_S)
-            work.save()
+        for _ in work.save_while(process, END_S + SAVED_S):
+            pass
         ended = process.poll() == 0
         kill(process)
     work.run("table", [*runner, "--table"], work.end_s)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from roberta_recipe.input_files import ROOT
 PAIRS = 100  # of each paradigm of BLiMP
 TASKS = "tasks.tar.xz"  # of the carried folder
 MODEL = "roberta_h100"  # name of the run that is trained
+SAVED_S = 30.0  # between two copies of the logs while a command runs
 LAST_LINES = 15  # of a log, in the results of a part that failed
 KEPT = {".json", ".jsonl", ".log", ".png", ".yaml", ".txt"}  # files of the work folder that the archive has
 LEFT_OUT = ("site", "tasks", "tokens", "checkpoint-")  # folders of the work folder that it has not, by their beginning
@@ -46,7 +47,7 @@ class Work:
     results: dict[str, Any] = field(default_factory=dict)
     suffix: str = ""  # of the files in `output`
     model: Path = Path(MODEL)  # trained, or fine-tuned
-    listed: str = ""  # path of an experiment list
+    listed: str | None = None  # path of an experiment list
 
     @property
     def left_s(self) -> float:
@@ -107,6 +108,14 @@ class Work:
         if code:
             raise RunError(f"{name}: exit code {code}", *self.last_lines(name))
         return self.folder / name
+
+    def save_while(self, process: subprocess.Popen, spare_s: float) -> Iterator[None]:
+        """Save every `SAVED_S` seconds until the process ends or `spare_s` are left; yields after each."""
+        while process.poll() is None and self.left_s > spare_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SAVED_S)
+            self.save()
+            yield
 
     def run(self, name: str, command: Sequence[str], end_s: float) -> Path:
         """`start` and `wait`."""

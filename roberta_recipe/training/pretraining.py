@@ -260,8 +260,8 @@ def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
     for split in ("train", "validation"):
         sums = sum(map(Counter, stream.count_table(cache, split).values()), Counter())
         total += sums
-        texts = counted(sums["documents"], "document")
-        logger.info(f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {texts}")
+        docs = counted(sums["documents"], "document")
+        logger.info(f"Cache       {folder}: {split} {sums['blocks']:,} blocks, {sums['tokens']:,} tokens of {docs}")
     logger.info(
         f"            {total['split_sentences']:,} sentences longer than a block were split; left out: "
         f"{total['empty_documents']:,} empty documents, {total['bad_files']:,} bad files, {total['lost_rows']:,} rows"
