@@ -17,7 +17,6 @@ flag overrides it. The row of Table 5: `python tools/glue_table.py`.
 
 import dataclasses
 import functools
-import os
 import sys
 import warnings
 from collections import Counter
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
     with training_args.main_process_first():  # one process downloads
-        task = task_of(args)
+        task = task_of(args, training_args.do_predict)
     check_arguments(args, training_args, task)
     publisher = hub.publisher(training_args)
 
@@ -113,13 +112,14 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, task, data, form, tokenizer, found)
-    runs = grid_runs(args, training_args) if args.sweep else protocol.preset_runs(args, training_args)
+    folder = Path(training_args.output_dir, glue.SWEEP_FOLDER if args.sweep else "")
+    grid = (SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
+    runs = summaries.runs_of(*grid) if args.sweep else protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, preset, sweep_flags)
 
     # 5. Median and spread over seeds, beside the paper's.
-    folder = Path(training_args.output_dir, glue.SWEEP_FOLDER if args.sweep else "")
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
@@ -147,13 +147,13 @@ def default_preset(argv: list[str]) -> str:
     return f"presets/glue/{name}.yaml" if name in glue.TASKS else DEFAULT
 
 
-def task_of(args: GlueArguments) -> glue.Task:
+def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:
     """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
     own_task.check_sources(args)
     if args.table:
         if args.task_name in TASKS:
             raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
-        return own_task.read_task(args)
+        return own_task.read_task(args, do_predict)
     if args.task_name not in TASKS:
         known = f"{', '.join(TASKS)} (ax goes with mnli)"
         raise InputError(f"task_name={args.task_name} is none of GLUE's: {known}; for your own task, name a train_file")
@@ -356,7 +356,6 @@ def build_model(args: GlueArguments, labels: list[str], problem_type: str | None
         args.head_dropout,
         args.random_weights,
         problem_type=problem_type or ("regression" if len(labels) == 1 else "single_label_classification"),
-        num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
     )
@@ -449,12 +448,6 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenize
     )
 
 
-def grid_runs(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments) -> list[summaries.Run]:
-    """The paper's grid, each setting with every seed."""
-    folder = os.path.join(training_args.output_dir, glue.SWEEP_FOLDER)
-    return summaries.runs_of(SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
-
-
 def paper_line(name: str) -> str:
     """The paper's figures of a task; empty for a task of your own."""
     known = ", ".join(f"{size} {scores[name]}" for size, scores in glue.PAPER.items() if name in scores)
@@ -498,7 +491,7 @@ def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray,
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
     if task.multi_label:
         wrong = np.not_equal(predictions, labels).sum(-1)
-        columns = [glue.answers(dataclasses.replace(task, words=True), rows) for rows in (labels, predictions)]
+        columns = [glue.answers(task, rows) for rows in (labels, predictions)]
         rows = zip(*columns, wrong, strict=True)
         rows = [{**examples[n], "label": row[0], "prediction": row[1], "wrong": row[2]} for n, row in enumerate(rows)]
         return sorted(rows, key=lambda row: -row["wrong"])

@@ -13,6 +13,7 @@ tag in the last column, and a blank line between sentences; JSON lines and Parqu
 same command resumes. The preset names the source of each value; any flag overrides it.
 """
 
+import functools
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 2. Examples, and validation examples that are in the training set.
     with training_args.main_process_first():  # one process downloads
-        data = read_data(args, training_args.do_predict)
+        data, note = read_data(args, training_args.do_predict)
     names, scheme = ner.names_and_scheme(data["train"])
     sentences = {sentence.words for sentence in data["train"]}
     overlap = sum(sentence.words in sentences for sentence in data["validation"])
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> Summary:
     found = announce(args, windows, names, scheme, overlap)
 
     # 4. A run for each seed; finished runs are read from disk.
-    job = job_of(args, windows, names, scheme, tokenizer, found)
+    job = job_of(args, windows, names, scheme, tokenizer, found, note)
     runs = protocol.preset_runs(args, training_args)
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
@@ -110,22 +111,25 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
         is_set = getattr(args, name) != getattr(NerArguments, name)
         if is_set and files and not any(Path(file).suffix.lower() in ner.TABLES for file in files):
             raise InputError(f"{name}={getattr(args, name)} has no effect on CoNLL files: tags are in the last column")
-    if args.train_file and bool(args.test_file) != training_args.do_predict:
-        raise InputError(f"test_file={args.test_file}, do_predict={training_args.do_predict}: they go together")
+    if args.test_file and not training_args.do_predict:
+        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
 
 
-def read_data(args: NerArguments, do_predict: bool) -> dict[str, list[ner.Sentence]]:
-    """The sentences of each split; without a validation set, a tenth of the training sentences is held out."""
-    tables = own_task.read_tables(args, lambda file: ner.read_file(file, args.text_column, args.label_column))
-    data = {split: read_split(args, split, *table) for split, table in tables.items() if split != "test" or do_predict}
+def read_data(args: NerArguments, do_predict: bool) -> tuple[dict[str, list[ner.Sentence]], str]:
+    """The sentences of each split, and a note for the model card: without a validation set, a tenth of the training
+    sentences is held out."""
+    read_file = functools.partial(ner.read_file, text_column=args.text_column, label_column=args.label_column)
+    tables, note = own_task.read_tables(args, read_file, do_predict), ""
+    data = {split: read_split(args, split, *table) for split, table in tables.items()}
     if "validation" not in data:
+        note = "a tenth of it held out for validation"
         parts = own_task.hold_out([0] * len(data["train"]))
         data["train"], data["validation"] = ([data["train"][row] for row in part] for part in parts)
-        logger.info(f"Held out    a tenth of {tables['train'][0]}, as no validation_file is named")
+        logger.info(f"Held out    a tenth of {tables['train'][0]}, as there is no validation set")
     if not data["validation"]:
         raise InputError(f"{tables['train'][0]} has too few sentences to hold out a tenth: name a validation_file")
-    return data | {"train": data["train"][: args.max_train_samples]}
+    return data | {"train": data["train"][: args.max_train_samples]}, note
 
 
 def read_split(args: NerArguments, split: str, where: str, rows: own_task.Rows) -> list[ner.Sentence]:
@@ -140,7 +144,6 @@ def build_model(args: NerArguments, names: tuple[str, ...]) -> torch.nn.Module:
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
-        num_labels=len(names),
         id2label=dict(enumerate(names)),
         label2id={name: number for number, name in enumerate(names)},
     )
@@ -177,7 +180,9 @@ def unknown_tags(where: str, sentences: list[ner.Sentence], names: tuple[str, ..
     return len(unknown)
 
 
-def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict) -> protocol.Job:
+def job_of(
+    args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict, note: str
+) -> protocol.Job:
     """The task for the protocol."""
     rows = {split: [[sentence.words, sentence.tags] for sentence in made.sentences] for split, made in windows.items()}
     test_hash, gold = durable.fingerprint(rows.pop("test", None)), [tags for _, tags in rows["validation"]]
@@ -191,7 +196,7 @@ def job_of(args: NerArguments, windows: dict[str, ner.Windows], names, scheme, t
         dataset={
             **{"name": name, "hub_id": None, "hub_config": None, "split": "validation"},
             "task_type": "token-classification",
-            "note": "" if args.validation_file or args.dataset_name else "a tenth of it held out for validation",
+            "note": note,
             "hub_metrics": {metric: metric for metric in metrics},
         },
         tokenizer=tokenizer,
@@ -241,9 +246,9 @@ def write_predictions(run: summaries.Run, job: protocol.Job, windows: dict[str, 
         scores |= summaries.all_test_scores([run], job.test_hash)[0]
     for split, of_split in scores.items():
         sentences, path = windows[split].sentences, run.output_dir / f"{split}_predictions.conll"
-        between = "\t" if any(" " in word for sentence in sentences for word in sentence.words) else " "
         rows = zip(sentences, windows[split].tags(of_split), strict=True)
-        columns = [filter(None, (sentence.words, sentence.tags, tags)) for sentence, tags in rows]
+        columns = [[*filter(None, (sentence.words, sentence.tags, tags))] for sentence, tags in rows]
+        between = "\t" if any(" " in text for each in columns for column in each for text in column) else " "
         blocks = ("".join(between.join(row) + "\n" for row in zip(*each, strict=True)) for each in columns)
         durable.write_text(path, "\n".join(blocks))
         print(f"predictions {path}")

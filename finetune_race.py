@@ -170,7 +170,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
     return protocol.Job(
         name="race",
         metric="accuracy",
-        dataset=race.dataset_card(args.level, args.without_article),
+        dataset=race.dataset_card(args.level, args.without_article, len(right)),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
         features={split: of_split.rows for split, of_split in features.items()},

@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> Summary:
 
     # 3. Features, head and loss.
     tokenizer = protocol.load_tokenizer(args)
-    windows = {split: make_windows(args, questions, tokenizer) for split, questions in data.items()}
+    lengths = args.max_seq_length, args.doc_stride, args.max_query_length, args.passage_first
+    windows = {split: squad.make_windows(questions, tokenizer, *lengths) for split, questions in data.items()}
     found = announce(args, data, windows, overlap, misplaced)
 
     # 4. A run for each seed; finished runs are read from disk.
@@ -186,13 +187,8 @@ def drop_misplaced(
 def build_model(args: SquadArguments) -> torch.nn.Module:
     """The checkpoint with a span head and, for 2.0, the paper's classifier."""
     cls = AutoModelWithAnswerability if uses_classifier(args) else AutoModelForQuestionAnswering
-    return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, num_labels=2)
-
-
-def make_windows(args: SquadArguments, questions: list[squad_files.SquadExample], tokenizer) -> squad.Windows:
-    """Windows of at most `max_seq_length` tokens."""
-    lengths = args.max_seq_length, args.doc_stride, args.max_query_length
-    return squad.make_windows(questions, tokenizer, *lengths, args.passage_first)
+    labels = {"id2label": {0: "LABEL_0", 1: "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}  # the default
+    return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, **labels)
 
 
 def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], overlap: int, misplaced: list[str]) -> dict:
@@ -235,7 +231,7 @@ def job_of(
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
-        dataset=squad.dataset_card(version(args), bool(args.validation_file), uses_classifier(args)),
+        dataset=squad.dataset_card(version(args), len(questions), uses_classifier(args)),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
         features={split: made.features for split, made in windows.items()},

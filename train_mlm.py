@@ -43,7 +43,7 @@ from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import MaskedLmMixin, flops_per_token
 from roberta_recipe.publishing import hub, plots
-from roberta_recipe.settings import preset_path, shown_names
+from roberta_recipe.settings import shown_names, value_of
 from roberta_recipe.training import checkpoint, launch_checks, output_folder, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with training_args.main_process_first():  # collects docstrings and hashes files; the other ranks use its caches
+    with processes.first_process_first(training_args):  # the other ranks use its docstrings and hashes
         corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_preset(argv, corpus)
         check_sources(corpus)
@@ -166,7 +166,7 @@ def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
     if pretraining.is_demonstration(argv):
         logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
         logger.info(f"The full recipe: {FULL_RECIPE}\n")
-    elif not preset_path(argv):
+    elif not value_of(argv, "config"):
         other = "" if preset == pretraining.CONTINUE else "; another: --model_size"
         logger.info(f"Preset      {preset}, as no --config is named{other}")
 
@@ -281,7 +281,7 @@ def write_results(record: records.PretrainingRecord, args: MlmArguments, output_
     """Write the loss curve and the run record; print predictions, losses and file names."""
     curve = os.path.join(output_dir, records.CURVE_NAME)
     plots.plot_loss(record, curve)
-    records.write_record(record, output_dir)  # the last file: with it the run is finished
+    records.write_record(record, Path(output_dir) / records.RECORD_NAME)  # the last file: with it the run is finished
     if args.fill_mask_examples:
         show_predictions(args.fill_mask_examples, output_dir)
     pretraining.print_validation(record["metrics"], record["unigram_entropy"], record["metrics_by_source"])

@@ -320,6 +320,8 @@ def windows_of(task: dict[str, Any], script: ModuleType) -> tuple[list[dict], Ca
     them; the stock way, all windows are padded to the same length."""
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
 
+    from roberta_recipe.tasks import squad
+
     args = script.SquadArguments(
         model_name_or_path=task["model"],
         train_file=task["squad_file"],
@@ -328,7 +330,8 @@ def windows_of(task: dict[str, Any], script: ModuleType) -> tuple[list[dict], Ca
         max_query_length=QUERY,
     )
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    features = script.make_windows(args, script.read_split(args, "train"), tokenizer).features
+    questions = script.read_split(args, "train")
+    features = squad.make_windows(questions, tokenizer, SQUAD_LENGTH, SQUAD_STRIDE, QUERY).features
     if task["way"] == "stock":
         collate = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=SQUAD_LENGTH)
         return features, collate, AutoModelForQuestionAnswering.from_pretrained(task["model"])

@@ -48,7 +48,6 @@ from roberta_recipe.record import (
     percent,
     picked_setting,
     read_record,
-    validation_blocks,
 )
 from roberta_recipe.settings import RecipeParser, check_mapping, load_yaml
 from roberta_recipe.standard_error import perplexity_with_error
@@ -454,7 +453,7 @@ def pretraining(ledger: Ledger) -> list[tuple[str, ...]]:
     """Rows of the table with the header `PRETRAINING_HEAD`."""
     lines = []
     for model, record in ledger.pretrained.items():
-        args, blocks = record["resolved_args"], validation_blocks(record)
+        args, blocks = record["resolved_args"], record["metrics"]["eval_blocks"]
         batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"  # sequences x tokens
         preset = f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
         measured = (f"{record['parameters'] / 1e6:.1f} M", _perplexity(record), f"validation, {blocks:,} blocks")

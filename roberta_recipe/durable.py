@@ -228,7 +228,10 @@ def lock(folder: str | Path, name: str = LOCK_NAME) -> None:
     inherit). Raises `InputError` that names the owner."""
     if (path := Path(folder, name).resolve()) in _held_locks:  # opening and closing it again would free it
         return
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -1,7 +1,6 @@
 """Hardware: description of the machine, memory, matrix rate; detection of out-of-memory and lost processes."""
 
 import ctypes
-import gc
 import os
 import platform
 import re
@@ -107,13 +106,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start_s)
     return 2 * size**3 / min(seconds[1:] or seconds)
-
-
-def free_memory() -> None:
-    """Free the memory of an earlier run in this process, whose trainer has reference cycles."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -145,7 +145,7 @@ class FinetuneRecord(RunRecord):
     # denominators of the metrics by validation split (SQuAD: questions), and by metric where they differ (RACE: middle,
     # high)
     scored_examples: dict[str, int]
-    baseline: Baseline | None  # None for spans and correlations
+    baseline: Baseline | None  # None for correlations, several labels, and SQuAD 1.1
     degenerate: bool  # the same answer to all examples
     computed_tokens: int  # including padding
     best_step: int
@@ -296,26 +296,11 @@ def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
         durable.write_text(Path(output_dir) / PRESET_NAME, text)
 
 
-def write_record(record: RunRecord, output_dir: str | Path) -> None:
-    """Atomic write of `<output_dir>/run_record.json`, for `read_record`."""
-    durable.write_sealed(Path(output_dir) / RECORD_NAME, finite(record))
-
-
-def write_summary(summary: Summary, folder: Path) -> None:
-    """Atomic write of `<folder>/summary.json`, for `read_record`."""
-    durable.write_sealed(folder / SUMMARY_NAME, finite(summary))
+def write_record(record: RunRecord | Summary, path: Path) -> None:
+    """Atomic write of `run_record.json` or `summary.json`, for `read_record`; NaN and infinity become null."""
+    durable.write_sealed(path, finite(record))
 
 
 def percent(value: float | None) -> str:
     """A score times 100; "nan" for None or NaN (a correlation with a constant)."""
     return "nan" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
-
-
-def decimal(value: float | None, digits: int = 3) -> str:
-    return "nan" if value is None else f"{value:.{digits}f}"
-
-
-def validation_blocks(record: PretrainingRecord) -> int:
-    """Number of held-out blocks; older records have it by source only."""
-    by_source = record["counts"]["validation"].values()
-    return record["metrics"].get("eval_blocks") or sum(counts["blocks"] for counts in by_source)

@@ -100,11 +100,6 @@ def plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
-def preset_path(argv: list[str]) -> str | None:
-    """The `--config` of a command line; None without one."""
-    return value_of(argv, "config")
-
-
 def names_in(argv: list[str]) -> set[str]:
     """The names of the flags on a command line."""
     return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
@@ -136,7 +131,7 @@ def parse(
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults, _NOT_GIVEN))))
     path, is_help = given.pop("config"), given.pop("help")
     is_missing = is_help and not resolve_path(path).is_file()  # --help works without the preset
-    preset = {} if is_missing else read_preset(path, dataclass_types)
+    preset = {} if is_missing else check_mapping(load_yaml(path), dataclass_types, path)
     preset = {name: value for name, value in preset.items() if name not in without}
     if is_help:
         parser.set_defaults(**preset)
@@ -317,11 +312,6 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold `key: value` lines, not {type(values).__name__}")
     return values
-
-
-def read_preset(path: str | Path, dataclass_types: list[type]) -> dict[str, Any]:
-    """The values of a preset, with type checks. Raises `InputError`."""
-    return check_mapping(load_yaml(path), dataclass_types, str(path))
 
 
 def check_mapping(

@@ -11,7 +11,7 @@ _NEVER, _ALWAYS, _ANY = ("false",), ("true",), ("true", "false")
 # name: (accepted values; none: any number, and the reason why it changes nothing)
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), (("float32",), "weights are fp32; half precision is --bf16 or --fp16")),
-    "group_by_length": (_ALWAYS, "rows are always grouped by length"),
+    "group_by_length": (_ALWAYS, "sequences of like length are always batched together"),
     "ignore_mismatched_sizes": (_ANY, "a head of another size is made fresh, and logged"),
     "low_cpu_mem_usage": (_ANY, "weights are always loaded without a second copy"),
     "model_revision": (("main",), "main is read; another: hf download MODEL --revision R --local-dir my_model"),

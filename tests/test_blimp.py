@@ -142,9 +142,7 @@ def test_processes_share_the_sentences(model_dir, tokenizer, monkeypatch):
     for process in range(3):
         calls.clear()
         shares.append(
-            pseudo_likelihood.log_likelihoods(
-                model, tokenizer, SENTENCES, call=call, process=process, processes=3, in_step=True
-            )
+            pseudo_likelihood.log_likelihoods(model, tokenizer, SENTENCES, call=call, process=process, processes=3)
         )
         counts.append(len(calls))
     assert sum(shares) == pytest.approx(whole, abs=1e-4) and len(set(counts)) == 1 < counts[0]

@@ -39,8 +39,9 @@ def check(files, **source):
 # Sources
 
 
-def test_file_folder_glob_and_list(tmp_path):
-    """Names that look like patterns are names; hidden and unreadable files of a folder are ignored."""
+def test_file_folder_glob_and_list(tmp_path, caplog):
+    """Names that look like patterns are names; a folder's files of other formats are named and left out."""
+    caplog.set_level("INFO", logger="recipe")
     folder = tmp_path / ".mine" / "b[1]"
     (folder / "deep").mkdir(parents=True)
     names = ["part*.parquet", "part1.parquet", "deep/c.parquet"]
@@ -51,6 +52,8 @@ def test_file_folder_glob_and_list(tmp_path):
     for name in (".git/a.parquet", "._part1.parquet"):
         write_parquet(folder / name, ["Hidden."])
     assert sorted(texts_of(files=str(folder))) == sorted(TEXTS)
+    left_out = f"Left out    1 file of {folder} in other formats, such as {folder / 'README.md'}"
+    assert caplog.messages == [left_out]
     assert sorted(texts_of(files=[str(folder / name) for name in names])) == sorted(TEXTS)
     assert len(texts_of(files=f"{tmp_path}/.mine/*/p*.parquet")) == 40
     assert texts_of(files=str(folder / "._part1.parquet")) == ["Hidden."]

@@ -371,6 +371,8 @@ def test_epochs_of_local_files(preset, tmp_path):
         cost = estimate.main([*flags, path])
         assert cost.corpus_bytes == pytest.approx(size, rel=0.1), path
         assert cost.epochs == pytest.approx(cost.tokens / (cost.corpus_bytes / 4.5))
+    wide = ["--config_name", "presets/model/mini.json"]  # of 50,265 entries; the run has those of its tokenizer
+    assert estimate.main([*flags, path, *wide]).config.vocab_size == 400
     few = estimate.main([*flags, path, "--max_train_samples", "4"])
     assert few.epochs == few.blocks / 4 and f"{few.epochs:,.2f} epochs of at most 4 blocks" in estimate.format_estimate(
         few

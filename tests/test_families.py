@@ -130,7 +130,7 @@ def test_other_objectives_have_heads_that_fit(name, objectives, batch):
     assert heads and all(weight.grad is not None for weight in heads)
 
 
-@pytest.mark.parametrize("name", ["albert", "modernbert", "electra"])
+@pytest.mark.parametrize("name", ["albert", "modernbert", "electra", "distilbert"])
 def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, preset, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     flags = ["--config", preset, "--config_name", str(tmp_path / "config.json"), "--save_strategy", "steps"]

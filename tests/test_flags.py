@@ -70,7 +70,7 @@ def check(script, filled):
         pretraining.check_data(filled[0])
         pretraining.check_training(filled[1])
     else:
-        task = (sys.modules[script].task_of(filled[0]),) if script == "finetune_glue" else ()
+        task = (sys.modules[script].task_of(filled[0], filled[1].do_predict),) if script == "finetune_glue" else ()
         sys.modules[script].check_arguments(*filled, *task)
 
 

@@ -124,14 +124,14 @@ def test_the_card_says_what_the_record_says(server, preset, tmp_path):
         "| global_batch_size | 8 |",
         "| hidden size | 32 |",
         f"| train_file | 100.0% | {record['counts']['train']['train_file']['tokens']:,} | "
-        f"{record['passes']['train_file']:.2f} | ",
+        f"{record['passes']['train_file']:.2f} |\n",
         f"| all held-out text | {sum(counts['blocks'] for counts in record['counts']['validation'].values()):,} | ",
         'AutoModelForMaskedLM.from_pretrained("me/small")',
         "![loss over steps](loss_curve.png)",
     ):
         assert wanted in card.text, wanted
     assert [message for _, _, message in server.commits] == ["In training", "Trained for 4 steps"]
-    assert "num_train_epochs" not in card.text and "held-out tokens measured on" in card.text
+    assert "num_train_epochs" not in card.text and "| held-out text | blocks |" in card.text
     assert head["widget"] == [{"text": "the <mask> sees"}] and "license" not in head and "datasets" not in head
     assert head["language"] == "en" and "recipe on train.parquet: " in card.text
     assert str(tmp_path) not in str(card)  # no path of this machine
@@ -168,7 +168,7 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
     assert "retry in" in capsys.readouterr().err
 
     server.drops = [("POST", "/commit/")] * 4
-    with pytest.raises(RunError, match=r"cannot be reached for me/small .*the run is saved"):
+    with pytest.raises(RunError, match=r"cannot be reached for me/small .*sends a finished run later"):
         push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
@@ -280,6 +280,10 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
     assert preset_there["learning_rate"] == 1e-2 and not [name for name in preset_there if "hub" in name]
     assert "vocab.txt" not in server.repositories["me/small"]["main"]
+    server.repositories["me/new"] = {"main": {"LICENSE": b"MIT", "README.md": b""}}  # as made on the website
+    push_tool.main([*model[:-1], "me/new"])
+    files = server.repositories["me/new"]["main"]
+    assert files["LICENSE"] == b"MIT" and files["README.md"] and "model.safetensors" in files
 
 
 def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):

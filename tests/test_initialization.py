@@ -122,7 +122,7 @@ def test_unknown_values_are_refused(preset, text):
 
 def test_checkpoints_and_other_architectures_are_refused(preset, tmp_path, model_dir):
     flags = ["--config", preset, "--initialization", "mimetic"]
-    with pytest.raises(InputError, match=r"initialization=mimetic is for fresh weights .*, and model_name_or_path="):
+    with pytest.raises(InputError, match=r"initialization=mimetic and model_name_or_path=.* exclude each other"):
         train_mlm.main([*flags, "--model_name_or_path", model_dir])
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "albert", **SHAPE}))
     with pytest.raises(InputError, match=r"supports roberta, .*bert, not 'albert'"):

@@ -44,6 +44,12 @@ def in_child(folder, log):
     return child, int(Path(f"{log}.worker").read_text())
 
 
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / ".lock").mkdir()  # rights do not hold for root
+    with pytest.raises(InputError, match=rf"{tmp_path} cannot be written \(Is a directory\); name another folder"):
+        durable.lock(tmp_path)
+
+
 def test_the_second_is_told_who_works_there_and_a_dead_owner_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_aVerySecretTokenOfNobody"])
     folder = tmp_path / "folder"

@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import KeepGradients, run_python
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from transformers import DataCollatorForLanguageModeling, Trainer
+from transformers import AutoConfig, DataCollatorForLanguageModeling, Trainer
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
@@ -207,6 +207,12 @@ def test_sizes_are_the_papers(name, parameters, flops):
         assert flops_per_token(config, 512, 0.15) == pytest.approx(flops, rel=1e-3)
 
 
+def test_distilberts_flops_are_those_of_six_layers_of_bert():
+    """It names its widths otherwise."""
+    distilbert, bert = AutoConfig.for_model("distilbert"), AutoConfig.for_model("bert", num_hidden_layers=6)
+    assert flops_per_token(distilbert, 512, 0.15) == flops_per_token(bert, 512, 0.15)
+
+
 def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, tokenizer, tmp_path):
     torch.manual_seed(0)
     plain = build_model(tokenizer, config_name=config_file, max_seq_length=64)
@@ -254,13 +260,20 @@ print(type(model).__module__)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("overrides", "message"),
     [
-        ({"max_position_embeddings": 64}, r"max_seq_length=64 is more than the 62 positions"),
-        ({"pad_token_id": 0}, r"pad_token_id=0, the tokenizer 400 entries and 1"),
+        ("max_position_embeddings=64", r"max_seq_length=64 is more than the 62 positions"),
+        ("pad_token_id=0", r"pad_token_id=0, the tokenizer 400 entries and 1"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(tokenizer, config, tmp_path, changes, message):
-    config.__class__.from_dict({**config.to_dict(), **changes}).to_json_file(tmp_path / "changed.json")
+def test_a_config_that_does_not_fit_is_refused(tokenizer, config_file, overrides, message):
     with pytest.raises(InputError, match=message):
-        build_model(tokenizer, config_name=str(tmp_path / "changed.json"), max_seq_length=64)
+        build_model(tokenizer, config_name=config_file, config_overrides=overrides, max_seq_length=64)
+
+
+def test_fresh_weights_have_the_tokenizers_vocabulary_and_padding_id(tokenizer, config, tmp_path):
+    other = {**config.to_dict(), "vocab_size": 900, "pad_token_id": 0}  # as of a BERT
+    config.__class__.from_dict(other).to_json_file(tmp_path / "other.json")
+    model = build_model(tokenizer, config_name=str(tmp_path / "other.json"), max_seq_length=64)
+    assert (model.config.vocab_size, model.config.pad_token_id) == (400, 1)
+    assert model.get_input_embeddings().padding_idx == 1

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -74,6 +75,14 @@ def test_from_the_command_line(argv, tmp_path, capfd):
     assert "Done        " in capfd.readouterr().err
 
 
+def test_predictions_have_tabs_where_a_tag_has_a_blank(tmp_path, monkeypatch):
+    sentence, tags = ner.Sentence(("Ann", "Ott"), ("O", "B-last name")), [["O", "O"]]
+    windows = {"validation": SimpleNamespace(sentences=[sentence], tags=lambda scores: tags)}
+    monkeypatch.setattr(finetune_ner, "validation_scores", lambda folder: None)
+    finetune_ner.write_predictions(SimpleNamespace(output_dir=tmp_path), SimpleNamespace(tests=[]), windows)
+    assert (tmp_path / "validation_predictions.conll").read_text() == "Ann\tO\tO\nOtt\tB-last name\tO\n"
+
+
 def test_any_accumulation_gives_one_curve(argv, tmp_path):
     """The loss is the mean over the words of the whole batch: sentences differ in length."""
     curves = []
@@ -138,10 +147,14 @@ def test_formats(argv, tmp_path, monkeypatch, name):
         path.write_text(conll(SENTENCES, "").replace("\n", "\r\n" if name == "t.txt" else "\n"), encoding="utf-8")
     (args, training_args), _ = finetune_ner.read_arguments(words)
     finetune_ner.check_arguments(args, training_args)
-    data = finetune_ner.read_data(args, False)
+    data, note = finetune_ner.read_data(args, False)
+    assert note == "a tenth of it held out for validation"
     read = sorted([list(each.words), list(each.tags)] for split in data.values() for each in split)
     assert read == sorted(map(list, SENTENCES)) and len(data["validation"]) == 4
     assert ner.names_and_scheme(data["train"]) == (tuple(NAMES), "IOB2")
+    if name == "hub":
+        with pytest.raises(InputError, match=r"do_predict: .*hub comes without a test set"):
+            finetune_ner.read_data(args, True)
 
 
 BAD = {
@@ -167,7 +180,7 @@ BAD = {
     "other columns": ([{"words": ["a"], "tags": ["O"]}], {}, "name one of the columns words, tags with --text_column"),
     "no example": (["a O"], {"max_train_samples": 0}, "max_train_samples=0 must be above 0"),
     "few": (["a O", "b B-X"], {}, "t.conll has too few sentences to hold out a tenth: name a validation_file"),
-    "no test file": (["a O"], {"do_predict": True}, "test_file=None, do_predict=True: they go together"),
+    "no test file": (["a O"], {"do_predict": True}, "do_predict: .* comes without a test set; name a test_file"),
     "smoothing": (["a O"], {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 must be below 1, and is for"),
 }  # fmt: skip
 

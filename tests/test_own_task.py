@@ -67,8 +67,9 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         path.mkdir()
     if name in ("p.parquet", "hub"):
+        other = [{**PAIRS[0], "same": None}, *PAIRS[1:]]  # no test set to predict: a label is missing
         for file in ("train.parquet", "test.parquet") if name == "hub" else ("",):
-            pq.write_table(pa.Table.from_pylist(PAIRS), path / file)
+            pq.write_table(pa.Table.from_pylist(other if file == "test.parquet" else PAIRS), path / file)
     elif name == "p.tsv":
         path.write_text("a\tb\tsame\n" + "".join("\t".join(map(str, row.values())) + "\n" for row in PAIRS))
     else:
@@ -78,11 +79,14 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
     if name == "hub":
         words[words.index("--train_file")] = "--dataset_name"
     (args, training_args), _ = finetune_glue.read_arguments(words)
-    task = finetune_glue.task_of(args)
+    task = finetune_glue.task_of(args, training_args.do_predict)
     finetune_glue.check_arguments(args, training_args, task)  # a test set on the Hub need not be predicted
     assert task.labels == ("False", "True") and task.metrics == ("accuracy", "f1") and task.columns == ("a", "b")
     assert [len(task.examples[split]) for split in ("train", "validation")] == [18, 2]
     assert sorted(task.examples["validation"].labels) == [0, 1]
+    if name == "hub":
+        with pytest.raises(InputError, match=r"hub, test, row 1: same is None, none of the training labels"):
+            finetune_glue.task_of(args, do_predict=True)
     texts = [task.examples[split].texts for split in ("train", "validation")]
     rows = [(row["a"], row["b"]) for row in PAIRS]
     assert sorted([*texts[0], *texts[1]]) == sorted(rows) and texts[0] == [row for row in rows if row in texts[0]]

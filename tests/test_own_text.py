@@ -69,6 +69,8 @@ def test_a_size_gives_the_recipe_without_its_text(root):
     assert (args.corpus, args.fill_mask_examples, args.config_name) == (None, None, "presets/model/small.json")
     assert args.tokenizer_name == resolved["tokenizer_name"] == "runs/mine/tokenizer"
     assert (training.learning_rate, args.max_seq_length, training.output_dir) == (5e-4, 512, "runs/mine")
+    base = [word.replace("small", "base") for word in words]  # its preset names a token cache
+    assert train_mlm.read_arguments(base)[0][0].token_cache is None
     for other in (["--config", "presets/mlm/roberta_tiny.yaml"], ["--model_name_or_path", "m"]):
         with pytest.raises(InputError, match=rf"model_size=small .* drop it or {other[1]}"):
             train_mlm.read_arguments([*words, *other])

@@ -254,6 +254,13 @@ def test_long_options_are_cut_and_counted(tokenizer):
     assert batch["input_ids"][0, 0, 25 + 2 : length].tolist() == [*article, tokenizer.eos_token_id]
 
 
+def test_the_card_names_race_for_its_own_questions_only():
+    official, own = race.dataset_card("all", False, 4887), race.dataset_card("all", False, 20)
+    assert (official["name"], official["hub_id"]) == ("RACE", "ehovy/race")
+    assert (own["name"], own["hub_id"]) == ("race (20 questions)", None)
+    assert race.dataset_card("middle", False, 1436)["name"] == "race (level middle)"
+
+
 def test_the_hubs_columns(monkeypatch):
     row = {"example_id": "high1.txt", "article": "a  b", "question": "_?", "options": list("wxyz"), "answer": "C"}
     asked = []

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
-from roberta_recipe.record import write_summary
+from roberta_recipe.record import SUMMARY_NAME, write_record
 from roberta_recipe.tasks.summaries import Run, summarise
 
 EMPTY = "# Title\n<!-- results: made by make report -->\nold\n<!-- end of results -->\nafter\n"
@@ -28,7 +28,7 @@ def ledger(root):
 def write_pretraining(folder, perplexity=50.25):
     folder.mkdir(parents=True)
     record = {
-        "metrics": {"eval_loss": 3.9, "eval_perplexity": perplexity},
+        "metrics": {"eval_loss": 3.9, "eval_perplexity": perplexity, "eval_blocks": 1024},
         "metrics_by_source": {
             name: {"loss": loss, "perplexity": 2.5 * loss, "unigram_entropy": 6.5}
             for name, loss in (("a", 3.0), ("b", 4.0))
@@ -81,7 +81,7 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
     baseline = None if majority is None else {"answer": "yes", "metrics": {metric: majority}}
     measured = {"dataset": dataset, "scored_examples": {"validation": 277}, "baseline": baseline}
     summary = summarise(runs, records, metric) | {"task": task, "duplicates": {}, **measured, **settings}
-    write_summary(summary, folder)
+    write_record(summary, folder / SUMMARY_NAME)
 
 
 def report(ledger, tmp_path, *argv):

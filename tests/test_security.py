@@ -157,7 +157,10 @@ def cards(text):
     counts = {text: {"documents": 3, "tokens": 9, "blocks": 3, "lost_rows": 0}}
     pretraining = {
         **{**run, "shown_args": ["optim", "learning_rate"], "stopped_by": text, "unigram_entropy": 3.0},
-        **{"metrics": {"eval_loss": 1.0, "eval_perplexity": 2.7, "eval_bits": 1.4}, "passes": {text: 1.0}},
+        **{
+            "metrics": {"eval_loss": 1.0, "eval_perplexity": 2.7, "eval_bits": 1.4, "eval_blocks": 3},
+            "passes": {text: 1.0},
+        },
         **{"fingerprint": {"language": "en", "shares": [1.0]}, "metrics_by_source": {text: measured}},
         **{"counts": {"train": counts, "validation": counts}},
     }

@@ -1,6 +1,7 @@
 """Preset and command line: one parse, one type check, errors that name the value and the fix."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,9 +12,14 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe.errors import InputError
-from roberta_recipe.settings import flags_of, load_yaml, read_preset
+from roberta_recipe.settings import check_mapping, flags_of, load_yaml
+from roberta_recipe.training.pretraining import check_data
 
 CLASSES = [train_mlm.MlmArguments, train_mlm.MlmTrainingArguments]
+
+
+def read_preset(path):
+    return check_mapping(load_yaml(path), CLASSES, str(path))
 
 
 def parsed(argv, preset):
@@ -58,7 +64,7 @@ def test_a_script_that_was_copied_without_its_preset(capsys, monkeypatch):
 def test_numbers_of_yaml(tmp_path, written):
     path = tmp_path / "p.yaml"
     path.write_text(f"learning_rate: {written}\n")
-    assert read_preset(path, CLASSES) == {"learning_rate": 6e-4}
+    assert read_preset(path) == {"learning_rate": 6e-4}
 
 
 def test_resolved_arguments_are_a_preset_that_resolves_to_the_same(preset, tmp_path):
@@ -81,6 +87,19 @@ def test_a_flag_replaces_its_alternative_in_the_preset(preset):
     assert args.config_name is None and args.model_name_or_path == "m"
     with pytest.raises(InputError, match=r"corpus=c and train_file=.* exclude each other"):
         parsed(["--corpus", "c", "--train_file", "f"], preset)
+
+
+def test_flags_of_train_file_do_not_apply_to_a_corpus(preset):
+    of_run = Path(preset).with_name("of_run.yaml")
+    of_run.write_text(f"{Path(preset).read_text()}\ntext_column: body\nlanguage: de\n")
+    (args, _), _ = parsed([], of_run)
+    assert (args.text_column, args.language) == ("body", "de")
+    corpus = ["--corpus", "presets/corpus/docstrings.yaml"]
+    (args, _), _ = parsed(corpus, of_run)
+    assert (args.text_column, args.language) == ("text", "en")
+    for flag in (["--text_column", "body"], ["--language", "de"]):
+        with pytest.raises(InputError, match="text_column and language go with train_file"):
+            check_data(parsed([*corpus, *flag], preset)[0][0])
 
 
 @pytest.mark.parametrize(
@@ -133,7 +152,7 @@ def test_bad_presets(tmp_path, text, named):
     path = tmp_path / "bad.yaml"
     path.write_text(text + "\n")
     with pytest.raises(InputError) as error:
-        read_preset(path, CLASSES)
+        read_preset(path)
     assert all(word in str(error.value) for word in ["bad.yaml", *named]), error.value
 
 
@@ -168,7 +187,7 @@ def test_numbers_of_a_preset_are_checked_too(preset):
 
 def test_missing_preset_names_its_neighbours(preset, tmp_path):
     with pytest.raises(InputError, match=r"no such file: .*nothing.yaml; its folder has .*preset.yaml"):
-        read_preset(tmp_path / "nothing.yaml", CLASSES)
+        read_preset(tmp_path / "nothing.yaml")
 
 
 @pytest.mark.parametrize(

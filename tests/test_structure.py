@@ -97,11 +97,6 @@ def test_imports_go_one_way():
     assert len(MODULES) > 35 and checked > 150
 
 
-def test_the_former_module_path_of_a_tool_says_where_it_is():
-    done = run_python("-m", "roberta_recipe.tools.estimate", "--config", "presets/mlm/roberta_base.yaml", cwd=ROOT)
-    assert done.returncode == 2 and "python tools/X.py" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 def test_a_tool_runs_from_any_folder_and_its_neighbours_shadow_no_library(tmp_path):
     """`tools/evaluate.py` is not the library `evaluate`."""
     paths = [path for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem not in ("significance", "devices")]
@@ -200,7 +195,7 @@ def arguments_assigned(source: str) -> list[str]:
 
 
 def test_argument_objects_are_final_after_the_parse():
-    """But in `training/arguments.py`, whose `resolve` is called right after it."""
+    """But in `training/arguments.py`, whose `derive` is called right after it."""
     ways = "args.a = 1\nt.args.b += 1\nwith f() as training_args.c: pass\nsetattr(args, 'd', 1)\nargs.e, x = y\ns.f = 2"
     assert len(arguments_assigned(ways)) == 5
     paths = [*MODULES, *(ROOT / script for script in SCRIPTS)]

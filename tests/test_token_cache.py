@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.training.processes import end_together
+from roberta_recipe.training.processes import end_together, first_process_first
 
 
 @pytest.fixture
@@ -126,6 +127,25 @@ def test_ranks_wait_for_each_other_without_a_time_limit_and_see_what_was_damaged
     ranks = forked_ranks(start, tmp_path)
     assert [rank.end() for rank in ranks] == [2, 2]
     assert all("a/train-00000.bin is missing or damaged; start the same command again" in rank.log for rank in ranks)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_process_works_first_without_a_time_limit(tmp_path, fails):
+    """Each rank of 2 writes its line; the default group's time limit is shorter than the first one's work."""
+    lines = tmp_path / "lines"
+
+    def start(rank):
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+        with first_process_first(SimpleNamespace(local_process_index=rank)):
+            time.sleep(0 if rank else 3)
+            with lines.open("a") as file:
+                file.write(f"{rank}\n")
+            if fails:
+                raise InputError("no such file")
+
+    ranks = forked_ranks(start, tmp_path)
+    assert [rank.end() for rank in ranks] == ([2, 2] if fails else [0, 0]), [rank.log for rank in ranks]
+    assert lines.read_text().split() == ["0", "1"]
 
 
 @pytest.mark.parametrize(

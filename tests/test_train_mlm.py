@@ -249,6 +249,9 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsy
     assert metrics["eval_loss"] == record["metrics"]["eval_loss"] and "differs" not in capsys.readouterr().err
     metrics, _ = evaluate.main([*argv, f"--tokenizer-name={other}"])
     assert f"tokenizer_name='{other}' differs from the tokenizer of" in capsys.readouterr().err
+    (args, _), _ = train_mlm.read_arguments([*argv, f"--tokenizer-name={other}"])
+    assert pretraining.load_tokenizer(args).name_or_path == str(other)  # to train on; the same warning
+    assert f"tokenizer_name='{other}' differs from the tokenizer of" in capsys.readouterr().err
     assert metrics["eval_loss"] != record["metrics"]["eval_loss"]
     # a checkpoint without tokenizer: its config alone gives transformers a tokenizer of special tokens
     for path in (*run.glob("tokenizer*"), *run.glob("vocab*"), *run.glob("merges*"), *run.glob("special*")):

@@ -30,6 +30,7 @@ FAMILIES = {
     "electra": {**SIZES, "embedding_size": 8},
     "mpnet": {**SIZES, "max_position_embeddings": 40},
     "deberta-v2": SIZES,
+    "mobilebert": {**SIZES, "embedding_size": 8, "intra_bottleneck_size": 16},
     "modernbert": {
         **SIZES,
         "pad_token_id": 0,

@@ -18,7 +18,6 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from roberta_recipe import durable
@@ -67,7 +66,7 @@ def check_output(path: Path, pairs: int, methods: list[str]) -> None:
     durable.check_output_file(path, "output_dir", "name another folder")
     try:
         before = durable.read_sealed(path)
-        more = before["pairs"] > pairs or before["scores"].keys() > set(methods)
+        more = before["pairs"] > pairs or not before["scores"].keys() <= set(methods)
     except (OSError, ValueError, KeyError):  # none, or damaged
         return
     if more:
@@ -81,8 +80,7 @@ def score_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: blimp.Pairs, methods: list[str], bf16: bool
 ) -> dict[str, records.BlimpScores]:
     """A model's scores by method."""
-    with torch.inference_mode():
-        scores = pseudo_likelihood.log_likelihoods(model, tokenizer, pairs.sentences, methods, bf16=bf16)
+    scores = pseudo_likelihood.log_likelihoods(model, tokenizer, pairs.sentences, methods, bf16=bf16)
     return {
         method: blimp.accuracies(blimp.outcomes(pairs, scores[pseudo_likelihood.METHODS.index(method)]))
         for method in pseudo_likelihood.METHODS

@@ -12,6 +12,7 @@ word. The corpus is streamed once, at about 7 MB/s per core; memory holds the ev
 
 import argparse
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -158,25 +159,31 @@ def format_counts(summary: dict[str, dict[str, Any]], length: int) -> str:
     return "\n".join(lines)
 
 
-def evaluation_texts(glue_dir: str | None, squad_files: list[str], race_dir: str | None) -> Iterator[Text]:
-    """Sentences, contexts, questions and articles of the evaluation sets; answers and options are too short. Raises
-    `InputError` for an unreadable set."""
-    if glue_dir:
-        for name, task in {**glue.TASKS, "ax": glue.AX}.items():
-            for split, (file, _) in task.splits.items():
-                if Path(glue_dir, task.folder, file).is_file() and split != "train":
-                    rows = glue.read_split(task, name, split, glue_dir)
-                    for number, texts in enumerate(rows.texts):
-                        for text in texts:
-                            yield Text(f"{name} {split}", f"row {number}", words_of(text))
-    for path in squad_files:
+def glue_texts(glue_dir: str) -> Iterator[Text]:
+    """Sentences of GLUE's validation and test sets, of the tasks in `glue_dir`. Raises `InputError` for a bad file."""
+    for name, task in {**glue.TASKS, "ax": glue.AX}.items():
+        for split, (file, _) in task.splits.items():
+            if Path(glue_dir, task.folder, file).is_file() and split != "train":
+                rows = glue.read_split(task, name, split, glue_dir)
+                for number, texts in enumerate(rows.texts):
+                    for text in texts:
+                        yield Text(f"{name} {split}", f"row {number}", words_of(text))
+
+
+def squad_texts(paths: list[str]) -> Iterator[Text]:
+    """Contexts and questions; answers are too short. Raises `InputError` for a bad file."""
+    for path in paths:
         questions = read_file(Path(path), version_2=None)
         contexts = {question.context: question.id for question in reversed(questions)}  # the first question's id
         for context, name in contexts.items():
             yield Text(f"{path} contexts", f"context of {name}", words_of(context))
         for question in questions:
             yield Text(f"{path} questions", question.id, words_of(question.question))
-    for split in race.FOLDERS if race_dir else ():
+
+
+def race_texts(race_dir: str) -> Iterator[Text]:
+    """Articles and questions of the splits in `race_dir`; options are too short. Raises `InputError` for a bad file."""
+    for split in race.FOLDERS:
         for level in race.LEVELS:
             if Path(race_dir, race.FOLDERS[split], level).is_dir():
                 questions = race.read_folder(Path(race_dir), split, (level,))
@@ -201,15 +208,12 @@ def near_duplicates(texts: list[Text], length: int) -> list[str]:
 
 def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
     """Look up the corpus's documents; returns their number by source."""
-    counts = {}
+    counts = {source.name: 0 for source in corpus.sources}
     for source in corpus.sources:
-        number = 0
-        for document in Bar(documents(corpus, source, "train", seed=0), desc=source.name, unit=" documents"):
-            if max_documents and number >= max_documents:
-                break
+        found = itertools.islice(documents(corpus, source, "train", seed=0), max_documents)
+        for document in Bar(found, desc=source.name, unit=" documents"):
             index.look_up(document, source.name)
-            number += 1
-        counts[source.name] = number
+            counts[source.name] += 1
     return counts
 
 
@@ -244,10 +248,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         # the new list replaces the preset's
         corpus = dataclasses.replace(corpus, leave_out=None)
     corpus = resolve(corpus)
-    texts = list(evaluation_texts(args.glue_dir, args.squad_file, args.race_dir))
-    texts += held_out_texts(corpus) if args.held_out else []
-    if not texts:
+    if not (args.glue_dir or args.squad_file or args.race_dir or args.held_out):
         raise InputError("no evaluation set: name glue_dir, squad_file, race_dir or held_out")
+    texts = []
+    for flag, read in (("glue_dir", glue_texts), ("squad_file", squad_texts), ("race_dir", race_texts)):
+        if named := getattr(args, flag):
+            texts += (found := list(read(named)))
+            if not found:
+                raise InputError(f"{flag}={named} has none of the official files")
+    texts += held_out_texts(corpus) if args.held_out else []
     index = Index(texts, args.ngram)
     logger.info(f"{counted(len(texts), 'text')}, {counted(len(index.hashes), f'{args.ngram}-gram')}")
     counts = look_up_corpus(index, corpus, args.max_documents)

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import BYTES_PER_TOKEN, Corpus, resolve, text_bytes
 from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
 from roberta_recipe.settings import did_you_mean, setting
@@ -344,11 +345,13 @@ def read_estimate(argv: list[str]) -> Estimate:
         raise InputError(
             f"num_train_epochs={training_args.num_train_epochs:g}: text is not counted here; name --max_steps"
         )
-    source = args.config_name or args.model_name_or_path
-    config = weights.fresh_config(source, args.config_overrides) if args.config_name else weights.read_config(source)
+    config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
     if config.model_type not in MODEL_TYPES:
+        source = args.config_name or args.model_name_or_path
         raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
+    if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
+        config.vocab_size = len(pretraining.load_tokenizer(args))
     multiple = args.pad_vocab_to_multiple_of or 1
     config.vocab_size = math.ceil(config.vocab_size / multiple) * multiple
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size

@@ -17,9 +17,8 @@ from pathlib import Path
 if not __package__:  # run as a script: modules come from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from transformers import PreTrainedTokenizerBase
 
-from roberta_recipe.data import masking, tokenization
+from roberta_recipe.data import masking
 from roberta_recipe.data.corpus import hash_files, in_words, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
@@ -27,35 +26,17 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, logger, set_up_logging
 from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics
-from roberta_recipe.settings import names_in, preset_path, value_of
+from roberta_recipe.settings import names_in, value_of
 from roberta_recipe.tasks import blimp
 from roberta_recipe.training import pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-
-
-def load_tokenizer(checkpoint: str, named: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer `named`, with a warning if it differs from the checkpoint's, else the checkpoint's. Raises
-    `InputError`."""
-    if named is None:
-        return pretraining.checkpoint_tokenizer(checkpoint)
-    tokenizer = tokenization.load_tokenizer(named)
-    try:
-        own = tokenization.tokenizer_fingerprint(pretraining.checkpoint_tokenizer(checkpoint))
-    except InputError:  # nothing to compare with
-        return tokenizer
-    if tokenization.tokenizer_fingerprint(tokenizer) != own:
-        logger.warning(
-            f"tokenizer_name={named!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand for "
-            "other words than in its training; leave --tokenizer_name out for comparable figures"
-        )
-    return tokenizer
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     """As `pretraining.preset_of`, and without `--config` the preset in the checkpoint's folder: but for its text where
     the command names one, and for its attention, which another device may not have."""
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
-    if preset_path(argv) or not own.is_file():
+    if value_of(argv, "config") or not own.is_file():
         return pretraining.preset_of(argv)
     names_text = names_in(argv) & (pretraining.TEXT - {"token_cache"})
     return str(own), {"attn_implementation"} | (pretraining.TEXT if names_text else set())
@@ -81,17 +62,17 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
             f"model_name_or_path={args.model_name_or_path} is no folder with a {PRESET_NAME}: name a run's folder, or "
             "the held-out text with --train_file or --corpus"
         )
-    named = value_of(argv, "tokenizer_name")
-    args = dataclasses.replace(args, tokenizer_name=named or args.model_name_or_path, global_batch_size=None)
+    tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
+    args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
     pretraining.derive(args, training_args)
-    with training_args.main_process_first():
+    with processes.first_process_first(training_args):
         corpus = resolve(pretraining.read_corpus(args))
         check_sources(corpus)
         if args.token_cache:
             corpus = hash_files(corpus, cache_folder=args.token_cache)
-        tokenizer = load_tokenizer(args.model_name_or_path, named)
+        tokenizer = pretraining.load_tokenizer(args)
     # a finished model has no heads of other objectives
     model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)

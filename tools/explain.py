@@ -9,7 +9,6 @@ be reproduced. With a token cache, any step is immediate; without it, text is re
 up to the step. Writes nothing but that index.
 """
 
-import argparse
 import dataclasses
 import itertools
 import signal
@@ -93,17 +92,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     """The run's folder (None for a run that has not started), and the arguments: its preset, overridden by `argv`."""
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.add_argument("--output_dir", type=Path)
-    named.add_argument("--config")
-    found, _ = named.parse_known_args(argv)
-    folder = None if found.config else found.output_dir
+    config, output_dir = (flags.value_of(argv, name) for name in ("config", "output_dir"))
+    folder = Path(output_dir) if output_dir and not config else None
     preset = ["--config", str(folder / PRESET_NAME)] if folder else []
     # accepts bf16 on a machine without a GPU
     argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, extra=(ExplainArguments,))
     explain, args, training_args = filled
-    if folder is None and not found.config:
+    if folder is None and not config:
         raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
     if not 1 <= explain.step <= training_args.max_steps:
         raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     run_id = hub.run_id(model)
     repo, ours = hub.open_repo(args.repo, run_id, args.private or None, args.revision, replace=args.replace)
     publisher = hub.Publisher(repo, run_id, args.revision)
-    publisher.push(model, f"Upload {model.resolve().name}", results, replace=not ours, **metadata)
+    publisher.push(model, f"Upload {model.resolve().name}", results, replace=args.replace and not ours, **metadata)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch.profiler import ProfilerActivity, profile
 
 from roberta_recipe import durable, hardware
@@ -250,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         except Exception as error:  # it stops no other
             found[name]["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
         found[name]["seconds"] = round(time.perf_counter() - begun_s, 1)
-        hardware.free_memory()
+        clear_device_cache(garbage_collection=True)
         durable.write_text(args.output, json.dumps(found))
 
 

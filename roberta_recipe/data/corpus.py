@@ -22,7 +22,7 @@ from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.file_formats import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.input_files import parsing, read_input_json, resolve_path
-from roberta_recipe.log import Bar
+from roberta_recipe.log import Bar, counted, log_once
 from roberta_recipe.record import HASHES_NAME
 from roberta_recipe.settings import check_mapping, load_yaml
 
@@ -190,6 +190,8 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
                 f"source {name!r}: {pattern!r} does not exist, or has no file that can be read: {', '.join(FORMATS)}, "
                 f"text and JSON also compressed ({', '.join(COMPRESSIONS)}); hidden files of a folder are ignored"
             )
+        if others := [path for path in paths if path not in readable]:
+            log_once(f"Left out    {counted(len(others), 'file')} of {pattern} in other formats, such as {others[0]}")
         formats.update(readable)
     kinds = sorted(set(formats.values()))
     if len(kinds) > 1:

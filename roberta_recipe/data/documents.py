@@ -151,7 +151,8 @@ def check_sources(corpus: Corpus) -> None:
         is_remote = any("://" in path for path in corpus.files(source, "validation")[1])
         if not is_remote and next(documents(corpus, source, "validation", seed=0), None) is None:
             without.append(source.name)
-    message = f"no document is held out of {', '.join(without)}; name validation_files, or raise validation_share"
+    message = f"no document is held out of {', '.join(without)}; name a --validation_file, or in a corpus preset "
+    message += "validation_files or a higher validation_share"
     if any(corpus.files(source, "train")[0] == "text" for source in corpus.sources):
         message += ". Only blank lines separate documents in .txt; of one document a line: sed G lines.txt > docs.txt"
     if len(without) == len(corpus.sources):

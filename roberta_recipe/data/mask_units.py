@@ -79,7 +79,8 @@ def choose_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
     if not longest:
         return [], []
     law = LENGTHS[unit][:longest]
-    uniform, law = itertools.chain.from_iterable(_uniform(draws)).__next__, (law / law[-1]).tolist()
+    chunks = iter(lambda: draws.random(64).tolist(), None)  # endless; a single draw takes five times as long
+    uniform, law = itertools.chain.from_iterable(chunks).__next__, (law / law[-1]).tolist()
     tokens_per_word = (len(words.special) - np.count_nonzero(words.special)) / occupied.count(0)
     expected = (len(law) - sum(law[:-1])) * tokens_per_word  # of a span
     spans = range(int(budget / expected + uniform()))
@@ -135,9 +136,3 @@ def _phrases(borders: np.ndarray, marks: np.ndarray) -> list[tuple[int, int]]:
     first = np.searchsorted(borders, np.flatnonzero(begins), "right") - 1
     last = np.searchsorted(borders, np.flatnonzero(ends), "right") - 1
     return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
-
-
-def _uniform(draws: np.random.Generator) -> Iterator[list[float]]:
-    """An infinite stream of uniform draws, in chunks."""
-    while True:
-        yield draws.random(64).tolist()

@@ -164,10 +164,10 @@ def count_table(reader: Reader, split: str) -> dict[str, dict[str, int]]:
 
 def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
     """(counts, passes) by source, of the chunks with the first `positions` blocks. A partial pass counts 0 while the
-    length of a pass is unknown."""
+    length of a pass is unknown, and passes are then whole numbers."""
     counts, passes = {}, {}
     for number, left in enumerate(blocks_by_source(reader.corpus.shares, positions)):
-        chunks, read, epoch = [], 0.0, 0
+        chunks, read, epoch = [], 0, 0
         while left > 0:
             before = left
             # indexed chunks come without their blocks; chunks lost with a damaged index are packed again

@@ -10,8 +10,7 @@ from roberta_recipe.model import weights
 
 def load_masked_lm(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A masked LM of any family, on the device, and its tokenizer. Raises `InputError` for a mismatch of the two."""
-    tokenizer = tokenization.load_tokenizer(tokenizer_name or name, needed=("pad_token",))
-    check_tokenizer(tokenizer)
+    tokenizer = tokenization.load_tokenizer(tokenizer_name or name, needed=("pad_token", "mask_token"))
     model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise InputError(
@@ -19,12 +18,6 @@ def load_masked_lm(name: str, tokenizer_name: str | None = None) -> tuple[PreTra
             f"{name!r}; name the model's own tokenizer"
         )
     return on_device(model), tokenizer
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` for a tokenizer without a mask token."""
-    if tokenizer.mask_token_id is None:
-        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token: name the model's own tokenizer")
 
 
 def on_device(model: PreTrainedModel) -> PreTrainedModel:
@@ -44,4 +37,5 @@ def at_positions(
             logits = model(**inputs).logits.float()  # (n, vocab_size)
     finally:
         hook.remove()
+    logits = logits[positions] if logits.dim() == 3 else logits  # MobileBERT's head does not call its decoder
     return torch.gather(torch.log_softmax(logits, -1), 1, ids[:, None])[:, 0]

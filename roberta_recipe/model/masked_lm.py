@@ -193,8 +193,8 @@ def build_model(
     """A masked LM with the heads of `objectives` (None: the masked LM), with fresh weights or those of a checkpoint.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding; a bias hides them from the softmax, so that losses do not
-    change. Fresh weights have the tokenizer's vocabulary, unless `config_overrides` names its size. Raises `InputError`
-    if tokenizer and model differ in vocabulary, or the model has too few positions.
+    change. Fresh weights have the tokenizer's vocabulary and padding id, unless `config_overrides` names them. Raises
+    `InputError` if tokenizer and model differ in vocabulary, or the model has too few positions.
     """
     source = model_name_or_path or config_name
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
@@ -205,8 +205,9 @@ def build_model(
     entries = len(tokenizer)
     multiple = pad_vocab_to_multiple_of or 1
     padded = math.ceil(entries / multiple) * multiple
-    if not model_name_or_path and "vocab_size" not in (config_overrides or ""):
-        config.vocab_size = entries
+    for name, value in {"vocab_size": entries, "pad_token_id": tokenizer.pad_token_id}.items():
+        if not model_name_or_path and name not in (config_overrides or ""):
+            setattr(config, name, value)
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
@@ -243,7 +244,8 @@ def embedding_width(config: PreTrainedConfig) -> int:
 def layer_weights(config: PreTrainedConfig) -> int:
     """Number of matrix weights of one layer; ModernBERT's feed-forward network has three matrices."""
     matrices = 3 if config.model_type == "modernbert" else 2
-    return config.hidden_size * (4 * config.hidden_size + matrices * config.intermediate_size)
+    intermediate = getattr(config, "intermediate_size", None) or config.hidden_dim  # DistilBERT's
+    return config.hidden_size * (4 * config.hidden_size + matrices * intermediate)
 
 
 def flops_per_token(

@@ -29,7 +29,7 @@ def unpad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, sequence: torch.Tensor | None, first_position: int
 ) -> Unpadded:
     """Unpad a batch with `attention_mask` (batch, seq_len). A sequence is a row or, with `sequence` (batch, seq_len),
-    the tokens of a row with the same number. Synchronizes twice: for the numbers of tokens and of sequences."""
+    the tokens of a row with the same number. Synchronizes for the number of sequences and, with a mask, of tokens."""
     begins = torch.zeros_like(input_ids, dtype=torch.bool)
     begins[:, 0] = True
     if sequence is not None:

@@ -18,6 +18,7 @@ from roberta_recipe.log import counted
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
+_OFFSET = ("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "xmod")  # positions as RoBERTa's
 
 
 def check(name: str) -> None:
@@ -75,7 +76,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     rows = getattr(config, "max_position_embeddings", None)
     if rows is None or rows < 1:  # XLNet's is -1
         return None
-    if "roberta" in config.model_type or config.model_type in ("camembert", "longformer", "mpnet"):
+    if "roberta" in config.model_type or config.model_type in _OFFSET:
         rows -= config.pad_token_id + 1
     return rows
 

@@ -183,13 +183,12 @@ def _card(
 
 
 def _corpus_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
-    """Name, share, tokens, passes and held-out tokens of each source."""
-    train, held_out = record["counts"]["train"], record["counts"]["validation"]
+    """Name, share, tokens and passes of each source."""
+    sources = zip(record["counts"]["train"].items(), record["fingerprint"]["shares"], strict=True)
     return [
-        (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0)),
-         f"{held_out.get(name, {}).get('tokens', 0):,}")
-        for (name, counts), share in zip(train.items(), record["fingerprint"]["shares"], strict=True)
-    ]  # fmt: skip
+        (name, f"{share:.1%}", f"{counts['tokens']:,}", _passes(record["passes"].get(name, 0)))
+        for (name, counts), share in sources
+    ]
 
 
 def _passes(passes: float) -> str:
@@ -203,10 +202,10 @@ def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
     """Loss and perplexity on all held-out text and on each source."""
     metrics = record["metrics"]
     whole = {name: metrics.get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error")}
-    whole |= {"unigram_entropy": record["unigram_entropy"], "blocks": records.validation_blocks(record)}
+    whole |= {"unigram_entropy": record["unigram_entropy"], "blocks": record["metrics"]["eval_blocks"]}
     return [
         (name, f"{of['blocks']:,}", with_error(of["loss"], of.get("loss_error")),
-         perplexity_with_error(of["perplexity"], of.get("loss_error")), records.decimal(of["unigram_entropy"]))
+         perplexity_with_error(of["perplexity"], of.get("loss_error")), with_error(of["unigram_entropy"], None))
         for name, of in {"all held-out text": whole, **record["metrics_by_source"]}.items()
     ]  # fmt: skip
 

@@ -231,7 +231,7 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
             if not isinstance(cause, (hub_errors.HTTPError, ConnectionError, TimeoutError)):
                 raise
         if wait_s is None:
-            raise RunError(f"the Hub cannot be reached for {repo} ({reason}); the run is saved: make push later")
+            raise RunError(f"the Hub cannot be reached for {repo} ({reason}); make push sends a finished run later")
         logger.warning(f"Hub         {reason}; retry in {wait_s} s")
         time.sleep(wait_s)
 
@@ -273,9 +273,9 @@ def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: A
     for name, path in {path.name: path for paths in places for path in paths if path.is_file()}.items():
         (published / name).symlink_to(path.resolve())
     records.write_preset(record["resolved_args"], published)
-    records.write_record(record, published)
+    records.write_record(record, published / records.RECORD_NAME)
     if summary:
-        records.write_summary(summary, published)
+        records.write_record(summary, published / records.SUMMARY_NAME)
     readme.save(published / "README.md")
     return published
 

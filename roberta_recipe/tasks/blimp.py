@@ -204,7 +204,6 @@ def trainer_metric(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBas
         call=call,
         process=trainer.args.process_index,
         processes=trainer.args.world_size,
-        in_step=trainer.is_deepspeed_enabled,
         disable_bar=trainer.args.disable_tqdm or not trainer.is_world_process_zero() or None,
     )
     total = trainer.sum_over_processes(torch.from_numpy(scores[0]).to(trainer.args.device))

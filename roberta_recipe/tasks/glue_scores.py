@@ -38,9 +38,7 @@ def macro_f1(predictions: np.ndarray, references: np.ndarray) -> float:
 
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
     """Correlation of two binary variables, from -1 to 1; 0 where one of them is constant (as scikit-learn)."""
-    a, b = predictions - predictions.mean(), references - references.mean()
-    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale > 0 else 0.0
+    return float(np.nan_to_num(pearson(predictions, references)))
 
 
 def pearson(predictions: np.ndarray, references: np.ndarray) -> float:

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pyarrow.parquet
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, parse_json, parsing, read_text
+from roberta_recipe.log import logger
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks.glue import Examples, Task
 from roberta_recipe.training.arguments import FinetuneArguments
@@ -54,10 +55,10 @@ class OwnTaskArguments(OwnFileArguments):
     label_column: str = setting("label", "Labels, or lists of them; a decimal point makes a regression.", "content")
 
 
-def read_task(args: OwnTaskArguments) -> Task:
+def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
     """The task with its rows: labels are those of the training rows, sorted. Raises `InputError` that names file, row
     and value."""
-    tables = read_tables(args, read_table)
+    tables = read_tables(args, read_table, do_predict)
     where, rows = tables["train"]
     columns, label = _columns(args, where, list(rows[0])), args.label_column
     names, scale = _labels(where, label, [row.get(label) for row in rows])
@@ -103,22 +104,30 @@ def check_sources(args: OwnFileArguments) -> None:
             raise InputError(f"{name}={value} has no effect without {' or '.join(sources)}")
 
 
-def read_tables(args: OwnFileArguments, read: Callable[[str], Rows]) -> dict[str, tuple[str, Rows]]:
-    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes."""
-    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-    tables = {split: (file, read(file)) for split, file in files.items() if file} if args.train_file else _of_hub(args)
+def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict: bool) -> dict[str, tuple[str, Rows]]:
+    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes; the test set
+    with `do_predict` only."""
+    splits = ("train", "validation", "test") if do_predict else ("train", "validation")
+    if args.train_file:
+        files = {split: getattr(args, f"{split}_file") for split in splits}
+        tables = {split: (file, read(file)) for split, file in files.items() if file}
+    else:
+        tables = _of_hub(args, splits)
+    if do_predict and "test" not in tables:
+        source = args.train_file or args.dataset_name
+        raise InputError(f"do_predict: {source} comes without a test set; name a test_file")
     if empty := [where for where, rows in tables.values() if not rows]:
         raise InputError(f"{empty[0]} has no rows")
     return tables
 
 
-def _of_hub(args: OwnFileArguments) -> dict[str, tuple[str, Rows]]:
+def _of_hub(args: OwnFileArguments, splits: Sequence[str]) -> dict[str, tuple[str, Rows]]:
     config = [args.dataset_config_name] if args.dataset_config_name else []
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
         raise InputError(f"dataset_name={args.dataset_name} has no split train, but {', '.join(dataset)}")
     tables = {}
-    for split in ("train", "validation", "test"):
+    for split in splits:
         if split in dataset:
             rows = _name_classes(dataset[split].to_list(), dataset[split].features.to_dict())
             tables[split] = f"{args.dataset_name}, {split}", rows
@@ -259,6 +268,8 @@ def _encode_labels(
     """Class numbers, scores, or a 0 or 1 for each class; None for a test set without labels, or with a placeholder."""
     values = [row.get(column) for row in rows]
     if split == "test" and len(set(map(str, values))) < 2:
+        if values[0] not in (None, ""):
+            logger.info(f"Test set    {column} is {values[0]!r} in all rows, as of a placeholder: not scored")
         return None
     numbers = {name: number for number, name in enumerate(names)}
     if multi_label:

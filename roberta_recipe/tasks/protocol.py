@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import free_memory
 from roberta_recipe.log import counted, is_first_process, log_once, logger
 from roberta_recipe.model import attention, weights
 from roberta_recipe.record import (
     BEST_NAME,
     RECORD_NAME,
+    SUMMARY_NAME,
     Baseline,
     DatasetCard,
     FinetuneRecord,
@@ -34,9 +35,8 @@ from roberta_recipe.record import (
     run_record,
     write_preset,
     write_record,
-    write_summary,
 )
-from roberta_recipe.settings import fixed_values, names_in, parse, preset_path, shown_names
+from roberta_recipe.settings import fixed_values, names_in, parse, shown_names, value_of
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
 from roberta_recipe.training import (
@@ -74,7 +74,7 @@ class Job:
     degenerate: Callable[[np.ndarray], bool]  # validation scores -> whether all predictions are the same
     answers: Callable[[np.ndarray], list[dict[str, Any]]]  # validation scores -> rows for `summaries.write_answers`
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
-    baseline: Baseline | None  # `summaries.majority_answer`
+    baseline: Baseline | None  # the same answer to every example
     found: dict[str, Any]  # counts for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
     test_hash: str = ""  # hash of the test set: stored scores of another are ignored
@@ -236,7 +236,7 @@ def announce(
     else:
         length = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'} ({' or '.join(map('{:,}'.format, lengths))} steps)"
     logger.info(
-        f"Protocol    {preset_path(argv) or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
+        f"Protocol    {value_of(argv, 'config') or preset}: learning rate {of_runs[0]}, batch {of_runs[1]}, {length}, "
         f"warm-up {f'{100 * warmup:g}% of the steps' if 0 < warmup < 1 else counted(int(warmup), 'step')}, "
         f"seeds {of_runs[2]}"
     )
@@ -296,12 +296,12 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         )
         if trainer.is_world_process_zero():
             write_preset(resolved, training_args.output_dir)
-            write_record(record, training_args.output_dir)
+            write_record(record, Path(training_args.output_dir) / RECORD_NAME)
             for path in checkpoint.all_folders(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
-        trainer.stopping.end_if_signaled()
+    trainer.stopping.end_if_signaled()  # on all ranks, so that none reads test scores that rank 0 has not yet written
     del trainer, model
-    free_memory()
+    clear_device_cache(garbage_collection=True)  # the trainer has reference cycles
     return record
 
 
@@ -363,7 +363,7 @@ def finish(
         if durable.damage(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
             rows = job.answers(finetune_trainer.validation_scores(best))
             summaries.write_answers(best / summaries.ANSWERS_NAME, rows)
-        write_summary(summary, runs[0].output_dir.parent)
+        write_record(summary, runs[0].output_dir.parent / SUMMARY_NAME)
     return summary
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar
-from roberta_recipe.model import log_probabilities, weights
+from roberta_recipe.model import weights
 
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
@@ -54,7 +54,6 @@ def encode(
     A word is a piece of the pre-tokenizer without whitespace, as in Kauf and Ivanova's code: "can't." is can, 't and .
     for RoBERTa, can, ', t and . for BERT.
     """
-    log_probabilities.check_tokenizer(tokenizer)
     encoded = tokenizer(list(sentences), return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
     by_length: dict[int, list[tuple[int, list[int], list[int]]]] = {}
     for number, (sentence, ids) in enumerate(zip(sentences, encoded["input_ids"], strict=True)):
@@ -158,7 +157,6 @@ def log_likelihoods(
     call: Forward | None = None,
     process: int = 0,
     processes: int = 1,
-    in_step: bool = False,
     bf16: bool = False,
     disable_bar: bool | None = None,
 ) -> np.ndarray:
@@ -166,7 +164,7 @@ def log_likelihoods(
 
     `model` is in evaluation mode; `call` replaces its forward. `bf16` matrix products move scores by hundredths of a
     nat; the softmax is in fp32. Each of several `processes` computes a share of the batches, and their results are to
-    be summed; `in_step`: all run equally many forwards, for ZeRO 3. Raises `InputError`.
+    be summed; all run equally many forwards, in each of which ZeRO 3 gathers the weights. Raises `InputError`.
     """
     groups = encode(tokenizer, sentences, weights.max_positions(model.config))
     call = call or (lambda input_ids: model(input_ids=input_ids).logits)
@@ -182,7 +180,7 @@ def log_likelihoods(
             if turn % processes == process:
                 np.add.at(totals, (batch.method, batch.sentence), _log_probs(model, logits, batch))
             bar.update(len(batch.copy) * batch.ids.shape[1])
-        if in_step and process > turn % processes:
+        if process > turn % processes:
             _log_probs(model, logits, batch)
     return totals
 

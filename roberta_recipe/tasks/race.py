@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, parsing, read_input_json
-from roberta_recipe.log import Bar
+from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.training.finetune_trainer import padded_to
 
@@ -113,9 +113,14 @@ def checked_example(
     return RaceExample(name, level, article, text, tuple(options), LETTERS.index(answer))
 
 
-def dataset_card(level: str, without_article: bool) -> DatasetCard:
-    """The model card's dataset entry; it is RACE only with both levels and the articles."""
+_QUESTIONS = 4887  # of the validation set
+
+
+def dataset_card(level: str, without_article: bool, questions: int) -> DatasetCard:
+    """The model card's dataset entry, for so many validation `questions`; it is RACE only with both levels, the
+    articles and RACE's number of questions."""
     changes = ["without_article"] * without_article + [f"level {level}"] * (level != "all")
+    changes += [counted(questions, "question")] * (level == "all" and questions != _QUESTIONS)
     metrics = ("accuracy", *(LEVELS if level == "all" else (level,)))
     return {
         "name": f"race ({', '.join(changes)})" if changes else "RACE",

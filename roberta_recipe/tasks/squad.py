@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import load_from_hub
-from roberta_recipe.log import Bar
+from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
 from roberta_recipe.tasks.squad_files import SquadExample, check_questions, parse_question
 from roberta_recipe.training.finetune_trainer import compact
@@ -25,6 +25,7 @@ _PUBLISHED = {
     "1.1": ("exact_match", "f1"),
     "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1"),
 }
+_QUESTIONS = {"1.1": 10_570, "2.0": 11_873}  # of the validation set
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
 _ENCODED_AT_ONCE = 1000  # questions tokenized in one call
 
@@ -45,11 +46,13 @@ _LOADING_NOTE = (  # model card, with the answerability classifier
 )
 
 
-def dataset_card(version: str, own_files: bool, with_classifier: bool = False) -> DatasetCard:
-    """The model card's dataset entry of version "1.1" or "2.0"; `own_files`: other data than the Hub's."""
+def dataset_card(version: str, questions: int, with_classifier: bool = False) -> DatasetCard:
+    """The model card's dataset entry of version "1.1" or "2.0", for so many validation `questions`; with another
+    number than SQuAD's, it is other data."""
+    is_own = questions != _QUESTIONS[version]
     card: DatasetCard = {
-        "name": f"squad {version} (validation_file)" if own_files else f"SQuAD {version}",
-        "hub_id": None if own_files else HUB_DATASETS[version == "2.0"],
+        "name": f"squad {version} ({counted(questions, 'question')})" if is_own else f"SQuAD {version}",
+        "hub_id": None if is_own else HUB_DATASETS[version == "2.0"],
         "hub_config": None,
         "split": "validation",
         "task_type": "question-answering",

@@ -44,7 +44,7 @@ class Run:
         return self.learning_rate, self.batch
 
 
-def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str) -> list[Run]:
+def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir: str | Path) -> list[Run]:
     """A run for every learning rate, batch size and seed, each in a folder below `output_dir`."""
     return [
         Run(rate, size, seed, Path(output_dir, f"lr{rate:g}-batch{size}-seed{seed}"))
@@ -104,7 +104,7 @@ def majority_answer(
 ) -> Baseline | None:
     """The majority baseline: metrics of the first validation split's most frequent label as the prediction for every
     example. `labels`: by split; `names`: of the classes; `measure`: metrics of (split, predictions (examples,)). None
-    for regression: the correlation with a constant is undefined."""
+    without `names`: of regression, the correlation with a constant is undefined."""
     if not names:
         return None
     first, *_ = labels

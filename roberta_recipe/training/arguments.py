@@ -353,8 +353,13 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         ("corpus", "validation_file"),
         ("config_name", "model_name_or_path"),
         ("config_overrides", "model_name_or_path"),
+        ("initialization", "model_name_or_path"),
     )
-    replaces: ClassVar[Pairs] = (("model_name_or_path", "initialization"), ("model_name_or_path", "tokenizer_name"))
+    replaces: ClassVar[Pairs] = (
+        ("model_name_or_path", "tokenizer_name"),
+        ("corpus", "text_column"),
+        ("corpus", "language"),
+    )
 
     global_batch_size: int | None = setting(
         None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True

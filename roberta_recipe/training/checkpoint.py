@@ -26,11 +26,9 @@ from roberta_recipe.training.processes import on_first_process
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
 
-STATE_NAME = "recipe_state.json"  # written by `DurableTrainer.recipe_state`
+STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `digests` of weights and optimizer
 STATE_VERSION = 4  # of its content
 OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")  # the optimizer's state depends on them
-# keys of a parameter group that are not hyperparameters
-_NOT_HYPERPARAMETERS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
@@ -50,12 +48,6 @@ def all_folders(output_dir: str | Path) -> list[Path]:
 def newest_first(output_dir: str | Path) -> list[Path]:
     """The sealed checkpoints of a run, newest first, including damaged ones."""
     return [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
-
-
-def last_good(output_dir: str | Path) -> str:
-    """A sentence that names the newest checkpoint, for error messages."""
-    checkpoints = newest_first(output_dir)
-    return f"The last complete checkpoint is {checkpoints[0]}." if checkpoints else "There is no checkpoint yet."
 
 
 def resume(
@@ -173,10 +165,7 @@ def state_hashes(trainer: "DurableTrainer", folder: Path) -> dict[str, str]:
         state = gather_object([hash_of(trainer.optimizer.state_dict())])
     else:
         state = trainer.optimizer.state_dict()["state"] if first else None
-    groups = [
-        {name: value for name, value in group.items() if name not in _NOT_HYPERPARAMETERS}
-        for group in trainer.optimizer.param_groups
-    ]
+    groups = optimizers.hyperparameters(trainer.optimizer)
     scheduler = {"scheduler": trainer.lr_scheduler.state_dict(), "groups": groups}
     hashes = {"optimizer": hash_of(state), "scheduler": hash_of(scheduler)}
     return {"weights": hash_of_weights(folder), **hashes} if first else hashes

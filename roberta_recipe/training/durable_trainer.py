@@ -28,7 +28,6 @@ from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.training import checkpoint, optimizers
-from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.progress import Progress
 from roberta_recipe.training.stopping import Stopping
 from roberta_recipe.training.throughput import Throughput
@@ -213,6 +212,7 @@ class DurableTrainer(Trainer):
         # accelerate advances the schedule (accelerate #4242)
         if self.accelerator.scaler is not None:
             optimizer._step_supports_amp_scaling = False
+        self.hyperparameters = optimizers.hyperparameters(optimizer)  # of the command line, not of a checkpoint
         return optimizer
 
     @property
@@ -264,9 +264,6 @@ class DurableTrainer(Trainer):
 
     # Training
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        return ignore_signals_in_workers(super().get_eval_dataloader(eval_dataset))
-
     def train(self, *args, **kwargs):
         self._start_s = time.monotonic()
         with self.stopping.training(), library_errors(lambda: self.state.global_step <= self._first_step):
@@ -293,7 +290,9 @@ class DurableTrainer(Trainer):
 
     @property
     def last_good(self) -> str:
-        return checkpoint.last_good(self.args.output_dir)
+        """A sentence that names the newest checkpoint, for error messages."""
+        checkpoints = checkpoint.newest_first(self.args.output_dir)
+        return f"The last complete checkpoint is {checkpoints[0]}." if checkpoints else "There is no checkpoint yet."
 
     def _save_checkpoint(self, model, trial):
         """`Trainer`'s checkpoint, then the recipe's state and, last, the manifest; then rotation."""

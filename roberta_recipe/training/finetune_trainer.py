@@ -86,7 +86,7 @@ def padded_to(max_seq_length: int) -> int | None:
 
 
 def length_of(feature: dict[str, Any]) -> int:
-    """Tokens of a feature: its `length` (of its longest sequence), else its `input_ids`."""
+    """Tokens of a feature: its `length` (of its longest sequence), else its `input_ids`; of WNLI, its phrases."""
     return feature["length"] if "length" in feature else len(feature["input_ids"])
 
 

@@ -159,11 +159,6 @@ class MlmTrainer(DurableTrainer):
         super().save_model(output_dir, _internal_call)
         self.unsaved_prefixes = ()
 
-    def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(model)
-        self.hyperparameters = optimizers.hyperparameters(optimizer)  # of the command line
-        return optimizer
-
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.stopping.cooldown_share:
@@ -221,7 +216,7 @@ class MlmTrainer(DurableTrainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Validation examples are already masked: a collator other than `MlmCollator` would mask them again."""
-        loader = super().get_eval_dataloader(eval_dataset)
+        loader = ignore_signals_in_workers(super().get_eval_dataloader(eval_dataset))
         if not isinstance(self.data_collator, masking.MlmCollator):
             base = getattr(loader, "base_dataloader", loader)
             base.collate_fn = masking.validation_collator(self.processing_class)

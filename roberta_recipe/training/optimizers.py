@@ -181,7 +181,8 @@ def check_length(args: TrainingArguments, steps: int) -> None:
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The hyperparameters of each parameter group."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    others = ("params", "foreach", "fused", "capturable", "differentiable")
+    return [{name: value for name, value in group.items() if name not in others} for group in optimizer.param_groups]
 
 
 def restore_hyperparameters(

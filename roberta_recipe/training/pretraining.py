@@ -1,6 +1,7 @@
 """Steps of pretraining (paper, section 4), for `train_mlm.py` and the tools that read its presets: argument checks,
 readers, model, collator, validation set, fingerprint."""
 
+import contextlib
 import dataclasses
 import os
 from collections import Counter
@@ -24,7 +25,7 @@ from roberta_recipe.hardware import cpu_cores, local_processes
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, preset_path, value_of
+from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, value_of
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
@@ -32,10 +33,10 @@ from roberta_recipe.training.processes import end_together
 
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
-BIAS_BYTES = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
+BIAS_CHARACTERS = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
-_OF_PRESET = {"corpus", "tokenizer_name", "output_dir", "fill_mask_examples"}  # not those of --model_size's preset
+_OF_PRESET = {*TEXT, "tokenizer_name", "output_dir", "fill_mask_examples"}  # not those of --model_size's preset
 MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 
@@ -44,7 +45,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     neither text, model nor tokenizer is named; else by the checkpoint or `model_size`."""
     if is_demonstration(argv):
         return DEMONSTRATION, set()
-    if config := preset_path(argv):
+    if config := value_of(argv, "config"):
         return config, set()
     if "model_name_or_path" in names_in(argv):
         return CONTINUE, set()
@@ -53,7 +54,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
 
 def is_demonstration(argv: list[str]) -> bool:
     """Whether a command line names neither preset, text, model nor tokenizer."""
-    return not preset_path(argv) and not names_in(argv) & _NOT_DEMONSTRATION
+    return not value_of(argv, "config") and not names_in(argv) & _NOT_DEMONSTRATION
 
 
 def read_arguments(
@@ -64,7 +65,7 @@ def read_arguments(
     path, without = preset or preset_of(argv)
     filled, resolved = parse([*extra, MlmArguments, MlmTrainingArguments], argv, path, description, without)
     *_, args, training_args = filled
-    if args.model_size and (other := preset_path(argv) or args.model_name_or_path):
+    if args.model_size and (other := value_of(argv, "config") or args.model_name_or_path):
         raise InputError(f"model_size={args.model_size} is for fresh weights without --config; drop it or {other}")
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
@@ -76,8 +77,8 @@ def check_data(args: MlmArguments) -> None:
     """Raise `InputError` for text, blocks, masks or objectives that are missing, out of range, or incompatible."""
     if not args.corpus and not args.train_file:
         raise InputError("no text: set train_file, or corpus (a preset in presets/corpus)")
-    if not args.train_file and (args.validation_file or args.language != "en"):
-        raise InputError("validation_file and language go with train_file; a corpus preset has its own")
+    if not args.train_file and (args.text_column != "text" or args.language != "en"):
+        raise InputError("text_column and language go with train_file; a corpus preset has its own")
     if args.shuffle_window > 1 and not args.token_cache:
         raise InputError(
             f"shuffle_window={args.shuffle_window} needs a --token_cache; without one, 0 or 1. It counts chunks: a "
@@ -123,15 +124,10 @@ def packed_formats(objective: str) -> list[str]:
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` for a missing model, and for an `initialization` of pretrained weights."""
+    """Raise `InputError` for a missing model or an unknown `initialization`."""
     if not args.config_name and not args.model_name_or_path:
         raise InputError("no model: set config_name for fresh weights, or model_name_or_path for a checkpoint")
     initialization.factors(args.initialization)
-    if args.initialization and args.model_name_or_path:
-        raise InputError(
-            f"initialization={args.initialization} is for fresh weights (--config_name), and model_name_or_path="
-            f"{args.model_name_or_path} has weights: leave one out"
-        )
 
 
 def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
@@ -180,10 +176,20 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
 
 
 def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer that is named, or the checkpoint's own. Raises `InputError`."""
-    if args.tokenizer_name == args.model_name_or_path:
-        return checkpoint_tokenizer(args.model_name_or_path)
-    return tokenization.load_tokenizer(args.tokenizer_name)
+    """The tokenizer that is named, with a warning if it differs from the checkpoint's, or the checkpoint's own. Raises
+    `InputError`."""
+    name, checkpoint = args.tokenizer_name, args.model_name_or_path
+    if name == checkpoint:
+        return checkpoint_tokenizer(checkpoint)
+    tokenizer = tokenization.load_tokenizer(name)
+    with contextlib.suppress(InputError):  # nothing to compare with
+        own = tokenization.tokenizer_fingerprint(checkpoint_tokenizer(checkpoint)) if checkpoint else None
+        if own not in (None, tokenization.tokenizer_fingerprint(tokenizer)):
+            logger.warning(
+                f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand "
+                "for other words than in its training; leave --tokenizer_name out"
+            )
+    return tokenizer
 
 
 def checkpoint_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
@@ -243,8 +249,8 @@ def build_readers(
 
 
 def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
-    """`max_steps`, also where `num_train_epochs` is given: without a token cache, the first process then packs the text
-    once, and the chunk index keeps the count."""
+    """`max_steps`, also where `num_train_epochs` is given: without a token cache, a process of each machine then packs
+    the text once, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
         with end_together():
             if training_args.local_process_index == 0:
@@ -300,8 +306,8 @@ def build_model(
 def token_counts(corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """(vocab_size,): how often each token occurs in a sample of the training text."""
     backend, counts = tokenization.corpus_backend(tokenizer), np.zeros(len(tokenizer), dtype=np.int64)
-    for _, text in sample_documents(corpus, "train", max_bytes=BIAS_BYTES, seed=0):
-        for sentence in tokenization.split_sentences(text[:BIAS_BYTES], corpus.language):
+    for _, text in sample_documents(corpus, "train", max_bytes=BIAS_CHARACTERS, seed=0):
+        for sentence in tokenization.split_sentences(text[:BIAS_CHARACTERS], corpus.language):
             # not `encode_batch`, whose threads would hang a forked data worker
             np.add.at(counts, backend.encode(sentence, add_special_tokens=False).ids, 1)
     return counts

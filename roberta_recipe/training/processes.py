@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from accelerate.utils.memory import clear_device_cache
 from transformers import TrainingArguments
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores, end_with_parent, free_memory, keep_freed_memory, local_processes
+from roberta_recipe.hardware import cpu_cores, end_with_parent, keep_freed_memory, local_processes
 from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
 
 
@@ -24,7 +25,7 @@ def set_up_process() -> None:
     """
     if (parent := launcher_pid()) is not None:  # without a launcher, `nohup` must work
         end_with_parent(parent, signal.SIGTERM)
-    free_memory()
+    clear_device_cache(garbage_collection=True)  # an earlier run's trainer has reference cycles
     keep_freed_memory()
     if not torch.cuda.is_available() and launcher_pid() and not user_set_omp_threads():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
@@ -47,17 +48,39 @@ def on_first_process(args: TrainingArguments, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def end_together() -> Iterator[None]:
-    """Wait for all ranks at the end of the block. Without a time limit, unlike a collective operation of the default
-    group, as packing takes minutes on one rank and hours on another; a signal interrupts it."""
-    if not torch.distributed.is_initialized():
-        yield
-        return
-    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
+    """Wait for all ranks at the end of the block, without a time limit."""
+    group = _group_without_timeout()
     yield
-    arrived = torch.distributed.barrier(group, async_op=True)
-    while not arrived.is_completed():
-        time.sleep(0.1)
-    arrived.wait()  # raises the error of a lost rank
+    _wait(group)
+
+
+@contextlib.contextmanager
+def first_process_first(args: TrainingArguments) -> Iterator[None]:
+    """Run the block on rank 0 of each machine, then on its other ranks: `main_process_first` without a time limit."""
+    is_first, group = args.local_process_index == 0, _group_without_timeout()
+    if not is_first:
+        _wait(group)
+    try:
+        yield
+    finally:
+        if is_first:
+            _wait(group)
+
+
+def _group_without_timeout() -> torch.distributed.ProcessGroup | None:
+    """For packing and hashing, which take minutes on one rank and hours on another; None for a single process."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
+    return None
+
+
+def _wait(group: torch.distributed.ProcessGroup | None) -> None:
+    """A barrier that a signal interrupts. Raises the error of a lost rank."""
+    if group:
+        arrived = torch.distributed.barrier(group, async_op=True)
+        while not arrived.is_completed():
+            time.sleep(0.1)
+        arrived.wait()
 
 
 def leave_process_group() -> None:

@@ -29,9 +29,8 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
-from roberta_recipe.training import processes
 from roberta_recipe.training.checkpoint import newest_first
-from roberta_recipe.training.processes import on_first_process
+from roberta_recipe.training.processes import leave_process_group, on_first_process
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -147,7 +146,7 @@ class Stopping(TrainerCallback):
             self._end(f"the run in {self.trainer.args.output_dir} is finished")
 
     def _end(self, what: str) -> None:
-        processes.leave_process_group()
+        leave_process_group()
         raise Stopped(f"stopped by {self.stopped_by}: {what}. {resume_hint()}", self.stopped_by)
 
 

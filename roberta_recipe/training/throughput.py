@@ -43,7 +43,7 @@ def encoder_flops(config: PreTrainedConfig, tokens: int, squares: int) -> float 
 
 
 class Throughput(TrainerCallback):
-    """Tokens per second, data wait and MFU of all processes since the last log entry."""
+    """Tokens per second and MFU of all processes, and this process's data wait, since the last log entry."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
