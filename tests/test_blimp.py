@@ -253,6 +253,9 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
     one = tool.main([*less, "--output_dir", str(tmp_path / "less")])
     assert list(one["scores"]) == ["within_word"] and one["pairs"] == 67 and not one["random_weights"]
     assert "| not run |" in capsys.readouterr().out
+    other = ["pll" if word == "within_word" else word for word in less]
+    with pytest.raises(InputError, match=r"less/blimp.json has 67 pairs by within_word, more than this run"):
+        tool.main([*other, "--output_dir", str(tmp_path / "less")])
 
 
 def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):

@@ -53,7 +53,7 @@ def hooked(monkeypatch, tmp_path):
 
 def told(output_dir, step, *argv):
     """What the tool says of a step: rows as of `hooked`."""
-    found = explain.main(["--output_dir", str(output_dir), "--step", str(step), "--show_blocks", "99", *argv])
+    found = explain.main(["--output-dir", str(output_dir), "--step", str(step), "--show_blocks", "99", *argv])
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in found]
 
 

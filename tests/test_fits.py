@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
 import train_mlm
 from roberta_recipe.data import tokenization
@@ -65,5 +65,6 @@ def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, toke
 
 def test_models_without_a_table_of_positions(config):
     assert weights.max_positions(config) == 64
+    assert weights.max_positions(AutoConfig.for_model("data2vec-text", max_position_embeddings=514)) == 512
     config.model_type, config.max_position_embeddings = "xlnet", -1
     assert weights.max_positions(config) is None

@@ -92,6 +92,17 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
     assert sorted([*texts[0], *texts[1]]) == sorted(rows) and texts[0] == [row for row in rows if row in texts[0]]
 
 
+def test_test_labels_of_one_value_are_a_placeholder(argv, tmp_path, caplog):
+    caplog.set_level("INFO", logger="recipe")
+    row = {**PAIRS[0], "label": "yes"}
+    made = own_task._encode_labels("test", "t.csv", "label", [row, row], ("no", "yes"), multi_label=False)
+    assert made is None and caplog.messages == [
+        "Test set    label is 'yes' in all rows, as of a placeholder: not scored"
+    ]
+    assert own_task._encode_labels("test", "t.csv", "label", [{}, {}], ("no", "yes"), multi_label=False) is None
+    assert len(caplog.messages) == 1
+
+
 def test_scores_are_a_regression_on_their_range(argv, tmp_path, capfd):
     table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))
     summary = finetune_glue.main(argv("s.csv", table, "--validation_file", tmp_path / "s.csv"))
