@@ -113,6 +113,8 @@ def test_the_command_line(tmp_path, capsys):
         contamination.main(few)
     with pytest.raises(InputError, match="ngram=0 must be at least 1"):
         contamination.main([*few, "--race_dir", str(tmp_path / "race"), "--ngram", "0"])
+    with pytest.raises(InputError, match="max_documents=0 must be at least 1"):
+        contamination.main([*few, "--race_dir", str(tmp_path / "race"), "--max_documents", "0"])
     named = ["--race_dir", str(tmp_path / "race"), "--glue_dir", str(tmp_path / "glu")]  # a typo
     with pytest.raises(InputError, match=r"glue_dir=.*/glu has none of the official files"):
         contamination.main([*few, *named])

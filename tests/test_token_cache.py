@@ -148,6 +148,22 @@ def test_the_first_process_works_first_without_a_time_limit(tmp_path, fails):
     assert lines.read_text().split() == ["0", "1"]
 
 
+def test_sigterm_of_the_launcher_ends_the_first_process_too(tmp_path):
+    def start(rank):
+        torch.distributed.init_process_group("gloo")
+        (tmp_path / f"began{rank}").touch()
+        with first_process_first(SimpleNamespace(local_process_index=rank)):
+            time.sleep(60)
+
+    ranks = forked_ranks(start, tmp_path)
+    while len(list(tmp_path.glob("began*"))) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    for rank in reversed(ranks):
+        os.kill(rank.pid, signal.SIGTERM)
+        assert rank.end(20) == 75, rank.log
+
+
 @pytest.mark.parametrize(
     ("rank", "number", "code", "line"),
     [(0, signal.SIGTERM, 75, "ended by SIGTERM"), (1, signal.SIGKILL, 1, "another process of this run is gone")],

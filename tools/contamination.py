@@ -229,8 +229,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_documents", type=int, help="documents per source; default: all")
     parser.add_argument("--output", help="JSON file of all counts and examples")
     args = parser.parse_args(argv)
-    if args.ngram < 1:
-        raise InputError(f"ngram={args.ngram} must be at least 1")
+    for name in ("ngram", "max_documents"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise InputError(f"{name}={value} must be at least 1")
     if args.leave_out and not args.held_out:
         raise InputError(f"leave_out={args.leave_out} needs --held_out")
     return args

@@ -62,9 +62,12 @@ def first_process_first(args: TrainingArguments) -> Iterator[None]:
         _wait(group)
     try:
         yield
-    finally:
+    except Exception:
         if is_first:
-            _wait(group)
+            _wait(group)  # the others fail alike; a signal ends this process at once
+        raise
+    if is_first:
+        _wait(group)
 
 
 def _group_without_timeout() -> torch.distributed.ProcessGroup | None:
