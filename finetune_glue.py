@@ -355,9 +355,8 @@ def build_model(args: GlueArguments, labels: list[str], problem_type: str | None
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
+        labels,
         problem_type=problem_type or ("regression" if len(labels) == 1 else "single_label_classification"),
-        id2label=dict(enumerate(labels)),
-        label2id={label: number for number, label in enumerate(labels)},
     )
 
 

@@ -121,6 +121,10 @@ def read_data(args: NerArguments, do_predict: bool) -> tuple[dict[str, list[ner.
     sentences is held out."""
     read_file = functools.partial(ner.read_file, text_column=args.text_column, label_column=args.label_column)
     tables, note = own_task.read_tables(args, read_file, do_predict), ""
+    if do_predict and "test" not in tables:
+        raise InputError(
+            f"do_predict: {args.train_file or args.dataset_name} comes without a test set; name a test_file"
+        )
     data = {split: read_split(args, split, *table) for split, table in tables.items()}
     if "validation" not in data:
         note = "a tenth of it held out for validation"
@@ -144,8 +148,7 @@ def build_model(args: NerArguments, names: tuple[str, ...]) -> torch.nn.Module:
         args.model_name_or_path,
         args.head_dropout,
         args.random_weights,
-        id2label=dict(enumerate(names)),
-        label2id={name: number for number, name in enumerate(names)},
+        names,
     )
 
 

@@ -187,8 +187,8 @@ def drop_misplaced(
 def build_model(args: SquadArguments) -> torch.nn.Module:
     """The checkpoint with a span head and, for 2.0, the paper's classifier."""
     cls = AutoModelWithAnswerability if uses_classifier(args) else AutoModelForQuestionAnswering
-    labels = {"id2label": {0: "LABEL_0", 1: "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}  # the default
-    return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, **labels)
+    labels = ("LABEL_0", "LABEL_1")  # transformers' names of the begin and the end
+    return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, labels)
 
 
 def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], overlap: int, misplaced: list[str]) -> dict:

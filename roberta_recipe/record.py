@@ -296,8 +296,8 @@ def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
         durable.write_text(Path(output_dir) / PRESET_NAME, text)
 
 
-def write_record(record: RunRecord | Summary, path: Path) -> None:
-    """Atomic write of `run_record.json` or `summary.json`, for `read_record`; NaN and infinity become null."""
+def write_record(record: RunRecord | Summary | BlimpRecord, path: Path) -> None:
+    """Atomic write of a JSON file for `read_record`; NaN and infinity become null."""
     durable.write_sealed(path, finite(record))
 
 

@@ -40,8 +40,9 @@ def run(preset, tmp_path_factory, made):
 def verdict(capsys, a, b):
     """(exit code, printed lines) of the command."""
     capsys.readouterr()
-    same = compare.main([str(a), str(b)])
-    return int(not same), capsys.readouterr().out.splitlines()
+    with pytest.raises(SystemExit) as ended:
+        compare.command([str(a), str(b)])
+    return ended.value.code, capsys.readouterr().out.splitlines()
 
 
 def copy(folder, tmp_path):

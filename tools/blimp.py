@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
         "commit": records.git_commit(),
         "hardware": describe_machine(),
     }
-    durable.write_sealed(args.output_dir / records.BLIMP_NAME, records.finite(record))
+    records.write_record(record, args.output_dir / records.BLIMP_NAME)
     plot(record, args.output_dir / CHART_NAME)
     print(
         f"{report(record)}\n\n{duration(record['wall_clock_s'])}; {args.output_dir / records.BLIMP_NAME}, {CHART_NAME}"

@@ -179,5 +179,10 @@ def main(argv: list[str] | None = None) -> bool:
     return same
 
 
+def command(argv: list[str] | None = None) -> None:
+    """Exit with the verdict as exit code."""
+    raise SystemExit(0 if main(argv) else 1)
+
+
 if __name__ == "__main__":
-    exit_on_error(lambda: sys.exit(not main()))  # exit code 1: they differ
+    exit_on_error(command)

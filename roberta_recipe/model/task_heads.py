@@ -1,5 +1,6 @@
 """Fine-tuning models: a checkpoint with a task head (paper, section 5), and layer-wise learning rates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,18 @@ _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_d
 
 
 def load_with_head(
-    cls: Any, name: str, head_dropout: float | None, random_weights: bool = False, **settings: Any
+    cls: Any,
+    name: str,
+    head_dropout: float | None,
+    random_weights: bool = False,
+    labels: Sequence[str] = (),
+    **settings: Any,
 ) -> torch.nn.Module:
-    """A checkpoint as a model of the Auto class `cls`, with `settings` in its config. The head is the checkpoint's if
-    size and labels match, else fresh, which is logged. With `random_weights`, the whole model is fresh. Raises
-    `InputError` for a missing or damaged checkpoint, and for a head that reads the last token."""
+    """A checkpoint as a model of the Auto class `cls`, with `labels` (of the outputs) and `settings` in its config.
+    The head is the checkpoint's if size and labels match, else fresh, which is logged. With `random_weights`, the whole
+    model is fresh. Raises `InputError` for a missing or damaged checkpoint, or a head that reads the last token."""
+    if labels:
+        settings |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
     config = weights.read_config(name, **settings)
     if getattr(config, "summary_type", None) == "last" and cls is not AutoModelForQuestionAnswering:
         raise InputError(

@@ -183,8 +183,8 @@ def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
         return checkpoint_tokenizer(checkpoint)
     tokenizer = tokenization.load_tokenizer(name)
     with contextlib.suppress(InputError):  # nothing to compare with
-        own = tokenization.tokenizer_fingerprint(checkpoint_tokenizer(checkpoint)) if checkpoint else None
-        if own not in (None, tokenization.tokenizer_fingerprint(tokenizer)):
+        fingerprint = tokenization.tokenizer_fingerprint
+        if checkpoint and fingerprint(tokenizer) != fingerprint(checkpoint_tokenizer(checkpoint)):
             logger.warning(
                 f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand "
                 "for other words than in its training; leave --tokenizer_name out"
