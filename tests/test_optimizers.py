@@ -65,9 +65,13 @@ def test_lamb_is_algorithm_2_of_its_paper(tmp_path, decay):
         torch.testing.assert_close(weight.detach().double(), expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path):
-    """Each weight moves as under that optimizer alone; with its own rate and decay."""
-    args = arguments(tmp_path, "muon", weight_decay=0.1, optim_args="lr=0.05,weight_decay=0.2,momentum=0.9")
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path, bf16, adjust, monkeypatch):
+    """Each weight moves as under that optimizer alone; with its own rate and decay. Muon's products have the precision of
+    the run: PyTorch's own are in bf16, and the oracle for fp32 is PyTorch's without that conversion."""
+    options = f"lr=0.05,weight_decay=0.2,momentum=0.9,ns_steps=4,adjust_lr_fn={adjust}"
+    args = arguments(tmp_path, "muon", weight_decay=0.1, bf16=bf16, optim_args=options)
     torch.manual_seed(0)
     model, alone = Layers(), Layers()
     alone.load_state_dict(model.state_dict())
@@ -75,11 +79,14 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path):
     stepped(model, build(args, model, decayed))
     of_layers = {"layers.0.weight", "layers.1.weight"}
     named = dict(alone.named_parameters())
-    muon = torch.optim.Muon([named[name] for name in sorted(of_layers)], lr=0.05, weight_decay=0.2, momentum=0.9)
+    options = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.9, "ns_steps": 4, "adjust_lr_fn": adjust}
+    muon = torch.optim.Muon([named[name] for name in sorted(of_layers)], **options)
     common = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-6}
     biases = [named[name] for name in named if name not in decayed]
     rest = [{"params": [named[name] for name in decayed if name not in of_layers], "weight_decay": 0.1}]
     adamw = torch.optim.AdamW([*rest, {"params": biases, "weight_decay": 0.0}], **common)
+    if not bf16:
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     torch.manual_seed(1)
     for _ in range(3):
         for weight in alone.parameters():
@@ -87,7 +94,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path):
         muon.step()
         adamw.step()
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, named[name]), name
+        torch.testing.assert_close(weight, named[name], rtol=0, atol=0 if bf16 else 1e-6, msg=name)
 
 
 def test_the_matrices_are_those_of_every_familys_layers():
