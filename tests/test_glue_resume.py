@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from glue_runs import data_dir, flags, record_of, special, wsc_dir  # noqa: F401
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.errors import RunError, Stopped
+from roberta_recipe.tasks import protocol, summaries
 from roberta_recipe.training import checkpoint, finetune_trainer
 
 
@@ -52,6 +54,15 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tm
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
+
+
+def test_rank_0_alone_reads_the_scores_that_it_deletes(monkeypatch):
+    """Another rank would find a manifest and the files that rank 0 has deleted meanwhile."""
+    monkeypatch.setattr(summaries, "summarise", lambda *_: {"settings": [{"best_run": "run"}], "picked": 0})
+    monkeypatch.setattr(summaries, "summarise_tests", lambda *_: pytest.fail("rank 1 reads"))
+    job = SimpleNamespace(metric="accuracy", about=lambda *_: {}, labelled_tests=("test",), features={"test": []})
+    args = SimpleNamespace(keep="best"), SimpleNamespace(do_predict=True, process_index=1)
+    assert protocol.finish(args, {}, [], [], job)["settings"] == [{"best_run": "run"}]
 
 
 def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypatch, capsys):

@@ -102,7 +102,8 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     if folder is None and not config:
         raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
     if not 1 <= explain.step <= training_args.max_steps:
-        raise InputError(f"step={explain.step} must be from 1 to max_steps={training_args.max_steps} of the run")
+        most = f"max_steps={training_args.max_steps} of the run (of one by num_train_epochs: name --max_steps)"
+        raise InputError(f"step={explain.step} must be from 1 to {most}")
     pretraining.check_data(args)
     return folder, filled
 

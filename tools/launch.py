@@ -7,6 +7,7 @@ The flags are accelerate's. Plain `accelerate launch` prints its defaults and a 
 every exit code into 1, and orphans the script at Ctrl-C.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _pass_on(number: int, _: Any) -> None:
     for child in psutil.Process().children():
-        child.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 def _end(code: int, which: str) -> None:

@@ -348,16 +348,16 @@ def finish(
     filled: Arguments, resolved: dict[str, Any], runs: list[Run], records: list[FinetuneRecord], job: Job
 ) -> Summary:
     """The summary of all runs, written to `summary.json`; deletes weights by `keep`, and writes the best run's
-    validation predictions."""
+    validation predictions. Rank 0 alone reads stored scores, as it deletes weights, and has `tests` in its summary."""
     args, training_args = filled
     scores = summaries.summarise(runs, records, job.metric)
     summary: Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
     picked = picked_setting(summary)
-    if training_args.do_predict and job.labelled_tests:
-        chosen = summaries.of_setting(runs, picked)
-        splits = {split: len(job.features[split]) for split in job.labelled_tests}
-        summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, splits, job.measure, job.metric)
     if training_args.process_index == 0:
+        if training_args.do_predict and job.labelled_tests:
+            chosen = summaries.of_setting(runs, picked)
+            splits = {split: len(job.features[split]) for split in job.labelled_tests}
+            summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, splits, job.measure, job.metric)
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
         if durable.damage(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
