@@ -133,7 +133,7 @@ def kept(folder: Path, scenario: Scenario) -> str:
     if scenario.program == "finetune_glue.py":
         saved = ", ".join(path.name for path in out.glob("*/checkpoint-*"))
         return f"{len(list(out.glob('*/run_record.json')))} of 2 runs finished, {saved or 'no checkpoint'}"
-    if scenario.program.endswith("pack"):
+    if scenario.program == PACK:
         return f"{len(list(out.glob('*/*.json')))} of 5 shards"
     return "the tokenizer" if out.exists() else "nothing"
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 from conftest import run_python
 
+from benchmarks import endings
 from benchmarks.faults import case, kinds, scenarios, starts
 
 
@@ -38,6 +39,16 @@ def test_damage_is_what_it_is_called(tmp_path):
         assert path.stat().st_size == size and path.read_bytes() != content
     case.spoil(path, "gone", [[0.5, 3]])
     assert not path.exists()
+
+
+def test_what_an_ending_kept_is_named_by_its_program(tmp_path):
+    for name, file, kept in (
+        ("pack, 2 processes", "out/cache/x/train-00000.json", "1 of 5 shards"),
+        ("tokenizer", "out/tokenizer/tokenizer.json", "the tokenizer"),
+    ):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+        assert endings.kept(tmp_path, scenarios.SCENARIOS[name]) == kept
 
 
 def test_the_census_counts_a_run_with_another_seed_as_a_silent_difference(root, tmp_path):
