@@ -163,6 +163,7 @@ def test_holm_by_hand():
         (1.0, 0.01, 0.008, "worse", "reversed"),
         (1.0, 0.051, 0.008, "better", "within noise"),
         (1.0, 0.1, 0.1, "better", "too few seeds"),
+        (1.0, 0.03, 0.17, "better", "reproduced"),  # last in Holm's order, behind tests of more seeds
     ],
 )
 def test_verdicts(gain, p, least, claim, said):

@@ -133,10 +133,8 @@ def verdict(
 ) -> Verdict:
     """The verdict on a comparison from its corrected `p`, the `least` possible p, and Welch's p for unequal noise.
     `gain`: positive if the score is better; `claim`: the source's direction."""
-    if least > LEVEL:
-        return "too few seeds"
     if p > LEVEL:
-        return "within noise"
+        return "too few seeds" if least > LEVEL else "within noise"
     if welch_p is not None and welch_p > LEVEL:
         return "unequal noise"
     found = "better" if gain > 0 else "worse"
