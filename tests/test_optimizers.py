@@ -68,8 +68,8 @@ def test_lamb_is_algorithm_2_of_its_paper(tmp_path, decay):
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path, bf16, adjust, monkeypatch):
-    """Each weight moves as under that optimizer alone; with its own rate and decay. Muon's products have the precision of
-    the run: PyTorch's own are in bf16, and the oracle for fp32 is PyTorch's without that conversion."""
+    """Each weight moves as under that optimizer alone; with its own rate and decay. Muon's products have the precision
+    of the run: PyTorch's own are in bf16, and the oracle for fp32 is PyTorch's without that conversion."""
     options = f"lr=0.05,weight_decay=0.2,momentum=0.9,ns_steps=4,adjust_lr_fn={adjust}"
     args = arguments(tmp_path, "muon", weight_decay=0.1, bf16=bf16, optim_args=options)
     torch.manual_seed(0)
