@@ -57,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     corpus = corpora.hash_files(corpora.resolve(corpora.read_corpus(args.corpus)), cache_folder=args.token_cache)
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
-    settings = {"input_format": "full_sentences", "max_seq_length": args.max_seq_length, "seed": 0}
+    settings = {"packer": "full_sentences", "max_seq_length": args.max_seq_length, "seed": 0}
     token_cache.build(args.token_cache, TextReader(corpus, tokenizer, **settings), num_proc=1)
 
     for window in (0, 1, 8, 10**7):

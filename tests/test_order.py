@@ -1,9 +1,13 @@
 """Which block comes when: shares, windows and processes, by arithmetic alone."""
 
 import itertools
+import re
+import runpy
+import sys
 
 import numpy as np
 import pytest
+from conftest import make_documents, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,3 +129,18 @@ def test_a_draw_takes_one_item_of_each_of_as_many_equal_stretches(counts, limit,
     assert all(np.array_equal(one, two) for one, two in zip(drawn, again, strict=True))
     most = max(map(len, drawn))
     assert all(len(own) in (count, most, most - 1) for own, count in zip(drawn, counts, strict=True))
+
+
+def test_the_benchmark_of_mixing_and_resuming_runs(root, tmp_path, tokenizer_dir, monkeypatch, capsys):
+    """`benchmarks/order.py`, which docs/pretraining.md cites: in the order of the file neighbours meet in most batches,
+    in few when blocks are permuted."""
+    text = write_parquet(tmp_path / "text.parquet", make_documents(200, seed=1))
+    (tmp_path / "corpus.yaml").write_text(f"sources: [{{name: stories, files: {text}}}]\nvalidation_share: 0.1\n")
+    flags = ["--corpus", str(tmp_path / "corpus.yaml"), "--tokenizer_name", tokenizer_dir, "--max_seq_length", "32"]
+    flags += ["--token_cache", str(tmp_path / "cache"), "--batch", "8"]
+    monkeypatch.setattr(sys, "argv", ["order.py", *flags])
+    runpy.run_path(str(root / "benchmarks" / "order.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    met = [float(share) for share in re.findall(r"stories ([\d.]+)% \(", said)]
+    assert len(met) == 4 and met[0] > 80 and met[1] < 20, said
+    assert "fresh start: cache " in said and "after 50% of a pass: cache " in said
