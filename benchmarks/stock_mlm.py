@@ -24,7 +24,8 @@ VALIDATION_BLOCKS = 2048  # as presets/mlm/demonstration.yaml; speed.py has fewe
 def main() -> None:
     text, held_out, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate, *eval_steps = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    splits = datasets.load_dataset("json", data_files={"train": text, "validation": held_out})
+    files, cache = {"train": text, "validation": held_out}, f"{output_dir}/cache"  # not that of an earlier run
+    splits = datasets.load_dataset("json", data_files=files, cache_dir=cache)
 
     def tokenize(rows):
         return tokenizer(rows["text"], return_special_tokens_mask=True)

@@ -1,12 +1,14 @@
 """Speed of training on a CPU without another result: dropout, attention and its choice, bf16, memory."""
 
+import runpy
 import subprocess
 import sys
 
+import datasets
 import pytest
 import torch
 import transformers
-from conftest import ROOT, run_python
+from conftest import ROOT, make_documents, run_python, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +209,16 @@ def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
     command += ["--fill_mask_examples", "a <mask>", "b <mask>"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_stock_path_tokenizes_in_every_repeat(root, tmp_path, tokenizer_dir, config_file, monkeypatch):
+    """`benchmarks/stock_mlm.py` neither reads nor leaves a cache outside its output folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "shared")
+    files = [write_jsonl(tmp_path / f"{seed}.jsonl", make_documents(20, seed)) for seed in (1, 2)]
+    words = [*files, tokenizer_dir, config_file, tmp_path / "out", 1, 4, 32, 1e-3]
+    monkeypatch.setattr(sys, "argv", ["stock_mlm.py", *map(str, words)])
+    runpy.run_path(str(root / "benchmarks" / "stock_mlm.py"), run_name="__main__")
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "shared").exists()
 
 
 def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
