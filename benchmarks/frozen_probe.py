@@ -40,6 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     task, tokenizer = TASKS[args.task_name], AutoTokenizer.from_pretrained(args.model_name_or_path)
     train, test = (read_split(task, args.task_name, split, args.data_dir) for split in ("train", "validation"))
+    if (wanted := args.samples * max(args.examples)) > len(train):
+        parser.error(f"{args.samples} disjoint samples of {max(args.examples)} are {wanted} of {len(train)} examples")
     order = np.random.default_rng(0).permutation(len(train))
     metric, labels = getattr(glue_scores, task.metric), (np.array(train.labels), np.array(test.labels))
     texts = [[text for (text,) in split.texts] for split in (train, test)]

@@ -1,10 +1,13 @@
 """What the scores of a fine-tuning are of: the number of examples, and what the majority answer scores."""
 
 import math
+import runpy
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from glue_runs import data_dir  # noqa: F401
 
 import finetune_glue
 import finetune_race
@@ -83,3 +86,12 @@ def test_squad(version_2, model_dir, tokenizer):
     official = score_2(dict.fromkeys(gold, ""), gold)
     assert job.baseline["answer"] == "no answer" and job.baseline["metrics"]["exact"] == 0.75
     assert {name: value / 100 for name, value in official.items() if "total" not in name} == job.baseline["metrics"]
+
+
+def test_the_samples_of_the_frozen_probe_are_whole(root, data_dir, model_dir, monkeypatch, capsys):  # noqa: F811
+    """`benchmarks/frozen_probe.py`: five disjoint samples of 2,000 are more than CoLA has."""
+    flags = ["--model_name_or_path", model_dir, "--data_dir", data_dir, "--task_name", "cola", "--examples", "5"]
+    monkeypatch.setattr(sys, "argv", ["frozen_probe.py", *map(str, flags)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(root / "benchmarks" / "frozen_probe.py"), run_name="__main__")
+    assert "5 disjoint samples of 5 are 25 of 24 examples" in capsys.readouterr().err
