@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
+from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.model.masked_lm import RobertaForMaskedLM, build_model
 
 WAYS = [("stock", "sdpa", "fp32"), ("ours", "eager", "fp32")]
@@ -52,21 +53,23 @@ def main() -> None:
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--batches", type=int, default=4)
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path or ROOT / "tokenizer" / "docstrings")
     texts = pq.read_table(docstring_file())["text"].to_pylist()
+    name = args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, 4096)
 
     @functools.cache
     def weights() -> tuple[transformers.RobertaConfig, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
-        source = {"model_name_or_path": args.model_name_or_path} if args.model_name_or_path else {}
-        fresh = {} if source else {"config_name": str(ROOT / "presets" / "model" / "tiny.json")}
-        model = build_model(tokenizer, max_seq_length=64, **source, **fresh)
+        source = (
+            {"model_name_or_path": name} if name else {"config_name": str(ROOT / "presets" / "model" / "tiny.json")}
+        )
+        model = build_model(tokenizer, max_seq_length=64, **source)
         return model.config, model.state_dict()
 
-    def model(name: str, attention: str) -> torch.nn.Module:
+    def model(way: str, attention: str) -> torch.nn.Module:
         config, state = weights()
         config._attn_implementation = attention
-        found = (transformers.RobertaForMaskedLM if name == "stock" else RobertaForMaskedLM)(config)
+        found = (transformers.RobertaForMaskedLM if way == "stock" else RobertaForMaskedLM)(config)
         found.load_state_dict(state)
         return found
 
