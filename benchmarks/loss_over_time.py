@@ -44,7 +44,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         recipe, stock = commands(Path(folder), args.config)
         if args.until is None:
-            curves = {"this recipe": curve(recipe), "stock run_mlm.py path": curve(stock)}
+            curves["this recipe"] = curve(recipe)
+            curves["stock run_mlm.py path"] = curve(stock)[:EVALUATIONS]  # it evaluates its last step twice more
         else:
             for seed in args.seeds:
                 points = curves[f"seed {seed}"] = curve([*recipe, "--seed", str(seed)])
@@ -102,7 +103,7 @@ def curve(command: list[str]) -> list[list[float]]:
                 points.append([round((times.user + times.system) / 60, 3), float(loss[1] or loss[2])])
     if process.returncode:
         sys.exit(f"{command[0]} ended with exit code {process.returncode}")
-    return points[:EVALUATIONS]  # stock evaluates its last step twice more
+    return points
 
 
 def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
