@@ -149,12 +149,14 @@ def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Re
             )
     elif len(listed.variants) > 1:
         seeds = len(listed.seeds)
-        test = f"of the {seeds} pairs of a seed" if seeds >= PAIRS else f"of {seeds} and {seeds} seeds"
+        test, unless = f"of the {seeds} pairs of a seed", ""
+        if seeds < PAIRS:
+            test = f"of {seeds} and {seeds} seeds"
+            unless = " if Welch's t-test agrees or the standard deviations differ at most fourfold"
         count = len(listed.variants) - 1
         said.append(
             f"p: exact permutation {test}, two-sided, with Holm's correction over "
-            f"{counted(count, 'comparison')} per measure; significant up to 0.05 if Welch's t-test agrees or the "
-            "standard deviations differ at most fourfold (docs/statistics.md)."
+            f"{counted(count, 'comparison')} per measure; significant up to 0.05{unless} (docs/statistics.md)."
         )
     said += _reading_note(listed)
     said += _run_note(records)

@@ -41,6 +41,7 @@ def test_the_table_by_hand(listed):
     assert rows["higher"][1:] == ["5", "4.300 ± 0.071", "+1.10 ± 0.10", "0.024", "reversed"]
     assert rows["near"][3:] == ["+0.01 ± 0.10", rows["near"][4], "within noise"] and float(rows["near"][4]) > 0.5
     assert "exact permutation of 5 and 5 seeds, two-sided, with Holm's correction over 3 comparisons" in text
+    assert "significant up to 0.05 if Welch's t-test agrees" in text
 
 
 def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypatch):
@@ -76,6 +77,7 @@ def test_from_eight_seeds_on_a_seed_is_a_pair(listed):
     first = [3.0, 5.0, 7.0, 9.0, 2.0, 4.0, 6.0, 8.0]
     text = table.write(listed({"score": {"first": first, "more": [one + 0.1 for one in first]}}))
     assert lines_of(text)["more"][4:] == ["0.0078", "better"] and "of the 8 pairs of a seed" in text  # 2 / 2^8
+    assert "significant up to 0.05 (docs" in text  # Welch's test is of unpaired scores
 
 
 def test_a_search_picks_and_says_nothing_else(listed):
