@@ -78,6 +78,10 @@ def commands() -> dict[str, Command]:
         "finetune_glue": (f"{tuned} glue.yaml --data_dir glue --other_rows true", "glue/RTE", "model"),
         "finetune_squad": (f"{tuned} squad.yaml --data_dir squad --doc_stride 8 --max_query_length 16", "squad"),
         "finetune_race": (f"{tuned} race.yaml --data_dir race --max_option_length 16", "race"),
+        "finetune_ner": (
+            f"{tuned} ner.yaml --train_file words.conll --global_batch_size 8 --per_device_train_batch_size 8",
+            "words.conll",
+        ),
         "train_tokenizer": ("--output_dir out --vocab_size 300 --compare_with tokenizer" + text, "text", "tokenizer"),
         "pack": (f"{mlm}{text} --token_cache cache --num_proc 1", "text/train.parquet"),
         "evaluate": (f"{mlm}{text} --model_name_or_path model", "model"),
@@ -100,8 +104,8 @@ def commands() -> dict[str, Command]:
         "squad_score": ("--predictions answers.json --validation_file squad/dev-v1.1.json", "answers.json", "squad"),
         "report": ("--add run --results results --readme README.md", "run/run_record.json", "results"),
     }
-    missing = tools - {name.split()[0] for name in lines}
-    assert not missing, f"a tool without a command line here: {missing}"
+    missing = {*tools, *(path.stem for path in ROOT.glob("*.py"))} - {name.split()[0] for name in lines}
+    assert not missing, f"a program without a command line here: {missing}"
     return {
         name: Command(main_of(name.split()[0]), argv.split(), tuple(inputs)) for name, (argv, *inputs) in lines.items()
     }
@@ -146,7 +150,8 @@ def prepare(folder: Path) -> None:
     as_yaml(
         folder / "experiments.yaml", {**listed, "measures": {"loss": None}, "rows": [{"name": "low"}, {"name": "high"}]}
     )
-    for task, preset in (("glue", "glue/rte"), ("squad", "squad/v1.1"), ("race", "race/paper")):
+    (folder / "words.conll").write_text("Ann B-PER\nsees O\nit O\n\n" * 16, encoding="utf-8")
+    for task, preset in (("glue", "glue/rte"), ("squad", "squad/v1.1"), ("race", "race/paper"), ("ner", "ner/own")):
         text = (ROOT / f"presets/{preset}.yaml").read_text(encoding="utf-8")
         (folder / f"{task}.yaml").write_text(re.sub(r"(?m)^(output_dir|model_name_or_path): .*\n", "", text))
 
