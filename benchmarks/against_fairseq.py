@@ -1,6 +1,6 @@
 r"""This repository against fairseq itself: weights and logits both ways, token ids, blocks.
 
-    python benchmarks/against_fairseq.py --fairseq DIR --python PYTHON [--text FILE ...] [--tokenizer DIR] [--json FILE]
+    python benchmarks/against_fairseq.py --fairseq DIR --python PYTHON [--text FILE ...] [--tokenizer DIR]
 
 fairseq runs in an interpreter of its own, so that this repository's needs nothing of it. Both were made like this
 (Python 3.11; fairseq 3d262bb, torch 2.13, numpy 2.4, Cython 3.3), in an empty folder:
@@ -50,7 +50,6 @@ if not INSIDE:
         RobertaForSequenceClassification,
     )
 
-    from roberta_recipe import durable
     from roberta_recipe.data import packing, tokenization
     from roberta_recipe.data.tokenizer_training import train_tokenizer
     from roberta_recipe.errors import InputError
@@ -269,9 +268,7 @@ class Table:
         self.rows = []
 
     def add(self, check: str, cases: int, differ: int, largest: float | None = None, known: bool = False) -> None:
-        self.rows.append(
-            {"check": check, "cases": cases, "differ": differ, "largest_difference": largest, "known": known}
-        )
+        self.rows.append({"cases": cases, "differ": differ, "known": known})
         verdict = "equal" if not differ else f"{differ:,} differ{' (known)' if known else ''}"
         size = "" if largest is None else f"largest difference {largest:.1e}, "
         print(f"{check:<72} {cases:>9,}  {size}{verdict}", flush=True)
@@ -556,7 +553,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="a tokenizer with RoBERTa's ids; trained on generated text without it")
     parser.add_argument("--max_seq_length", type=int, default=512, help="of blocks of text")
     parser.add_argument("--random_corpora", type=int, default=1000)
-    parser.add_argument("--json", help="write the table as JSON too")
     args = parser.parse_args()
     documents = read_documents(args.text) if args.text else generated_text()
     table = Table()
@@ -575,8 +571,6 @@ def main() -> None:
         compare_own(table, job, answers["own"], tokenizer_dir, resave)
         compare_text(table, job, answers["encoded"], tokenizer)
         compare_blocks(table, job["corpora"], answers["blocks"])
-    if args.json:
-        durable.write_json(args.json, table.rows)
     if table.faults():
         raise SystemExit(f"{table.faults()} rows are not equal")
 

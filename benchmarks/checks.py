@@ -25,6 +25,7 @@ from roberta_recipe.data.token_cache import TokenCache
 
 LENGTH = 512  # tokens in a block
 BLOCKS_PER_CHUNK, CHUNKS_PER_FILE = 4000, 25  # about 100 MB a file
+READS = 50_000  # blocks, in shuffled order
 
 
 class RandomTokens:
@@ -73,15 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the cache, and of the text file")
     parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
-    parser.add_argument("--reads", type=int, default=50_000, help="blocks read, in shuffled order")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
         size = BLOCKS_PER_CHUNK * CHUNKS_PER_FILE * 2 * LENGTH
         corpus = write_cache(folder, max(1, round(args.gb * 1e9 / size)))
         open_s, cache = timed(lambda: TokenCache(folder / "cache", corpus, seed=0))
-        us_per_block(cache, args.reads)  # warms the page cache
-        checked = min(us_per_block(cache, args.reads) for _ in range(3))
+        us_per_block(cache, READS)  # warms the page cache
+        checked = min(us_per_block(cache, READS) for _ in range(3))
         file = File(0, "train", 0)
         chunks = [blocks for _, blocks in cache.chunks(file)]
         hash_s, _ = timed(lambda: [blocks.opened for blocks in chunks])

@@ -25,6 +25,7 @@ from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import read_text
 from roberta_recipe.tasks import wnli, wsc
 
+REWRITTEN = 5  # rows of each schema
 WSC_FILES, WNLI_FILES = ("train.jsonl", "val.jsonl", "test.jsonl"), ("train.tsv", "dev.tsv", "test.tsv")
 
 
@@ -32,7 +33,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wsc_dir", type=Path, required=True, help="folder of SuperGLUE's WSC")
     parser.add_argument("--glue_dir", type=Path, required=True, help="GLUE's folder with WNLI/ in it")
-    parser.add_argument("--rewritten", type=int, default=5, help="rewritten rows of each schema")
     args = parser.parse_args()
     by_file = {name: wsc.read_wsc(args.wsc_dir / name) for name in WSC_FILES}
     schemas = [schema for found in by_file.values() for schema in found]
@@ -42,7 +42,7 @@ def main() -> None:
             print(f"{name}: {on_rows(path, by_file['test.jsonl'] if name == 'test.tsv' else schemas)}")
     draw = random.Random(0)
     for name, found in by_file.items():
-        sources = [schema for schema in found for _ in range(args.rewritten)]
+        sources = [schema for schema in found for _ in range(REWRITTEN)]
         rows = [(schema.text, rewritten_row(schema, draw)) for schema in sources]
         wrong = [
             f"    {source.where}, {source.query!r}: {row!r} is taken for {aligned.schema.query!r}"
