@@ -194,7 +194,7 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(target, entry)
         return target
-    target = folder / _file_name("name", name or source.name)
+    target = folder / _file_name("name", name or source.resolve().name)
     needed = {BLIMP_NAME: ("scores", "random_weights"), RECORD_NAME: ("shown_args",)}
     records = {file: read_record(source / file, of, ADVICE) for file, of in needed.items() if (source / file).is_file()}
     if not records:

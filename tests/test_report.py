@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -252,6 +253,12 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16" in whole
     assert "RACE, accuracy; RACE, high" in whole.split("Not run: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
+
+
+def test_a_run_is_added_from_within_its_folder(ledger, tmp_path, monkeypatch):
+    write_pretraining(tmp_path / "mini")
+    monkeypatch.chdir(tmp_path / "mini")
+    assert ledger.add(tmp_path / "results", Path("."), None) == tmp_path / "results" / "mini"
 
 
 def test_bad_input(ledger, tmp_path):
