@@ -15,7 +15,6 @@ code 1 above the bound. About five minutes on two cores; DeepSpeed needs a C++ c
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, PrinterCallback, RobertaConfig, Trainer, TrainerCallback
 
+from benchmarks.memory import launch
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenizer_training import train_tokenizer
@@ -137,21 +137,8 @@ def print_gradients(folder: Path) -> None:
 def losses(preset: Path, launch_file: str, processes: int, micro_batch: int, steps: int) -> list[float]:
     """The loss of every step, and the validation loss at the end."""
     output_dir = preset.parent / f"{launch_file}-{micro_batch}"
-    done = subprocess.run(
-        [
-            *[sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"],
-            *["--config_file", f"ds_configs/accelerate/{launch_file}.yaml", "--num_processes", str(processes)],
-            *["train_mlm.py", "--config", str(preset), "--output_dir", str(output_dir), "--max_steps", str(steps)],
-            *["--per_device_train_batch_size", str(micro_batch)],
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    if done.returncode:
-        sys.exit(f"{launch_file}, micro-batch {micro_batch}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    flags = ["--config", str(preset), "--output_dir", str(output_dir), "--max_steps", str(steps)]
+    launch(launch_file, processes, ["train_mlm.py", *flags, "--per_device_train_batch_size", str(micro_batch)])
     curves = json.loads((output_dir / "run_record.json").read_text())["loss_at_steps"]
     return [loss for split in ("train", "validation") for _, loss in curves[split]]
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import numpy as np
 
+from benchmarks.data_pipeline import timed
 from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.chunks import Chunk, File
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, hash_files, resolve
@@ -41,13 +42,6 @@ class RandomTokens:
             counts = {"blocks": BLOCKS_PER_CHUNK, "tokens": ids.size}
             chunk = Chunk(number, number + 1, number * BLOCKS_PER_CHUNK, BLOCKS_PER_CHUNK, number + 1 == chunks, counts)
             yield chunk, [{"input_ids": row, "document": number} for row in ids]
-
-
-def timed(function):
-    """(seconds, result) of a call."""
-    start_s = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start_s, result
 
 
 def write_cache(folder: Path, files: int) -> Corpus:

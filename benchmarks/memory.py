@@ -37,7 +37,7 @@ def launch(launch_file: str, processes: int, command: list[str]) -> str:
         check=False,
     )
     if done.returncode:
-        sys.exit(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
+        sys.exit(f"{launch_file}, {' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     return done.stdout
 
 
