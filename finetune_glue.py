@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> Summary:
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, preset, sweep_flags)
 
-    # 5. Median and spread over seeds, beside the paper's.
+    # 5. Median and spread over seeds, beside the paper's if it has the task.
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
@@ -234,7 +234,7 @@ class TaskParts:
     counts: dict[str, int]  # truncated and dropped examples
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-    # (split, its scores, the same model's validation scores) -> class numbers, or scores from 0 to 5
+    # (split, its scores, the same model's validation scores) -> class numbers, 0 or 1 per class, or scores on its scale
     predictions: Callable[[str, np.ndarray, np.ndarray], np.ndarray]
     averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # an ensemble averages these
 
@@ -265,7 +265,7 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
 
 
 def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
-    """STS-B: one output, squared error on scores scaled to [0, 1] (fairseq: --regression-target)."""
+    """STS-B or own regression: one output, squared error on scores scaled to [0, 1] (fairseq: --regression-target)."""
     lowest, highest = task.scale
     return dataclasses.replace(
         as_classification(args, task, data, tokenizer),
@@ -393,7 +393,7 @@ def targets(task: glue.Task, label) -> dict:
 def announce(
     args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], form: TaskParts, overlap: dict
 ) -> dict:
-    """Log the task, the data and the grid in a few lines; return the counts."""
+    """Log the task and the data in a few lines; return the counts."""
     validation = data[task.splits_of("validation")[0]]
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
@@ -507,8 +507,8 @@ def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray,
 def write_submission(
     args: GlueArguments, task: glue.Task, job: protocol.Job, form: TaskParts, data, runs, summary: Summary, folder: Path
 ) -> None:
-    """The server's files in `<folder>/submission`, or those of a task of your own, from the best run or from all seeds
-    of the best setting."""
+    """Write the GLUE server's files, or prediction files of a task of your own, into `<folder>/submission`, from the
+    best run or from all seeds of the best setting."""
     picked = picked_setting(summary)
     chosen = summaries.of_setting(runs, picked)
     if args.predict_with == "best":

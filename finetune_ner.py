@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> Summary:
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
 
-    # 5. Median and spread over seeds, beside the paper's.
+    # 5. Median and spread over seeds, beside the paper's if it has the task.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -117,8 +117,7 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
 
 
 def read_data(args: NerArguments, do_predict: bool) -> tuple[dict[str, list[ner.Sentence]], str]:
-    """The sentences of each split, and a note for the model card: without a validation set, a tenth of the training
-    sentences is held out."""
+    """(sentences by split, note for the model card); without a validation set, a tenth of training is held out."""
     read_file = functools.partial(ner.read_file, text_column=args.text_column, label_column=args.label_column)
     tables, note = own_task.read_tables(args, read_file, do_predict), ""
     if do_predict and "test" not in tables:
@@ -174,7 +173,7 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
 
 
 def unknown_tags(where: str, sentences: list[ner.Sentence], names: tuple[str, ...]) -> int:
-    """The number of words with tags that training lacks. Raises `InputError` where all tags but O are such."""
+    """The number of words with tags that training lacks. Raises `InputError` if all tags but O are unknown."""
     tags = [tag for sentence in sentences for tag in sentence.tags]
     unknown = [tag for tag in tags if tag not in names]
     if unknown and {*tags} <= {"O", *unknown}:
@@ -222,7 +221,7 @@ def job_of(
 
 
 def tag_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the words' cross-entropies at their first token, best class (batch, tokens), not finite as its logit)."""
+    """(sum of cross-entropies at the words' first tokens, best class (batch, tokens) or its logit if not finite)."""
     labels = batch.pop("labels")
     logits = model(**batch).logits.float()
     best, classes = logits.detach().max(-1)

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> Summary:
     after_run = publisher.push_run if publisher else None
     records = protocol.run_all(argv, runs, job, read_arguments, after_run, default_preset(argv))
 
-    # 5. Median and spread over seeds, beside the paper's.
+    # 5. Median and spread over seeds, beside the paper's if it has the task.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -175,7 +175,7 @@ def read_split(args: SquadArguments, split: str) -> list[squad_files.SquadExampl
 def drop_misplaced(
     args: SquadArguments, questions: list[squad_files.SquadExample]
 ) -> tuple[list[squad_files.SquadExample], list[str]]:
-    """The training questions, and the ids of dropped ones, with an answer that is not at its answer_start."""
+    """(first `max_train_samples` questions, ids of dropped ones with a misplaced answer). Raises `InputError`."""
     misplaced = [question.id for question in questions if question.misplaced]
     if len(misplaced) == sum(bool(question.answers) for question in questions):
         raise InputError(

@@ -260,8 +260,8 @@ def announce_run(
 
 
 def passes(args: MlmArguments, steps: int, reader: Reader) -> str:
-    """The passes over the text in so many steps: exact where its blocks are counted, else by the size of its files;
-    nothing where that is not known."""
+    """Log text for the passes over the corpus in `steps` steps: exact if its blocks are counted, else estimated from
+    the size of its files; empty if that is unknown."""
     blocks, size = stream.blocks_of_pass(reader), corpora.text_bytes(reader.corpus)
     about = "" if blocks else "about "
     blocks = blocks or (size or 0) / BYTES_PER_TOKEN / args.max_seq_length

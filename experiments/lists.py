@@ -46,10 +46,10 @@ class Measure(NamedTuple):
     title: str  # with its unit
     better: Literal["lower", "higher"]
     of: Literal["pretraining", "fine-tuning"]
-    tool: str | None  # in tools/, writes --output FILE; None: the metric is in the run record
+    tool: str | None  # in tools/, writes --output FILE; None: read the run record, or `beside`'s file
     keys: tuple[str, ...]  # path of the value in that file
     times: float = 1.0
-    beside: str | None = None  # the measure with the file of this one, if it has no tool
+    beside: str | None = None  # without a tool: the measure that writes the file
     count: str | None = None  # key of the sample size, if that differs between models
 
 
@@ -231,7 +231,7 @@ class ExperimentList(NamedTuple):
     seeds: list[int]
     measures: list[str]
     search: bool
-    rows: list[Experiment]  # by seed, so that every name of an unfinished list has about as many rows
+    rows: list[Experiment]  # sorted by seed, so that an unfinished list has about as many rows of each name
     source: str = ""
     note: str = ""
     estimate: bool = False
@@ -426,8 +426,8 @@ def named(where: str, call: Callable, *args: Any) -> Any:
 
 
 def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
-    """The settings of a variant that must not change, as its script parses them, without seed, folder and flags that do
-    not affect results; and the name of the seed flag ("seeds" for fine-tuning). Raises `InputError`."""
+    """(settings of a variant that must not change, as parsed by its script, without seed, folder, and flags that do not
+    affect results; name of the seed flag, "seeds" for fine-tuning). Raises `InputError`."""
     path = resolve_path(variant.script)
     if path.suffix != ".py" or not path.is_file():
         raise InputError(f"script={variant.script} is not a Python script: name train_mlm.py, finetune_glue.py, ...")

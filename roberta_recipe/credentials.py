@@ -12,12 +12,12 @@ _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
 _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)
-_MIN_LENGTH = 8  # of a secret in an environment variable, unlike "true"
+_MIN_LENGTH = 8  # shorter values of such variables ("true") are no secrets
 
 
 def redact(text: str) -> str:
-    """`text` without users and query values of URLs, Hub tokens, and values of environment variables with a name like
-    token, key, secret or password."""
+    """`text` with secrets as `***`: users and query values of URLs, Hub tokens, values of environment variables with
+    a name like token, key, secret or password."""
     values = (value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _MIN_LENGTH)
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)

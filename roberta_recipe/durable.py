@@ -82,7 +82,7 @@ def check_new_folder(path: Path, named: str = "output_dir") -> None:
 
 
 def check_output_file(path: Path, named: str = "output", fix: str = "make its folder, or name another file") -> None:
-    """Raise `InputError` where the file `path` cannot be written; for long commands, before their work."""
+    """Raise `InputError` if the file `path` cannot be written: a check before a long computation."""
     temporary = temporary_path(path)
     try:
         if path.is_dir():
@@ -162,8 +162,8 @@ def seal(folder: Path) -> None:
 
 
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
-    """Seal the finished folder `temporary` and rename it to `target`, in place of an older folder; without `replace`,
-    raises `InputError` where that is not empty."""
+    """Seal the finished folder `temporary` and rename it to `target`. An older `target` is deleted first or, without
+    `replace` and if not empty, raises `InputError`."""
     seal(temporary)
     if replace:
         shutil.rmtree(target, ignore_errors=True)

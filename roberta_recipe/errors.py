@@ -17,7 +17,7 @@ from roberta_recipe.credentials import redact
 from roberta_recipe.launcher import resume_hint
 
 _HEAD_START_S = 3.0  # head start of rank 0 to print an error, after which the launcher ends the other ranks
-# of tokenizers (Rust), which raises a plain Exception, and of torch's writers, whose RuntimeError may not give a reason
+# messages of tokenizers (Rust; a plain Exception) and of torch's writers (a RuntimeError, perhaps without a reason)
 _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
 
 
@@ -44,7 +44,7 @@ class RunError(RuntimeError):
 
 
 class Stopped(RunError):
-    """A run that ended early and was saved; the same command continues it."""
+    """A run that a signal or a loss spike ended early; the same command resumes it from its last checkpoint."""
 
     # EX_TEMPFAIL and EX_DATAERR of sysexits.h, 128 + SIGINT as in a shell
     EXIT_CODES: ClassVar[dict[str, int]] = {"SIGTERM": 75, "Ctrl-C": 130, "a loss spike": 65}
@@ -72,8 +72,8 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Re-raise as `InputError`, while `is_start()`, an error that a library raises for a flag: in a module of
-    `_FLAGS_OF_MODULE`. Errors of this package, of data and of models keep their traceback."""
+    """Context that re-raises a library's exception for a bad flag (in a module of `_FLAGS_OF_MODULE`, if `is_start()`)
+    as `InputError`. Errors of this package, of data, of models and likely bugs (`TypeError`) keep their traceback."""
     try:
         yield
     except Exception as error:
@@ -118,8 +118,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
 
 
 def interruptible(call: Callable[[], Any]) -> Any:
-    """Run a long library call that releases the GIL in a thread, so that signals end the process at once. For calls
-    that write no files."""
+    """Run a long GIL-releasing library call that writes no files in a thread: signals end the process at once."""
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(call).result()
@@ -166,7 +165,7 @@ def _end_at_once(error: KeyboardInterrupt) -> None:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A traceback without secrets; for a signal in a destructor or while another error is handled, its line."""
+    """Exception hook: a traceback without secrets; one line for a signal in a destructor or an exception handler."""
     if isinstance(error, KeyboardInterrupt):
         _end_at_once(error)
     print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

@@ -74,7 +74,7 @@ def reset_peak_memory() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc reuse freed memory for large allocations; returns whether it does. A user's own allocator settings
+    """Configure glibc's malloc to reuse freed memory for large allocations; returns whether it does. User settings
     stay. By default each activation above 128 KiB to 32 MiB gets fresh pages, which the kernel has to clear."""
     has_settings = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
     if has_settings or platform.libc_ver()[0] != "glibc":
@@ -84,8 +84,8 @@ def keep_freed_memory() -> bool:
 
 
 def has_bf16(use_cpu: bool = False) -> bool:
-    """Whether the training device, a GPU or with `use_cpu` the processor, has bf16 matrix products in hardware: GPUs
-    from Ampere on, AVX-512 BF16, AMX."""
+    """Whether the training device has bf16 matrix products in hardware: a GPU from Ampere on or, without a GPU or with
+    `use_cpu`, a processor with AVX-512 BF16 or AMX."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
@@ -109,13 +109,13 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU or the machine is out of memory; for oneDNN, also a failed creation of a primitive."""
+    """Whether an exception means out of memory, on GPU or CPU; in oneDNN, a primitive that cannot be created."""
     cpu = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
     return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in cpu)
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """On Linux, have this process receive the signal `number` when its parent process ends, or has ended."""
+    """On Linux, send this process the signal `number` when its parent dies, or at once if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before the line above, so no signal comes

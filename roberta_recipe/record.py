@@ -23,7 +23,7 @@ SKIPPED_NAME = "skipped_blocks.json"  # loss spikes, and the blocks skipped beca
 TOKENIZER_NAME = "tokenizer"  # folder of a tokenizer trained by the run
 INDEX_NAME = "chunks.index"  # `chunks.ChunkIndex`
 HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a token cache
-HUB_NAME = "hub.json"  # the run's repositories on the Hub
+HUB_NAME = "hub.json"  # the run's id, also in the card of its repository on the Hub
 BLIMP_NAME = "blimp.json"  # BLiMP scores, beside the weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of a fine-tuning protocol; folder of a run's best epoch
 
@@ -60,7 +60,7 @@ class SourceMetrics(TypedDict):
     perplexity: float
     bits: float
     loss_error: NotRequired[float | None]  # standard error of the loss over documents; None for a single one
-    documents: NotRequired[int]  # in which the blocks begin; older records lack both
+    documents: NotRequired[int]  # number of documents in which blocks begin; older records lack both
     unigram_entropy: float
     blocks: int
     tokens: int
@@ -203,8 +203,8 @@ def picked_setting(summary: Summary) -> SettingScores:
 
 
 def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
-    """A `run_record.json` or `summary.json`. Raises `InputError` for a damaged file, and with `advice` for a file of
-    another version, without one of the fields `needed`."""
+    """Values of a file of `write_record` (`run_record.json`, `summary.json`, ...). Raises `InputError` for a damaged
+    file and, with `advice`, for a file of another version, which lacks one of the fields `needed`."""
     values = read_input_json(path)
     if isinstance(values, dict) and (missing := [name for name in (*needed, durable.SEAL) if name not in values]):
         raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")

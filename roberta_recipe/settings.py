@@ -27,7 +27,7 @@ from roberta_recipe.credentials import holds_secret, redact
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import read_text, resolve_path
 
-NUMBERS_END = 2**32  # upper limit of integers: of NumPy's seeds, and of torch's sizes
+NUMBERS_END = 2**32  # integers must be below: the limit of NumPy's seeds and torch's sizes
 _TRAINER_FLAGS = "Flags of transformers.TrainingArguments (huggingface.co/docs/transformers/main_classes/trainer):"
 _NOT_GIVEN = object()  # value of a flag that is not on the command line
 Pairs = tuple[tuple[str, str], ...]  # of flags
@@ -86,7 +86,7 @@ def fixed_values(args: Any) -> dict[str, Any]:
 
 
 def shown_names(*filled: Any) -> list[str]:
-    """The names of the flags of filled dataclasses that the model card and the results show: `shown` or of the task."""
+    """Names of the flags that model card and results show: `shown` always, or for the task of the first dataclass."""
     wanted = (True, getattr(filled[0], "task_name", None))
     return [name for args in filled for name, flag in flags_of(type(args)).items() if flag.shown in wanted]
 
@@ -115,7 +115,7 @@ def value_of(argv: list[str], name: str) -> str | None:
 def parse(
     dataclass_types: list[type], argv: list[str], default_config: str, description: str, without: Iterable[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Read `--config` (its values `without` some) and the flags on top of it. Returns the filled dataclasses, and all
+    """Read `--config` (except the keys `without`) and the flags on top of it. Returns the filled dataclasses, and all
     resolved values as a preset, without flags of scope "start". Raises `InputError`.
 
     A dataclass's `alternatives` exclude each other: a flag for one replaces the preset's value for the other.
@@ -160,7 +160,7 @@ def parse(
 def _merged(
     dataclass_types: Sequence[type], defaults: dict[str, Any], preset: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The values by precedence, without those of the preset that a given flag replaces."""
+    """Merge defaults < preset < given flags; a given flag drops the preset's values that it replaces or excludes."""
     alternatives = [pair for cls in dataclass_types for pair in getattr(cls, "alternatives", ())]
     replaces = [pair for cls in dataclass_types for pair in getattr(cls, "replaces", ())]
     replaced = {second for first, second in replaces if first in given}
@@ -225,7 +225,7 @@ def _groups(dataclass_types: Sequence[type]) -> list[type]:
 
 
 def _trainer_flags(dataclass_types: Sequence[type], values: dict[str, Any]) -> str:
-    """The end of `--help`: Trainer's own flags as name=value, or as a name where the value is None; no locked ones."""
+    """Epilog of `--help`: Trainer's own flags as name=value (the name alone for None), without locked flags."""
     flags = [(cls, name) for cls in dataclass_types for name, flag in flags_of(cls).items() if flag.scope != "locked"]
     names = [name for cls, name in flags if _title(cls, name) == _TRAINER_FLAGS]
     words = " ".join(name if values[name] is None else f"{name}={plain(values[name])}" for name in sorted(names))
@@ -276,7 +276,7 @@ class _PresetLoader(yaml.SafeLoader):
     """YAML 1.2 floats (`6e-4` is a number, not a string) and no duplicate keys."""
 
     def compose_mapping_node(self, anchor):
-        node = super().compose_mapping_node(anchor)  # before the constructor replaces `<<` by what it merges
+        node = super().compose_mapping_node(anchor)  # before the constructor expands merge keys (`<<`)
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise InputError(f"{node.start_mark.name}: {twice[0]!r} is given twice; keep one of them")
@@ -317,8 +317,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 def check_mapping(
     values: dict[str, Any], dataclass_types: list[type], where: str, without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Check each of `values` against the type of its field; the fields `without` are unknown keys. Raises
-    `InputError`."""
+    """Check `values` against the types of their fields; the fields `without` are unknown keys. Raises `InputError`."""
     hints = {}
     for cls in dataclass_types:
         annotations = typing.get_type_hints(cls, include_extras=True)

@@ -8,7 +8,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.log import log_once
 
 _NEVER, _ALWAYS, _ANY = ("false",), ("true",), ("true", "false")
-# name: (accepted values; none: any number, and the reason why it changes nothing)
+# flag: (accepted values, empty for any number; the reason why it has no effect)
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), (("float32",), "weights are fp32; half precision is --bf16 or --fp16")),
     "group_by_length": (_ALWAYS, "sequences of like length are always batched together"),
@@ -28,7 +28,7 @@ _OVERWRITE = "no run is overwritten: the same command resumes; delete the folder
 _MEASURED = "every row is scored, as validation picks the best epoch: name a shorter file"
 _OWN = "this script reads its task's data (--data_dir, else the Hub's); your own: docs/adapting.md, section 6"
 _TEXT = "a source of a corpus preset names dataset, config and revision: --corpus (docs/adapting.md, section 1)"
-# name: its name here, and why
+# flag: the hint in the error message, with its name here
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("dataset_name", "dataset_config_name", "train_file", "validation_file"), _OWN),
     **dict.fromkeys(("max_eval_samples", "max_predict_samples"), _MEASURED),
@@ -51,7 +51,7 @@ REFUSED_IN_PRETRAINING = dict.fromkeys(("dataset_name", "dataset_config_name"), 
 
 
 def without_accepted(argv: list[str], known: Collection[str]) -> list[str]:
-    """`argv` without the accepted flags that a script with the flags `known` lacks, which are logged. Raises
+    """Remove `ACCEPTED` flags from `argv`, and log them; flags that the script has itself (`known`) stay. Raises
     `InputError` for a value that is not accepted."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ACCEPTED.keys() - known:

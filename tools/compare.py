@@ -94,7 +94,7 @@ def scopes_of_flags() -> dict[str, str]:
 
 
 def different_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
-    """Different settings that make a different run, with both values; from presets, if a run has no checkpoint."""
+    """Differing settings of the fingerprint, with both values; from presets if a run has no checkpoint or record."""
     if a.fingerprint and b.fingerprint:
         return _different(a.fingerprint, b.fingerprint)
     scopes = scopes_of_flags()

@@ -33,8 +33,8 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
-    """As `pretraining.preset_of`, and without `--config` the preset in the checkpoint's folder: but for its text where
-    the command names one, and for its attention, which another device may not have."""
+    """As `pretraining.preset_of`, but without `--config` the preset in the checkpoint's folder, if any. Its attention
+    is ignored, as another device may not have it, and so is its text if the command names another."""
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
     if value_of(argv, "config") or not own.is_file():
         return pretraining.preset_of(argv)

@@ -176,7 +176,7 @@ def print_step(
 
 
 def logged_digest(folder: Path, step: int) -> int | None:
-    """Hash of a step's blocks and masks, the difference between its log line and the previous step's; None if one is
+    """Hash of one step's blocks and masks: the hash in its log line minus that of the previous step; None if one is
     missing."""
     digests = {entry["step"]: int(entry["digest"], 16) for entry in read_log(folder / LOG_NAME) if "digest" in entry}
     if step not in digests or (step > 1 and step - 1 not in digests):

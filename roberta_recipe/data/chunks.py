@@ -32,11 +32,11 @@ from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
 from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
 from roberta_recipe.record import INDEX_NAME
 
-CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that exceeds it
+CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that reaches it
 REVISION = "chunks of 8 MB"  # in fingerprints: caches and checkpoints of other revisions are refused
 _TEXT_PER_CALL = 1 << 19  # characters per tokenizer call: enough for all cores
 
-# Input formats by name; formats of pairs with their objective: next sentence, sentence order, or none (in order)
+# Packers by input format; for pairs by "format objective": nsp, sop, or in_order (no pair objective, text order)
 PAIRS = {
     "segment_pair": pairs.segment_pair,
     "segment_pair_short": partial(pairs.segment_pair, short=pairs.SHORT),
@@ -53,7 +53,7 @@ PACKERS: dict[str, Packer] = {
 
 
 def pair_versions(input_format: str) -> int:
-    """Number of different packings of a text, which passes use in turn; more than one for pairs."""
+    """Number of packings of a text that successive passes cycle through: `pairs.VERSIONS` for pairs, else 1."""
     return pairs.VERSIONS if _has_pairs(input_format) else 1
 
 
@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
 
 
 def _counts(rows: list[Row], documents: list[Document], blocks: int, longest: float) -> dict[str, int]:
-    """`longest`: the most tokens of a sentence that is not split."""
+    """Statistics of a chunk, for run records. `longest`: tokens of the longest sentence that is not split."""
     sizes = [len(sentence) for sentences in documents for sentence in sentences]
     return {
         "documents": len(documents),
@@ -107,8 +107,8 @@ def sum_counts(chunks: Iterable[Chunk]) -> dict[str, int]:
 
 
 class ChunkIndex:
-    """The chunks packed so far, by file: a text file to which all processes of a run append lines. Damaged lines, and
-    those of another text (`made_from`), are ignored, and their chunks packed again."""
+    """Index of the packed chunks by file: a text file to which all processes of a run append lines. Damaged lines and
+    lines of another text (`made_from`) are ignored, and their chunks are packed again."""
 
     def __init__(self, path: str | Path = os.devnull, made_from: str = ""):
         self._path, self._text_crc, self._bytes_read = path, zlib.crc32(made_from.encode()), 0
@@ -160,7 +160,7 @@ class TextReader:
 
     @functools.cached_property
     def index(self) -> ChunkIndex:
-        """The index; opened lazily, as `tools/evaluate.py` has no hashes of the training files."""
+        """The chunk index. Opened lazily: it needs file hashes, which `tools/evaluate.py` does not compute."""
         if not self.index_folder:
             return ChunkIndex()
         return ChunkIndex(Path(self.index_folder, INDEX_NAME), durable.fingerprint(self.fingerprint()))
@@ -187,7 +187,7 @@ class TextReader:
     def pack_rows(
         self, rows: Iterable[Row], file: File, row: int = 0, first_block: int = 0
     ) -> Iterator[tuple[Chunk, list[Columns]]]:
-        """Pack the rows of a file, which begin at `row`: chunks with their blocks, `input_ids` as arrays of `dtype`."""
+        """Yield each chunk with its blocks (`input_ids`: arrays of `dtype`). `rows`: of a file, from row `row` on."""
         for chunk_rows in _split_by_chunk(rows):
             texts = [one for one in chunk_rows if one.text is not None]
             documents, marks = self._tokenize([one.text for one in texts])
@@ -253,7 +253,7 @@ class TextReader:
 
 
 def _split_by_chunk(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by chunk; the last chunk ends with the `Row` without text, and may have no document."""
+    """Group rows into chunks. The last chunk ends with the end-of-file `Row` (no text), and may have no document."""
     chunk_rows, size = [], 0
     for row in rows:
         chunk_rows.append(row)

@@ -70,7 +70,7 @@ class Source:
 class FileHash(NamedTuple):
     """Hash of a file's content."""
 
-    values: list[Any]  # local: name, size, SHA-256; remote: URL, size, version
+    values: list[Any]  # local: name, size, SHA-256; remote: URL, size, version; hf://: URL, with the revision
     stamp: list[int] | None  # size, times, inode; None for a remote file
 
 
@@ -200,7 +200,7 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
 
 
 def _local_paths(path: Path) -> list[str]:
-    """A file, the files of a glob, or those below a folder, each file behind several links once."""
+    """Paths of a file, of a glob, or of all files below a folder; a file with several symlinks is listed once."""
     if path.is_file():
         return [str(path)]
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
@@ -212,7 +212,7 @@ def _local_paths(path: Path) -> list[str]:
 
 
 def _remote_paths(name: str, pattern: str) -> list[str]:
-    """The files of a URL (s3://, gs://, https://, ...): of a file, a glob or a folder."""
+    """URLs of the files behind a remote file, glob or folder (s3://, gs://, https://, ...). Raises `InputError`."""
     is_folder = "*" not in pattern and not _format_of(pattern)
     try:
         return resolve_pattern(f"{pattern.rstrip('/')}/**" if is_folder else pattern, "")
@@ -241,7 +241,7 @@ def text_bytes(corpus: Corpus) -> int | None:
 
 
 def in_words(corpus: Corpus) -> str:
-    """The name of a corpus, and its sources with their shares; of a source of `corpus_of_files`, its files."""
+    """A corpus as text: its name, and each source with its share; for `--train_file`, with its files."""
     shares = zip(corpus.sources, corpus.shares, strict=True)
     return f"{corpus.name}: " + ", ".join(f"{_where(source)} {share:.1%}" for source, share in shares)
 
@@ -331,8 +331,8 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
 
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
-    """Raise `RunError` where a local file (or the file `path`) has changed since `hash_files`. Takes microseconds a
-    file, unless its stamp differs."""
+    """Raise `RunError` if a local file (with `path`: that file) has changed since `hash_files`. Takes microseconds per
+    file: it is hashed again only if size, times or inode differ."""
     hashes = corpus.file_hashes
     for name in hashes if path is None else hashes.keys() & {path}:
         try:

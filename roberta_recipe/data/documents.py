@@ -75,8 +75,8 @@ class Row(NamedTuple):
     number: int
     text: str | None  # None: the end of the file
     empty: int = 0
-    held_out: int = 0  # documents of the other split; in validation, those of `Corpus.excluded`
-    bad_files: int = 0  # 1 at the end of a file that was unreadable from here on (`on_bad_shard: skip`)
+    held_out: int = 0  # train: held-out documents; validation: those of `Corpus.excluded`
+    bad_files: int = 0  # 1 in the last `Row` of a file that broke off (`on_bad_shard: skip`)
     lost_rows: int = 0  # unreadable rows
 
 

@@ -138,8 +138,8 @@ def parquet_rows(
 
 
 def arrow_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
-    """A column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `EOFError` for a truncated
-    stream: without its end-of-stream marker, one cut between two batches would read as a shorter stream."""
+    """A column of an Arrow IPC file or stream (`save_to_disk` writes streams). Raises `EOFError` for a stream
+    without end-of-stream marker: cut between two batches, it would otherwise read as a shorter stream."""
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
     reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)

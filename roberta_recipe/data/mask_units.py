@@ -14,7 +14,7 @@ from roberta_recipe.data.word_starts import WordStarts
 REVISION = 2  # of the algorithm for spans and n-grams; part of the fingerprint
 _SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
 _POSITIONS = 32  # attempts to place a span
-_PHRASE_SHARE = 0.5  # of the units drawn, with masking_unit entity or noun_phrase
+_PHRASE_SHARE = 0.5  # share of phrases among the drawn units; the others are words
 _WEIGHTS = {  # of 1, 2, ... words
     "span": (1 - _SPAN_P) ** np.arange(_SPAN_MOST),  # geometric, cut at 10: 3.8 words on average
     "ngram": 1 / np.arange(1, _NGRAM_MOST + 1),
@@ -99,9 +99,9 @@ def choose_spans(words: Words, unit: str, budget: int, draws: np.random.Generato
 def choose_phrases(
     words: Words, marks: np.ndarray, budget: int, draws: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """(begins, ends) of units with `budget` tokens in all: phrases and words with equal probability, as long as both
-    are left. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the rest of the budget; a word longer than
-    the rest is masked with the probability rest / length, so that the number is right on average."""
+    """(begins, ends) of units with `budget` tokens in all on average: each a phrase or a word with equal probability,
+    while both are left. `marks` (length,): `phrases.COLUMN`. The last phrase is cut to the rest of the budget; a longer
+    word is masked with probability rest / length, which keeps the average."""
     borders, free = words.borders.tolist(), (~words.special[words.borders[:-1]]).tolist()
     ranges = _phrases(words.borders, marks)
     phrase_queue = [ranges[n] for n in draws.permutation(len(ranges))]
@@ -125,8 +125,8 @@ def choose_phrases(
 
 
 def _phrases(borders: np.ndarray, marks: np.ndarray) -> list[tuple[int, int]]:
-    """The word range (first, end) of each phrase; words that a phrase covers in part are included. A phrase continued
-    from another block begins with this block's first token."""
+    """Word range [first, end) of each phrase, widened to whole words. A phrase that continues from another block begins
+    at its first token in this block."""
     inside = marks > 0
     begins = marks == 1
     begins[0] |= inside[0]

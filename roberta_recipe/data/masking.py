@@ -36,8 +36,8 @@ class MlmCollator(DataCollatorForLanguageModeling):
     or phrase get the same kind of replacement (SpanBERT).
 
     Returns `input_ids` and `labels` (batch, longest block) int64; `predicted`, the flat positions of the labels, padded
-    with -1; `attention_mask` if anything is padded. Other columns of a block become int64 tensors too, padded with -100
-    if the name contains "label", else with 0. Examples with `labels` are already masked.
+    with -1; `attention_mask` if anything is padded or `predicted_multiple` > 1. Other columns, except `phrases.COLUMN`,
+    become int64, padded with -100 if "label" is in the name, else with 0. Examples with `labels` are already masked.
     """
 
     seed: int = 0
@@ -75,7 +75,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
     def _predicted(
         self, ids: np.ndarray, words: Words | None, marks: np.ndarray | None, pick: np.ndarray, action: np.ndarray
     ) -> np.ndarray:
-        """(length,) bool: the predicted positions. Sets `action` of a span's tokens to that of its first token."""
+        """(length,) bool: the predicted positions. Tokens of a span or phrase get the `action` of its first."""
         if words is None and self.mask_count == "bernoulli":
             return (pick < self.mlm_probability) & ~self._is_special[ids]
         if words is None:

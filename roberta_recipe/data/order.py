@@ -36,14 +36,13 @@ def place_of(block: int) -> tuple[int, int, int]:
 
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(source, index of the block in its source), both (count,) int64, at `count` positions from `start` on. Block i of
-    a source is due at time i / share, so a source is less than one block ahead of its share, and at most (number of
-    sources x share) behind."""
+    """(source, index of the block in its source), both (count,) int64, at `count` positions from `start` on. Block i
+    of a source is due at i / share: a source is at most a block ahead of its share and (sources x share) behind."""
     rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
-    # a time by which at most `start` blocks are due: the blocks before it are counted, only the rest is sorted
+    # at most `start` blocks are due before this time: they are counted by formula, only the later ones are sorted
     time = max(start - len(shares), 0)
     earlier = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
-    # rounding: one less where the last is not due before `time`, one more where the next is
+    # correct rounding errors: the last counted block must be due before `time`, the next one must not
     earlier -= (earlier > 0) & ((earlier - 1) / rate >= time)
     earlier += earlier / rate < time
     missing = start - int(earlier.sum())
@@ -78,9 +77,8 @@ def interleave(
 
 
 def sample_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
-    """A stratified sample: ascending indices into the `counts` items of each source, `limit` in all, in proportion to
-    `shares` as far as each source goes. A source's items are divided into equal strata, with one random item from each.
-    Without a limit, all items."""
+    """A stratified sample: ascending indices into the `counts` items of each source, `limit` (None: all) in all, in
+    proportion to `shares` as far as a source goes. A source has equal strata, with one random item from each."""
     owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
     wanted = np.bincount([*itertools.islice(owners, limit)], minlength=len(counts)).tolist()
     drawn = []

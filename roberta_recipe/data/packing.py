@@ -17,7 +17,7 @@ from roberta_recipe.data import IGNORED
 Document = list[list[int]]  # sentences of token ids
 Columns = dict[str, Any]  # of a block
 Packer = Callable[[list[Document], int, int, int, tuple[int, ...]], Iterable[Columns]]
-_OPEN_BLOCKS = 16  # blocks that are filled at the same time, in formats with several sequences per block
+_OPEN_BLOCKS = 16  # open bins of `pack_sequences`
 
 
 class Block(dict):
@@ -74,7 +74,7 @@ def contiguous(
     documents: list[Document], max_seq_length: int, bos_id: int, eos_id: int, key: tuple[int, ...] = ()
 ) -> Iterator[Columns]:
     """Blocks of fixed size: `<s>` and the next `max_seq_length - 1` ids, with `</s>` after every document. Only the
-    last block is shorter."""
+    last block of a chunk is shorter."""
     texts = [[*itertools.chain.from_iterable(sentences), eos_id] if sentences else [] for sentences in documents]
     ids, ends = [*itertools.chain.from_iterable(texts)], np.cumsum([len(text) for text in texts])
     for start in range(0, len(ids), max_seq_length - 1):
@@ -99,8 +99,8 @@ def doc_sentences(
 def pack_sequences(
     sequences: Iterable[PackedSequence], max_seq_length: int, label: str | None = None
 ) -> Iterator[Columns]:
-    """Blocks of several sequences, best fit first: each goes into the fullest open block with room for it. The column
-    `sequence`, the number of each token's sequence, is for the attention mask. `label`: as in `columns_of`."""
+    """Best-fit bin packing: each sequence goes into the fullest open block with room for it. The column `sequence`, the
+    number of each token's sequence in its block, is for the attention mask. `label`: as in `columns_of`."""
     open_blocks: list[list[PackedSequence]] = []
     for sequence in sequences:
         fitting = [block for block in open_blocks if _size(block) + len(sequence.ids) <= max_seq_length]

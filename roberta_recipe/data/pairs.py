@@ -46,8 +46,8 @@ def _pairs(
     short: float = 0.0,
     share_of_ones: float = 0.5,
 ) -> Iterator[PackedSequence]:
-    """Pairs and single segments in text order. A share `short` of them has a random length below the block's, but at
-    least one sentence."""
+    """Pairs and single segments in text order. A share `short` of them is cut to a random length, at most the block's
+    and at least one sentence."""
     room = max_seq_length - 4  # <s> A </s> </s> B </s>
     draws = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
     donors = _Donors(documents) if label == NSP else None
@@ -94,7 +94,7 @@ def _consume(rest: Document, used: Document) -> None:
 
 
 class _Donors:
-    """Documents of a chunk, from which the B of NSP's random pairs is drawn."""
+    """Sampler of NSP's negative examples: draws segment B from another document of the chunk."""
 
     def __init__(self, documents: list[Document]):
         self._documents = {number: sentences for number, sentences in enumerate(documents) if sentences}
@@ -107,8 +107,8 @@ class _Donors:
         return self._numbers != [number]
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
-        """B from another document than `number`: at most `most` sentences, from any sentence on that fits. With None,
-        preferably from a sentence followed by `room` tokens, so that B's length does not give the label away."""
+        """B from another document than `number`: at most `most` sentences, from a random one on that fits. With None,
+        preferably where at least `room` tokens are left, so that B's length does not give the label away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

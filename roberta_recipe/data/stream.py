@@ -42,7 +42,7 @@ _FileChunk = tuple[File, Chunk, Sequence[Columns]]
 
 @dataclass
 class _Window:
-    """Consecutive chunks of a pass over a source, and the order of their blocks."""
+    """A shuffle window: consecutive chunks of one pass over a source, with a permutation of their blocks."""
 
     source: int
     epoch: int
@@ -66,7 +66,7 @@ class _Window:
 
 
 def _windows(reader: Reader, source: int, index: int) -> Iterator[_Window]:
-    """The endless windows of a source, beginning at or before the window that contains block `index`."""
+    """Infinite stream of a source's shuffle windows, starting at or before the window of block `index`."""
     size, first = max(reader.shuffle_window, 1), 0
     pass_counts = cache(lambda version: _pass_counts(reader, source, "train", version))
     for epoch in itertools.count():
@@ -120,8 +120,8 @@ def blocks_at(reader: Reader, batches: Iterable[tuple[range, ...]]) -> Iterator[
 
 
 def validation_blocks(reader: Reader, limit: int | None) -> Iterator[Block]:
-    """At most `limit` held-out blocks in the proportions of the mixture, as far as each source's text goes, sampled
-    evenly from a source's validation files, or from as many of its training files as hold out `limit` blocks."""
+    """At most `limit` held-out blocks in the mixture's proportions; a short source gives all it has. Each source is
+    sampled evenly: its validation files or, without these, training files until `limit` blocks are held out."""
     windows, shares = [], reader.corpus.shares
     with Bar(desc="Reading validation", unit=" blocks", mininterval=1, leave=False) as bar:
         for number, source in enumerate(reader.corpus.sources):
@@ -145,8 +145,8 @@ def _pass_counts(reader: Reader, source: int, split: str, epoch: int = 0) -> tup
 
 
 def blocks_of_pass(reader: Reader, pack: bool = False) -> int | None:
-    """The training blocks of a pass over all sources; None where a file has not been packed to its end, unless `pack`
-    packs what is left, to count."""
+    """Number of training blocks in one pass over all sources; None if a file is not packed to its end. With `pack`, the
+    rest is packed first, to count it."""
     sources = range(len(reader.corpus.sources))
     if pack:
         with Bar(desc="Counting blocks", unit=" blocks", mininterval=1, leave=False) as bar:
@@ -157,14 +157,14 @@ def blocks_of_pass(reader: Reader, pack: bool = False) -> int | None:
 
 
 def count_table(reader: Reader, split: str) -> dict[str, dict[str, int]]:
-    """The counts of one pass over a split by source, as far as its files are indexed."""
+    """Counts of one pass over a split, by source; chunks that are not packed yet are missing."""
     sources = enumerate(reader.corpus.sources)
     return {source.name: _pass_counts(reader, number, split)[0] for number, source in sources}
 
 
 def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
-    """(counts, passes) by source, of the chunks with the first `positions` blocks. A partial pass counts 0 while the
-    length of a pass is unknown, and passes are then whole numbers."""
+    """(counts, passes) by source over the chunks of the first `positions` blocks. `passes` is an exact float or, if the
+    length of the last pass is unknown, an int: the number of complete passes."""
     counts, passes = {}, {}
     for number, left in enumerate(blocks_by_source(reader.corpus.shares, positions)):
         chunks, read, epoch = [], 0, 0

@@ -2,7 +2,7 @@
 
     <folder>/fingerprint.json                      settings; a cache of another corpus, tokenizer, format or length is
                                                    refused
-    <folder>/<source>/{train,validation}-<n>.bin   shard of file n of the source, chunk after chunk, 2 bytes a token;
+    <folder>/<source>/{train,validation}-<n>.bin   shard of file n: chunks, 2 bytes a token (4 from 65,537 entries on);
                                                    for pairs also train-<n>-1 to -9, the versions of later passes
     <folder>/<source>/{train,validation}-<n>.json  written last: columns, and offset and hash of each chunk
 
@@ -44,7 +44,7 @@ _pack_in_worker: Callable[[list[File]], int]  # set in a packing process
 
 
 class TokenCache:
-    """Reader of chunks from a complete cache; starting at any position reads nothing. Raises `InputError` for a
+    """Reader of chunks from a complete cache; seeking to a position reads no blocks. Raises `InputError` for a
     damaged shard: names and sizes are checked here, the hash of a chunk when it is opened."""
 
     def __init__(self, folder: str | Path, corpus: Corpus, *, seed: int, shuffle_window: int = 1):
@@ -114,7 +114,7 @@ class CachedBlocks(Sequence):
 
 
 def tokens_per_pass(folder: str | Path) -> int | None:
-    """Training tokens of one pass over a cache; None for an empty one."""
+    """Training tokens of one pass over a cache; None for an empty or unreadable one."""
     try:
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
     except (OSError, ValueError, KeyError):  # KeyError: of an earlier version, which is refused later
@@ -128,8 +128,8 @@ def shard_path(corpus: Corpus, file: File) -> str:
 
 
 def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
-    """All shards of a cache, grouped by what one reading of a file packs: its training shard, and the shard of its
-    held-out documents. For pairs, each training file has a shard per version."""
+    """All shards of a cache, in groups that are written from one reading of a file: its training shard and the shard of
+    its held-out documents. For pairs, each further version of a training file is a group of its own."""
     shards: list[list[File]] = []
     for number, source in enumerate(corpus.sources):
         train, held_out = (
@@ -163,8 +163,8 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
-    """Pack one machine's share of the files (every `machines`-th, from `machine` on), as far as their shards are
-    missing or have another size; returns whether the cache is complete."""
+    """Pack one machine's share of the files (every `machines`-th, from `machine` on), except for shards that are intact
+    by JSON file and size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
     read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
@@ -196,7 +196,7 @@ def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
 
 
 def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
-    """Pack files with the tokenizer's threads or, from two files on, with processes; yields the tokens of each."""
+    """Pack files in forked workers or, for one file or worker, here with tokenizer threads; yields their tokens."""
     workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")
     if workers <= 1:
         yield from map(pack, to_pack)
@@ -205,7 +205,7 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
     # a fork inherits `initargs`, so that reader and tokenizer are not pickled
     with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(os.getpid(), pack)) as pool:
         try:
-            # Python ignores an exception in its hooks of a fork, a signal's too
+            # Python swallows exceptions in its fork hooks, those of signal handlers too
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             tokens = pool.map(_pack_here, to_pack)  # forks all processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -220,7 +220,7 @@ def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc
 
 
 def _begin_worker(parent: int, pack: Callable[[list[File]], int]) -> None:
-    """Set up a packing process: it ends with its parent, which handles Ctrl-C."""
+    """Set up a packing worker: SIGKILL when its parent dies; the parent alone handles Ctrl-C."""
     global _pack_in_worker
     end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -242,7 +242,7 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File
 
 
 def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
-    """The held-out `rows` of a file, a list that reading its training split fills, without those `excluded`."""
+    """Held-out rows of a file without those `excluded`. `rows`: the list that reading the training split has filled."""
     skipped = 0
     for row in rows:
         if text_hash(row.text) in excluded:

@@ -25,7 +25,7 @@ from roberta_recipe.log import logger
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
 _NO_TEXT = "\U0010ffff"  # a noncharacter of Unicode
-LOSE_WINDOWS = ("0.23.1", "0.23.2")  # versions of tokenizers
+LOSE_WINDOWS = ("0.23.1", "0.23.2")  # releases of `tokenizers` that lose windows of long texts
 _LINE_WINDOW = 20_000  # characters
 _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
@@ -79,7 +79,7 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         )
     # positions count from the left, and heads read the first token; init_kwargs are saved
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    if tokenizer.init_kwargs.get("local_files_only"):  # of HF_HUB_OFFLINE, which a restart may have or not
+    if tokenizer.init_kwargs.get("local_files_only"):  # set by HF_HUB_OFFLINE, which may differ between restarts
         tokenizer.init_kwargs["local_files_only"] = False
     return tokenizer
 
@@ -124,8 +124,8 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON, with only the tokens of standard roles marked special: `split_special_tokens`, by which
-    `</s>` in a text stays plain text, would also split the user's special tokens (`[E1]`)."""
+    """The backend's JSON with only standard roles (`</s>`, `<mask>`, ...) marked special: `split_special_tokens`, which
+    keeps `</s>` in a text plain text, would also split the user's special tokens (`[E1]`)."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -176,7 +176,7 @@ def split_sentences(text: str, language: str = "en") -> list[str]:
 
 
 def _split_line(line: str, language: str) -> Iterator[str]:
-    """sentencex on windows of a line, as its time grows with the square of the length."""
+    """Split a line with sentencex, window by window: its time grows with the square of the length."""
     start, end = 0, _LINE_WINDOW
     while end < len(line):
         *whole, rest = _segment(line[start:end], language)
@@ -189,8 +189,8 @@ def _split_line(line: str, language: str) -> Iterator[str]:
 
 
 def _segment(text: str, language: str) -> list[str]:
-    """sentencex 1.0.32, which panics if multi-byte white space follows a letter and precedes a full stop: it gets
-    blanks instead, and the sentences are cut from the original text."""
+    """Workaround for sentencex 1.0.32, which panics on multi-byte white space between a letter and a full stop: it gets
+    blanks, and sentences are cut from the original text. If it panics all the same, the text is one sentence."""
     try:
         lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
     except BaseException as error:  # a panic is no Exception

@@ -25,8 +25,8 @@ _RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of G
 
 
 def size_for(text_bytes: int) -> int:
-    """The entries of a vocabulary for so much text: the demonstration's 4,096 up to 15 MB, the paper's 50,265 from 1 GB
-    on (our sample of its text); between them they grow with the text to the power of 0.6, as distinct words do (Heaps'
+    """Vocabulary size for `text_bytes` of text: the demonstration's 4,096 up to 15 MB, the paper's 50,265 from 1 GB on
+    (our sample of its text); between them it grows with the text to the power of 0.6, as distinct words do (Heaps'
     law: 0.4 to 0.6). By Zipf's law, the rarest entry then occurs some 100 times in 15 MB, and 460 times in 1 GB."""
     power = math.log(LARGEST / SMALLEST) / math.log(SAMPLE_BYTES / _SMALL_BYTES)
     entries = int(SMALLEST * (text_bytes / _SMALL_BYTES) ** power)
@@ -35,8 +35,7 @@ def size_for(text_bytes: int) -> int:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False) -> RobertaTokenizer:
     """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once). Memory grows with the distinct words;
-    words of thousands of characters are cut. Raises `InputError` where the texts hold too few words for it, unless
-    `at_most`."""
+    words of thousands of characters are cut. Raises `InputError` if the texts give fewer entries, unless `at_most`."""
     smallest = len(LEADING_TOKENS) + 256 + 1
     if vocab_size < smallest:
         raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")

@@ -25,7 +25,7 @@ TAKES_4D_MASK = ("sdpa", "eager", BLOCKWISE)  # these take a mask (seq_len, seq_
 def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = False) -> str:
     """`args.attn_implementation`, by default the fastest for device, precision and dropout. Raises `InputError` if
     device or model do not support it. `can_unpad`: the model class supports unpadded batches."""
-    # else the architecture has its own attention
+    # False: the architecture has attention code of its own
     is_pluggable = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
     named, half = args.attn_implementation, args.bf16 or args.fp16
     dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
@@ -72,8 +72,8 @@ def register() -> None:
 
 
 def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
-    """Set `args.attn_implementation` and, on a CPU, fast dropout. Raises `InputError` if the model does not support
-    it."""
+    """Apply `args.attn_implementation` to a model, with fast dropout on a CPU (uncompiled), without cuDNN attention on
+    Hopper GPUs. Raises `InputError` if the model does not support it."""
     register()
     name, reason = args.attn_implementation, f"{type(model).__name__} does not have it"
     try:

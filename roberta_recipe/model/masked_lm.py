@@ -23,8 +23,7 @@ HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 
 @dataclass
 class ObjectivesOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with a sum of losses per objective, to be divided by the number of targets in the effective
-    batch or validation set."""
+    """`MaskedLMOutput` with a loss sum per objective, to divide by the targets in effective batch or validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)
@@ -149,8 +148,8 @@ class RobertaForMaskedLM(MaskedLmMixin, transformers.RobertaForMaskedLM):
 def masked_lm_class(
     config: PreTrainedConfig, source: str = "config", objectives: dict[str, Objective] | None = None
 ) -> type[MaskedLmMixin]:
-    """The stock class for a config (of `source`, for error messages) with the mixins `MaskedLmMixin`, with
-    `objectives` (None: the masked LM), and `albert.SharedParts` if the config needs it."""
+    """The stock class of a config plus mixins: `MaskedLmMixin` with `objectives` (None: the masked LM) and, if needed,
+    `albert.SharedParts`. `source`: name of the config in error messages."""
     stock = architectures.stock_class(config, source)
     shared = (albert.SharedParts,) if albert.shares_parts(config) else ()
     attributes = {"objectives": objectives or MaskedLmMixin.objectives}
@@ -160,8 +159,8 @@ def masked_lm_class(
 def separate_sequences(
     sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, added: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For rows of several sequences: (attention mask (batch, 1, seq_len, seq_len), True within a sequence, or additive
-    with the dtype `added`; position ids (batch, seq_len) that restart at `first_position` in each sequence)."""
+    """Block-diagonal attention for rows of several sequences: (mask (batch, 1, seq_len, seq_len), True in a sequence or
+    additive with dtype `added`; position ids (batch, seq_len) that restart at `first_position` in each sequence)."""
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()

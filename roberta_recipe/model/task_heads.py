@@ -23,8 +23,8 @@ def load_with_head(
     **settings: Any,
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, with `labels` (of the outputs) and `settings` in its config.
-    The head is the checkpoint's if size and labels match, else fresh, which is logged. With `random_weights`, the whole
-    model is fresh. Raises `InputError` for a missing or damaged checkpoint, or a head that reads the last token."""
+    The head is fresh if missing, of another size, or with the same labels in another order, else kept (see the log);
+    `random_weights`: all is fresh. Raises `InputError` for a missing or damaged checkpoint, or a last-token head."""
     if labels:
         settings |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
     config = weights.read_config(name, **settings)
@@ -51,8 +51,7 @@ def load_with_head(
 
 
 def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int, str]) -> str:
-    """Reinitialize the whole head if its size differs, or its `labels` have another order (as in fairseq); returns a
-    description for the log."""
+    """Reinitialize the whole head if its size or its `labels`' order differs (as in fairseq); returns a log text."""
     replaced, reason = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
     before, now = ([str(of[number]).lower() for number in sorted(of)] for of in (labels, model.config.id2label))
     if not replaced and not info["missing_keys"] and before != now and sorted(before) == sorted(now):
@@ -69,7 +68,7 @@ def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
-    """The learning rate of each parameter: `learning_rate` for the head, multiplied by `layer_decay` per layer from the
+    """Layer-wise learning rates by parameter name: `learning_rate` for the head, times `layer_decay` per layer from the
     top down to the embeddings (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises
     `InputError` for a model without a single stack of layers (ALBERT)."""
     count, modules = getattr(model.config, "num_hidden_layers", None), dict(model.named_modules())

@@ -1,5 +1,4 @@
-"""Loading of configs and weights, with checks: missing weights, which `from_pretrained` would initialize at random with
-a warning, are an error."""
+"""Config and weight loading; missing weights, which `from_pretrained` draws at random with a warning, are errors."""
 
 import contextlib
 from collections.abc import Iterator

@@ -136,8 +136,7 @@ class PublishCheckpoints(TrainerCallback):
 
 
 def publisher(training_args: TrainingArguments) -> Publisher | None:
-    """The publisher of a run with `push_to_hub`, on rank 0; None otherwise. Raises `InputError` if the Hub refuses the
-    token or the name."""
+    """The publisher of a run with `push_to_hub` on rank 0, else None. Raises `InputError` for a bad token or name."""
     if not training_args.publishes or training_args.process_index:
         return None
     output_dir = Path(training_args.output_dir)
@@ -237,9 +236,8 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
 
 
 def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
-    """(folder of the weights, folder of the record, summary) of a finished run: of pretraining, of a fine-tuning (its
-    best run), or of one of its runs (without summary). Raises `InputError` without a finished run, or with damaged
-    weights."""
+    """(weights folder, record folder, summary) of a finished run: of pretraining, of a fine-tuning (its best run), or
+    of one of its runs (without summary). Raises `InputError` without a finished run, or with damaged weights."""
     summary, run_folder = None, folder
     if (folder / records.SUMMARY_NAME).is_file():
         summary = records.read_record(folder / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION)
@@ -253,9 +251,8 @@ def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
 
 
 def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any) -> Path:
-    """A temporary folder with the published files of a finished run: links to weights and tokenizer, the records
-    without local folders, and the card for `repo` as README.md. `results`: folders of models fine-tuned from it, for
-    the card."""
+    """A temporary folder with the published files of a finished run: links to weights and tokenizer, records without
+    local folders, the card for `repo` as README.md. `results`: folders of models fine-tuned from it, for the card."""
     model, run_folder, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
     needed = ("resolved_args", "shown_args", "fingerprint")

@@ -41,7 +41,7 @@ class Task:
     scale: tuple[float, float] = (0.0, 5.0)  # lowest and highest score of a regression
     multi_label: bool = False  # a label is a tuple with a 0 or 1 for each class
     metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first selects the best epoch
-    headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of splits with files without header
+    headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # column names of splits without a header line
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
     words: bool = False  # the submission has label names, not class numbers
     skip_broken: bool = False  # drop rows with a wrong number of columns, as in the official file
@@ -219,8 +219,8 @@ def _label(task: Task, text: str, where: str) -> int | float:
 
 
 def duplicates(train: Examples, validation: Examples) -> dict[str, int]:
-    """Counts of validation examples that are in the training set, ignoring case and spaces, and of those with the same
-    label there (or with one of several)."""
+    """Leakage check: counts of validation examples that are in the training set, ignoring case and spaces, and of those
+    with the same label there (or with one of several)."""
     labels: dict[tuple[str, ...], set] = {}
     for texts, label in zip(train.texts, train.labels, strict=True):
         labels.setdefault(_normalised(texts), set()).add(label)
@@ -257,7 +257,7 @@ def is_score(text: str) -> bool:
 
 
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
-    """Class numbers, or scores clipped to the task's scale, in the submission format."""
+    """Predictions in the submission format: labels, JSON lists of labels, or scores clipped to the task's scale."""
     if not task.labels:
         return [f"{score:.6g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
     words = submission_labels(task)

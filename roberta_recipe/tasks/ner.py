@@ -17,8 +17,8 @@ from roberta_recipe.tasks import own_task
 from roberta_recipe.training.finetune_trainer import compact
 
 TABLES = (".json", ".jsonl", ".parquet")
-# (an entity starts, goes on, is complete): patterns of the prefixes of two neighbouring tags, then "=" for one type or
-# "!" for two. "default" takes any tags (conlleval, seqeval's default); the others are seqeval's strict mode.
+# (start, continuation, valid end) of an entity: patterns for the prefixes of two neighbouring tags, then "=" for one
+# type or "!" for two. "default" takes any tags (conlleval, seqeval's default); the others are seqeval's strict mode.
 SCHEMES = {
     "default": (".[BS]|[ESO][IE]|[BI][IE]!", "[BI][IE]=", ""),
     "IOB1": ("OI|II!|BI|[IB]B=", "[BI]I=", "[IB]I!|[IB]O|IB|BB="),
@@ -103,7 +103,7 @@ class Windows:
     word_index: list[tuple[int, np.ndarray]]  # by window: its sentence, and the words that have a label
 
     def tags(self, scores: np.ndarray) -> list[list[str]]:
-        """The tags of each sentence by `scores` (windows, tokens), class numbers; of words without a token, 0."""
+        """Predicted tags of each sentence. `scores` (windows, tokens): class numbers; 0 for words without a token."""
         tags = [[self.names[0]] * len(sentence.words) for sentence in self.sentences]
         for feature, (number, words), row in zip(self.features, self.word_index, scores, strict=True):
             for word, best in zip(words, row[np.flatnonzero(feature["labels"] != IGNORED)], strict=True):
@@ -112,8 +112,8 @@ class Windows:
 
 
 def make_windows(sentences: list[Sentence], names: Sequence[str], tokenizer, max_seq_length: int) -> Windows:
-    """Sentences, their words joined by spaces, in windows of `max_seq_length` tokens. Tags that are not among `names`
-    have the label 0; only training computes a loss."""
+    """Windows of `max_seq_length` tokens over each sentence, its words joined by spaces. Tags that are not in `names`
+    have the label 0, as labels enter the training loss only."""
     encode, numbers = tokenization.text_tokenizer(tokenizer), {name: number for number, name in enumerate(names)}
     encode.truncation_side = "right"  # windows in the order of the text
     windows = Windows(sentences, names, [], [])
@@ -152,7 +152,7 @@ def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
 
 
 def names_and_scheme(sentences: list[Sentence]) -> tuple[tuple[str, ...], str | None]:
-    """The tags of training, "O" first, and their scheme; None for tags that are not of entities."""
+    """The tags of training, "O" first, and their tagging scheme (key of `SCHEMES`); None if they are no entity tags."""
     names = sorted({tag for sentence in sentences for tag in sentence.tags}, key=lambda tag: (tag != "O", tag))
     if not all(map(ENTITY_TAG.match, names)):
         return tuple(names), None

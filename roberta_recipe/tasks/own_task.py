@@ -24,7 +24,7 @@ _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("senten
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
 
-# flags with an effect only beside one of others
+# flag: it has an effect only beside one of these
 GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
 GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
 
@@ -56,8 +56,7 @@ class OwnTaskArguments(OwnFileArguments):
 
 
 def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
-    """The task with its rows: labels are those of the training rows, sorted. Raises `InputError` that names file, row
-    and value."""
+    """The task with its rows; labels are the sorted ones of training. Raises `InputError` with file, row and value."""
     tables = read_tables(args, read_table, do_predict)
     where, rows = tables["train"]
     columns, label = _columns(args, where, list(rows[0])), args.label_column
@@ -97,7 +96,7 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
 
 
 def check_sources(args: OwnFileArguments) -> None:
-    """Raise `InputError` for a flag without effect: the flag of its source is missing."""
+    """Raise `InputError` for a flag that has no effect without another one (`GOES_WITH`)."""
     for name in [name for name in GOES_WITH if hasattr(args, name)]:
         value, sources = getattr(args, name), GOES_WITH[name]
         if value not in (None, getattr(type(args), name)) and not any(getattr(args, source) for source in sources):
@@ -105,8 +104,7 @@ def check_sources(args: OwnFileArguments) -> None:
 
 
 def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict: bool) -> dict[str, tuple[str, Rows]]:
-    """Name and rows of each split, from files by `read` or from the Hub, there with the names of classes; the test set
-    with `do_predict` only."""
+    """(name, rows) of each split, from files by `read` or the Hub (class names); test only with `do_predict`."""
     splits = ("train", "validation", "test") if do_predict else ("train", "validation")
     if args.train_file:
         files = {split: getattr(args, f"{split}_file") for split in splits}
@@ -215,7 +213,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...], tuple[float, float]]:
-    """The sorted names of the classes, none for scores; lowest and highest score."""
+    """(sorted class names, empty for a regression; (lowest, highest) score). Raises `InputError`."""
     has_lists = any(isinstance(value, list) for value in values)
     for row, value in enumerate(values, 1):
         if said := _fault(value, has_lists):
@@ -246,7 +244,7 @@ def is_label(value: Any) -> bool:
 
 
 def _fault(value: Any, has_lists: bool) -> str:
-    """What is wrong with a label of a column; empty for a good one."""
+    """The fault of a label, for the error message; empty for a good one."""
     if has_lists:
         is_good = isinstance(value, list) and all(map(is_label, value))
         return "" if is_good else "no list of words or whole numbers (other rows have lists)"
@@ -288,8 +286,8 @@ def shortened(names: tuple[str, ...]) -> str:
 
 
 def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:
-    """Training rows, and a held-out tenth, stratified by label: every tenth of the rows in the order of their labels,
-    shuffled within a label. The only row of a class is a training row."""
+    """(training rows, held-out rows): a stratified split that holds out every tenth row, sorted by label and shuffled
+    within a label. The only row of a class is a training row."""
     draws, classes = np.random.default_rng(_SPLIT_SEED).random(len(labels)), np.asarray(labels)
     _, order, counts = np.unique(classes, axis=0, return_inverse=True, return_counts=True)
     single = counts[order] == 1 if classes.ndim == 1 else classes[:, classes.sum(0) == 1].any(1)

@@ -56,8 +56,8 @@ Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
 @dataclass
 class Job:
-    """A task for the protocol. Scores are the outputs of the model that `loss_sum` returns with the loss: (features of
-    a split, ...). Metrics are values of `measure`."""
+    """A task for the protocol. Scores: the model outputs that `loss_sum` returns beside the loss, (features of a split,
+    ...). Metrics: the values of `measure`."""
 
     name: str  # in the records
     metric: str  # selects the best epoch and setting, by its highest value
@@ -93,7 +93,7 @@ class Job:
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
-    """The parsed arguments (`cls`: the script's dataclass), their preset's length lowered to the model's; a preset."""
+    """(arguments, of the script's `cls` and of training; resolved preset). Its max_seq_length fits the model."""
     (args, training_args), resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
     with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
         longest = weights.max_positions(weights.read_config(args.model_name_or_path))
@@ -347,8 +347,8 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
 def finish(
     filled: Arguments, resolved: dict[str, Any], runs: list[Run], records: list[FinetuneRecord], job: Job
 ) -> Summary:
-    """The summary of all runs, written to `summary.json`; deletes weights by `keep`, and writes the best run's
-    validation predictions. Rank 0 alone reads stored scores, as it deletes weights, and has `tests` in its summary."""
+    """Write the summary of all runs and the best run's validation predictions; delete weights by `keep`. Rank 0 alone
+    reads stored scores, as it deletes them, and has `tests` in its summary."""
     args, training_args = filled
     scores = summaries.summarise(runs, records, job.metric)
     summary: Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
@@ -372,8 +372,7 @@ def is_finished(run: Run) -> bool:
 
 
 def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
-    """The record of a finished run; None for a run to start or resume. Raises `InputError` if the folder has a run with
-    other settings."""
+    """The record of a finished run; None for one to start or resume. Raises `InputError` if its settings are others."""
     if not is_finished(run):
         return None
     advice = f"move {run.output_dir} away to run it again"

@@ -107,7 +107,7 @@ def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> 
 
 @contextlib.contextmanager
 def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterator[Logits]:
-    """A function that returns the logits at one position of each row. In this context, `decoder` runs on the hidden
+    """Context with a function for the logits at one position per row. Inside it, a hook makes `decoder` run on hidden
     states of these positions only; None: on all."""
     wanted: list[torch.Tensor] = []
 
@@ -131,8 +131,8 @@ def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterat
 
 
 def sparse_decoder(model: PreTrainedModel, forward: Forward, probe: Copies) -> torch.nn.Module | None:
-    """The output embedding, if it can run on one position only; None if the logits of `probe` then differ from those
-    of the whole forward, as in some model families."""
+    """The output embedding if, run on one position only, it gives the logits of the whole forward for `probe`; None if
+    not, as in some model families."""
     ids, positions = _on_device(model, probe.ids, probe.positions)
     with at_one_position(None, forward) as logits:
         whole = logits(ids, positions)

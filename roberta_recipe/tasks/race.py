@@ -117,8 +117,8 @@ _QUESTIONS = 4887  # of the validation set
 
 
 def dataset_card(level: str, without_article: bool, questions: int) -> DatasetCard:
-    """The model card's dataset entry, for so many validation `questions`; it is RACE only with both levels, the
-    articles and RACE's number of questions."""
+    """The model card's dataset entry for this number of validation `questions`; it is named RACE only with both levels,
+    the articles and RACE's number of questions."""
     changes = ["without_article"] * without_article + [f"level {level}"] * (level != "all")
     changes += [counted(questions, "question")] * (level == "all" and questions != _QUESTIONS)
     metrics = ("accuracy", *(LEVELS if level == "all" else (level,)))
@@ -150,7 +150,7 @@ def features(
     without_article: bool = False,
 ) -> Features:
     """`<s> question option </s></s> article </s>` per option: question and option are truncated to `max_option_length`
-    tokens, the article to what is left of `max_seq_length`. (fairseq counts `<s>` and `</s>` in the 128, and drops the
+    tokens, the article to the rest of `max_seq_length`. (fairseq counts `<s>` and `</s>` in the 128, and drops the
     last `</s>` of a long sequence.)
 
     A row has `options` (four) and `article`, int32 ids without special tokens, `labels`, and `length`, of the longest

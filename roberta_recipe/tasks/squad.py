@@ -47,8 +47,8 @@ _LOADING_NOTE = (  # model card, with the answerability classifier
 
 
 def dataset_card(version: str, questions: int, with_classifier: bool = False) -> DatasetCard:
-    """The model card's dataset entry of version "1.1" or "2.0", for so many validation `questions`; with another
-    number than SQuAD's, it is other data."""
+    """The model card's dataset entry of version "1.1" or "2.0", for this number of validation `questions`; only
+    SQuAD's own number gives the name SQuAD."""
     is_own = questions != _QUESTIONS[version]
     card: DatasetCard = {
         "name": f"squad {version} ({counted(questions, 'question')})" if is_own else f"SQuAD {version}",
@@ -170,8 +170,8 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
 
 
 def decode_labels(questions: list[SquadExample], windows: Windows) -> dict[str, Any]:
-    """Check of the labels, decoded back into text: counts of first answers, of verbatim ones, and of those that no
-    window contains; `others` are (id, answer, decoded text) that differ."""
+    """Round-trip check of the labels: counts of first answers, of those decoded verbatim, and of those that no window
+    contains; `others`: (id, answer, decoded text) of those that differ."""
     decoded: dict[int, str] = {}
     for number, feature, offsets in zip(windows.question_index, windows.features, windows.offsets, strict=True):
         if feature["labels"]:

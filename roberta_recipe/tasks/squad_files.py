@@ -115,8 +115,8 @@ def listed(names: list[str], at_most: int = 5) -> str:
 
 
 def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str], list[str]]:
-    """A JSON file of values by question id: the values of the `wanted` ids in file order, the missing ids, and the ids
-    that are not wanted. Raises `InputError` for other content, called `what` in the message."""
+    """(values of the `wanted` question ids in file order, missing ids, other ids) of a JSON object. Raises `InputError`
+    for values of another type than `kind`; `what` is their name in the message."""
     values = read_input_json(path)
     if not isinstance(values, dict):
         raise InputError(f"{path} must be a JSON object, question id to {what}")

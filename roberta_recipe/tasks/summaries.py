@@ -60,8 +60,7 @@ def of_setting(runs: list[Run], row: SettingScores) -> list[Run]:
 
 
 def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
-    """The scores of a `Summary`: median and spread over seeds of each setting by `metric`, and the setting with the
-    best median."""
+    """Scores of a `Summary`: median and spread of `metric` over seeds by setting; the setting of the best median."""
     by_setting: dict[tuple[float, int], dict[Run, FinetuneRecord]] = {}
     for run, record in zip(runs, records, strict=True):
         by_setting.setdefault(run.setting, {})[run] = record
@@ -157,8 +156,7 @@ def write_test_scores(folder: Path, test_hash: str, scores: dict[str, np.ndarray
 
 
 def read_test_scores(run: Run, test_hash: str) -> dict[str, np.ndarray] | None:
-    """A run's test scores by split; None if there are none for the test set with this hash. Raises `InputError`
-    for a damaged file."""
+    """A run's test scores by split; None if they are of another test set (hash). Raises `InputError` if damaged."""
     path = run.output_dir / TEST_SCORES
     if not path.is_file():
         return None

@@ -165,8 +165,8 @@ def derive(
 
 
 def derive_steps(training_args: RecipeTrainingArguments, blocks: int, global_batch_size: int) -> None:
-    """Set `max_steps` from `num_train_epochs` over so many blocks. Raises `InputError` for less than two steps: with
-    warm-up, the learning rate of the first is 0."""
+    """Set `max_steps` from `num_train_epochs` passes over `blocks` blocks. Raises `InputError` for less than two steps:
+    with warm-up, the learning rate of the first is 0."""
     epochs = training_args.num_train_epochs
     training_args.max_steps = math.ceil(epochs * blocks / global_batch_size)
     if training_args.max_steps < 2:
@@ -333,7 +333,7 @@ class ModelArguments:
     pad_vocab_to_multiple_of: int | None = setting(
         None, "Pad the embedding (never the tokenizer) to a multiple of this.", "content"
     )
-    # None and not "normal": checkpoints from before this flag have no value of it
+    # None, not "normal": fingerprints of older checkpoints lack this flag
     initialization: str | None = setting(
         None,
         "Fresh weights: normal (default) or mimetic (arXiv 2305.09828), with other factors by "
@@ -408,7 +408,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
     save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
-    # None and not 0: runs from before this flag have no value of it
+    # None, not 0: fingerprints of older runs lack this flag
     label_smoothing_factor: float | None = setting(
         None, "Classification: share of a target that is spread over all classes."
     )

@@ -59,7 +59,7 @@ def resume(
     """(checkpoint to resume from, its state as by `load_state`), the same on all ranks; (None, None) for a new run.
 
     The newest intact checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` if all
-    checkpoints are damaged.
+    are damaged or of another program, or if the named one is damaged or the folder has newer ones.
     """
     path = on_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
     return path, path and load_state(path, fingerprint, layout(args), despite_changes, data_keys)
@@ -121,7 +121,7 @@ def load_state(
     despite_changes: bool | None = None,
     data_keys: Container[str] = (),
 ) -> dict[str, Any]:
-    """The `recipe_state.json` of a checkpoint, with the names of the changed settings as "changed".
+    """The `recipe_state.json` of a checkpoint, plus "changed" (names of changed settings) and "data_changed" (bool).
 
     Raises `InputError` if the fingerprint has changed, unless `despite_changes` (None: the script has no such flag).
     With `despite_changes`, a change of one of `data_keys` (settings of the order of blocks) restarts the data.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 POLL_S = 5.0  # interval of the timer
 GRACE_S = 20.0  # timeout after a signal
-STUCK_S = 600.0  # timeout
+STUCK_S = 600.0  # timeout of a wait for data
 
 
 class DataTimeout:

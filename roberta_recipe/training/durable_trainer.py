@@ -36,10 +36,10 @@ MAX_SKIPPED_STEPS = 32  # in a row: 16 halvings take the loss scale from 2^16 to
 
 
 class LogFile(TrainerCallback):
-    """`log.jsonl`: one line per log entry, with the values of `extras()` for a step, which trackers do not get. On
-    resuming, the file is rewritten from the checkpoint's entries.
+    """Writes `log.jsonl`: one line per log entry; training entries also have the values of `extras()`, which trackers
+    do not get. On resuming, the file is rewritten from the checkpoint's entries.
 
-    Each saved step, and the last step, is logged first, so that a checkpoint holds no running mean.
+    Each saved step is logged before it is saved, and so is the last step: a checkpoint holds no running mean.
     """
 
     def __init__(self, extras: Callable[[], dict[str, Any]]):
@@ -178,8 +178,8 @@ class DurableTrainer(Trainer):
         return losses.sum()
 
     def log(self, logs, start_time=None):
-        """As `Trainer`, with the mean losses since the last line, without the steps that fp16 skipped with a loss that
-        is not finite; no line if all steps were skipped."""
+        """`Trainer.log` with the mean losses since the last line. Steps that fp16 skipped with a non-finite loss do not
+        count; there is no line if none is left."""
         if "loss" in logs:
             if not self._steps:
                 return
@@ -208,8 +208,8 @@ class DurableTrainer(Trainer):
             model = self.model if model is None else model
             self.optimizer = optimizers.build(self.args, model, self.get_decay_parameter_names(model))
         optimizer = super().create_optimizer(model)
-        # with this attribute GradScaler calls a fused optimizer on overflow too, whose kernel skips the step, and
-        # accelerate advances the schedule (accelerate #4242)
+        # if set, GradScaler calls a fused optimizer on overflow too: its kernel skips the step, but accelerate advances
+        # the schedule (accelerate #4242)
         if self.accelerator.scaler is not None:
             optimizer._step_supports_amp_scaling = False
         self.hyperparameters = optimizers.hyperparameters(optimizer)  # of the command line, not of a checkpoint
@@ -340,8 +340,7 @@ class DurableTrainer(Trainer):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load with `from_pretrained`: the weights of `tasks.answerability` are in two files, and `Trainer` would
-        report tied weights as missing."""
+        """Load by `from_pretrained`: answerability has two files, and `Trainer` reports tied weights as missing."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(stored.state_dict())
 

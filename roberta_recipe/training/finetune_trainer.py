@@ -23,17 +23,17 @@ from roberta_recipe.training.throughput import encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50
-_PADDING_SHARE = 16  # a batch that is scored has at most 1 / this of padding
-_NO_SCORE = -100.0  # of a token behind the longest of its batch, where another batch is longer
+_PADDING_SHARE = 16  # at most 1/16 of an evaluation batch is padding
+_NO_SCORE = -100.0  # filler for tokens beyond the width of a batch, if another batch is wider
 _EPOCH_ORDER, _BATCH_ORDER = 10, 11  # purposes of random orders
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """The order of an epoch, in batches of `global_batch_size` features of like length: a function of (lengths, batch,
-    seed, epoch) alone, for any number of processes and any accumulation.
+    """The order of an epoch, in batches of `global_batch_size` features of similar length: a pure function of (lengths,
+    batch, seed, epoch), the same for any number of processes and any accumulation.
 
-    All features are shuffled, sorted by length within 50 batches, cut into batches, and the batches are shuffled. An
-    incomplete batch is left out, other features in every epoch.
+    All features are shuffled, sorted by length within 50 batches, cut into batches, and the batches are shuffled. The
+    remainder that fills no batch is dropped, other features in every epoch.
     """
 
     def __init__(self, lengths: list[int], global_batch_size: int, seed: int):
@@ -66,8 +66,8 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
 
 
 def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
-    """The indices of all features in batches for a forward pass, the longest first. A batch, padded to a multiple of 8,
-    has at most the tokens of `of_longest` features of the longest length, and at most 1/16 of that of padding."""
+    """Evaluation batches: the indices of all features, longest first. A batch, padded to a multiple of 8, has at most
+    the tokens of `of_longest` features of the longest length; at most 1/16 of this number is padding."""
     room, padding, batches = of_longest * 8 * math.ceil(max(lengths) / 8), 0, []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         width = lengths[batches[-1][0]] if batches else 0
@@ -80,20 +80,20 @@ def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
 
 
 def padded_to(max_seq_length: int) -> int | None:
-    """The multiple that a GPU's kernels want sequences padded to; None for lengths that it does not divide, and without
-    a GPU, where it costs a fifth of the tokens of SST-2."""
+    """`pad_to_multiple_of` of the collators: 8 on a GPU, for its kernels. None if it does not divide `max_seq_length`,
+    and without a GPU, where it costs a fifth of the tokens of SST-2."""
     return None if max_seq_length % 8 or not torch.cuda.is_available() else 8
 
 
 def length_of(feature: dict[str, Any]) -> int:
-    """Tokens of a feature: its `length` (of its longest sequence), else its `input_ids`; of WNLI, its phrases."""
+    """Length of a feature: its `length` (longest sequence) or that of its `input_ids`: tokens, or WNLI's phrases."""
     return feature["length"] if "length" in feature else len(feature["input_ids"])
 
 
 class Epochs(TrainerCallback):
-    """Sets the epoch of the training order. Evaluates before it saves the last step of an epoch: killed in between, a
-    resumed run would lack that evaluation. A stop in the middle of an epoch is not evaluated. An evaluated step is
-    logged first, as it may be saved as the best (`_keep_as_best`)."""
+    """Callback for epochs: sets the epoch of the sampler, and evaluates the last step of an epoch before it is saved: a
+    run killed in between would resume without that evaluation. A stop within an epoch is not evaluated. An evaluated
+    step is logged first, as it may be saved as the best (`_keep_as_best`)."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False
@@ -118,8 +118,8 @@ class Epochs(TrainerCallback):
 class FinetuneTrainer(DurableTrainer):
     """`Trainer` that keeps the best epoch.
 
-    `loss_sum(model, batch)` gives (sum of the losses of its items, scores), where `labels` has one entry an item.
-    `measure(scores)` gives the metrics of the validation set, of which the highest `best_metric` picks the epoch.
+    `loss_sum(model, batch)` returns (sum of the losses of its items, scores); `labels` has one entry per item.
+    `measure(scores)` returns the metrics of the validation set; the epoch with the highest `best_metric` is kept.
     Features are dicts (`length_of`); `fingerprint` has the `global_batch_size` and the `max_seq_length`. `layer_decay`:
     see `layer_rates`.
     """
@@ -238,8 +238,7 @@ class FinetuneTrainer(DurableTrainer):
     # Evaluation
 
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
-        """(features, ...): the model's scores on all ranks, computed in batches of `token_batches`. Raises `RunError`
-        where they are not finite."""
+        """(features, ...): the model's scores, on all ranks, by `token_batches`. Raises `RunError` if not finite."""
         batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
         # a rank with a batch less computes one of the first batches again: all call the model equally often
         rank, ranks = self.args.process_index, self.args.world_size
@@ -257,7 +256,7 @@ class FinetuneTrainer(DurableTrainer):
     def _batch_scores(self, features: list[dict[str, Any]], batches: list[list[int]]) -> list[torch.Tensor]:
         """The scores of each batch, on the device."""
         found = []
-        generator = torch.Generator()  # or it would draw from the generator that dropout draws from
+        generator = torch.Generator()  # not the global one, which dropout uses
         loader = self._loader(features, batch_sampler=batches, generator=generator)
         self.callback_handler.eval_dataloader = loader
         self.model.eval()
@@ -283,8 +282,8 @@ class FinetuneTrainer(DurableTrainer):
         return logged
 
     def _keep_as_best(self, scores: np.ndarray) -> None:
-        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, atomically; then a
-        checkpoint, so that a resumed run has the same best epoch."""
+        """Save the current weights, tokenizer and validation scores in `<output_dir>/best`, atomically; then
+        request a checkpoint (unless save_strategy is "no"), so that a resumed run has the same best epoch."""
         temporary = durable.temporary_path(self.model_folder)
         with self.writing(temporary, f"the best epoch (step {self.state.global_step})"):
             self.write_model(temporary)
@@ -294,8 +293,7 @@ class FinetuneTrainer(DurableTrainer):
         self.control.should_save |= self.args.save_strategy != SaveStrategy.NO
 
     def load_best(self) -> np.ndarray:
-        """Load the best epoch's weights into the model; returns its validation scores. Raises `InputError` for damaged
-        files."""
+        """Load the best epoch's weights; returns its validation scores. Raises `InputError` for damaged files."""
         self.accelerator.wait_for_everyone()
         scores = validation_scores(self.args.output_dir, needed=(SCORES, WEIGHTS))
         self._load_from_checkpoint(str(Path(self.args.output_dir, BEST_NAME)))

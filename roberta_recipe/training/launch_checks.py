@@ -60,7 +60,7 @@ def check(args: TrainingArguments) -> None:
 
 
 def check_deepspeed(args: TrainingArguments) -> None:
-    """Raise `InputError` for `--deepspeed`, whose values would be filled in before the batch is derived, and for a
+    """Raise `InputError` for `--deepspeed` (its "auto" values would be filled in before the batch is derived) and for a
     launcher's DeepSpeed configuration that contradicts `args`. Call it after `arguments.derive`."""
     if args.deepspeed:
         raise InputError(

@@ -261,7 +261,7 @@ class MlmTrainer(DurableTrainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        # not the DDP wrapper, whose forward would wait for ranks with one batch less
+        # not the DDP wrapper: its forward would wait for ranks with one batch less
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
         self.callback_handler.eval_dataloader = dataloader

@@ -27,8 +27,8 @@ class Optimizer:
     arguments: dict[str, type] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None
     help: str = ""
-    matrix_states: int | None = None  # fp32 numbers for a weight of `matrices_of_layers`, where they differ
-    breaks_under_zero: str = ""  # what ZeRO's flat shards destroy, so that the updates would change
+    matrix_states: int | None = None  # `states` of the `matrices_of_layers`, if they differ
+    breaks_under_zero: str = ""  # the structure that its updates need and ZeRO's flat shards destroy
 
 
 def custom_names() -> list[str]:
@@ -115,7 +115,7 @@ def _lamb(args: TrainingArguments, groups: list[dict[str, Any]], matrices: list[
     from pytorch_optimizer import Lamb
 
     class Unclamped(Lamb):
-        clamp = float("inf")  # of a weight's norm: 10 in the paper's first version, no limit in the authors' code
+        clamp = float("inf")  # limit of a weight's norm: 10 in the paper's first version, none in the authors' code
 
     # the decay is part of the update that is normalized (Algorithm 2); `adam_debias`: no bias correction;
     # `adam`: no trust ratio, as in the authors' code for weights without decay (a bias of padding would dominate it)
@@ -211,8 +211,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def restore_hyperparameters(
     optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, groups: list[dict[str, Any]]
 ) -> None:
-    """Restore the `hyperparameters` that loading a checkpoint overwrote; the schedule's step and the optimizer's
-    moments stay those of the checkpoint."""
+    """Restore `hyperparameters` after loading a checkpoint; schedule step and moments stay the checkpoint's."""
     scheduler.base_lrs = [group["lr"] for group in groups]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     rates = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]

@@ -36,13 +36,13 @@ CONTINUE = "presets/mlm/continue.yaml"
 BIAS_CHARACTERS = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
-_OF_PRESET = {*TEXT, "tokenizer_name", "output_dir", "fill_mask_examples"}  # not those of --model_size's preset
+_OF_PRESET = {*TEXT, "tokenizer_name", "output_dir", "fill_mask_examples"}  # ignored in presets of --model_size
 MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
-    """The preset of a command line, and the values of it that do not apply. Without `--config`: the demonstration where
-    neither text, model nor tokenizer is named; else by the checkpoint or `model_size`."""
+    """(preset of a command line, its keys that are ignored). Without `--config`: the demonstration if no text, model or
+    tokenizer is named; else continued pretraining for a checkpoint, or the preset of `model_size`."""
     if is_demonstration(argv):
         return DEMONSTRATION, set()
     if config := value_of(argv, "config"):
@@ -60,8 +60,8 @@ def is_demonstration(argv: list[str]) -> bool:
 def read_arguments(
     argv: list[str], description: str, extra: tuple[type, ...] = (), preset: tuple[str, set[str]] | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The filled dataclasses `extra` (a tool's), `MlmArguments`, `MlmTrainingArguments`, and the resolved values as a
-    preset, on top of `preset` (default: `preset_of`). A checkpoint brings its tokenizer."""
+    """Parse `argv` on top of `preset` (default: `preset_of`) into the dataclasses `extra` (a tool's), `MlmArguments`,
+    `MlmTrainingArguments`, and the resolved values as a preset. The default tokenizer is the checkpoint's."""
     path, without = preset or preset_of(argv)
     filled, resolved = parse([*extra, MlmArguments, MlmTrainingArguments], argv, path, description, without)
     *_, args, training_args = filled
@@ -176,8 +176,7 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
 
 
 def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer that is named, with a warning if it differs from the checkpoint's, or the checkpoint's own. Raises
-    `InputError`."""
+    """The tokenizer `tokenizer_name`; warns if it differs from that of a checkpoint. Raises `InputError`."""
     name, checkpoint = args.tokenizer_name, args.model_name_or_path
     if name == checkpoint:
         return checkpoint_tokenizer(checkpoint)
@@ -249,8 +248,8 @@ def build_readers(
 
 
 def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader) -> int:
-    """`max_steps`, also where `num_train_epochs` is given: without a token cache, a process of each machine then packs
-    the text once, and the chunk index keeps the count."""
+    """The number of optimizer steps. With `num_train_epochs` and no token cache, one process per machine packs the text
+    once to count its blocks, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
         with end_together():
             if training_args.local_process_index == 0:

@@ -71,7 +71,7 @@ def first_process_first(args: TrainingArguments) -> Iterator[None]:
 
 
 def _group_without_timeout() -> torch.distributed.ProcessGroup | None:
-    """For packing and hashing, which take minutes on one rank and hours on another; None for a single process."""
+    """A gloo process group without timeout (30 days): a rank can pack or hash for hours. None for a single process."""
     if torch.distributed.is_initialized():
         return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
     return None

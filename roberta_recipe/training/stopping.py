@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _SAME_INTERRUPT_S = 2.0  # one Ctrl-C arrives twice, from the terminal and from the launcher
-WINDOW = 128  # steps whose mean a loss is compared with
-MIN_LOSSES = 32  # steps without spike detection
+WINDOW = 128  # steps in the mean that a loss is compared with
+MIN_LOSSES = 32  # losses needed to detect a spike
 STEPS_OF_SPIKE = 2  # the step of the spike, and the step before it, whose update caused it
 MAX_REWINDS = 3  # from the same checkpoint
 
@@ -46,10 +46,8 @@ MAX_REWINDS = 3  # from the same checkpoint
 class Stopping(TrainerCallback):
     """Stops training early, at the same step on all ranks: with a checkpoint on SIGTERM, on Ctrl-C and after `minutes`;
     without one if the loss is not finite, and at a loss spike (`is_spike` with `deviations`). A second Ctrl-C ends the
-    process at once. `trainer` is set by the trainer.
-
-    The end of a step: the trainer's losses of the step (`step_losses`) are summed over ranks together with the other
-    figures, and added to the logged mean (`count_step`)."""
+    process at once. `trainer` is set by the trainer. At the end of a step, the trainer's losses (`step_losses`) are
+    summed over ranks together with the other figures, and added to the logged mean (`count_step`)."""
 
     trainer: "DurableTrainer"
 
