@@ -37,7 +37,7 @@ def place_of(block: int) -> tuple[int, int, int]:
 
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(source, index of the block in its source), both (count,) int64, at `count` positions from `start` on. Block i
-    of a source is due at i / share: a source is at most a block ahead of its share and (sources x share) behind."""
+    of a source is due at i / share: a source is < 1 block ahead of its share, at most (sources x share) behind."""
     rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
     # at most `start` blocks are due before this time: they are counted by formula, only the later ones are sorted
     time = max(start - len(shares), 0)

@@ -23,7 +23,7 @@ def keep_probability(p: float) -> float:
 
 
 def keep_mask(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
-    """A bool mask, each element True with `keep_probability(p)`; seeded by one draw from torch's CPU generator."""
+    """A mask of `shape`, True independently by `keep_probability(p)`; seeded by one draw of torch's CPU generator."""
     count = math.prod(shape)
     seed = int(torch.empty((), dtype=torch.int64).random_())
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]

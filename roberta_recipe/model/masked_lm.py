@@ -23,7 +23,7 @@ HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 
 @dataclass
 class ObjectivesOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with a loss sum per objective, to divide by the targets in effective batch or validation set."""
+    """`MaskedLMOutput` with a loss sum per objective, to divide by the targets of effective batch or validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)

@@ -156,7 +156,7 @@ def write_test_scores(folder: Path, test_hash: str, scores: dict[str, np.ndarray
 
 
 def read_test_scores(run: Run, test_hash: str) -> dict[str, np.ndarray] | None:
-    """A run's test scores by split; None if they are of another test set (hash). Raises `InputError` if damaged."""
+    """A run's test scores by split; None without scores of this test set (hash). Raises `InputError` if damaged."""
     path = run.output_dir / TEST_SCORES
     if not path.is_file():
         return None
