@@ -33,7 +33,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import Bar, counted, logger, set_up_logging
+from roberta_recipe.log import Bar, counted, listed, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
@@ -398,7 +398,7 @@ def announce(
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
     counts = "; ".join(f"{name}: {count:,}" for name, count in {**form.counts, **skipped}.items() if count)
-    answers = own_task.shortened(task.labels) or "regression, scores from {:g} to {:g}".format(*task.scale)
+    answers = listed(task.labels, 20) or "regression, scores from {:g} to {:g}".format(*task.scale)
     if args.table:
         answers = f"{', '.join(task.columns)} -> {task.label_column}, {answers}"
     logger.info(

@@ -27,7 +27,7 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import counted, logger, set_up_logging
+from roberta_recipe.log import counted, listed, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
@@ -162,7 +162,7 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
         counts[f"words with tags that training lacks in {split}"] = unknown_tags(where, made.sentences, names)
     rows = ", ".join(f"{split} {len(made.sentences):,}" for split, made in windows.items())
     logger.info(
-        f"Task        {args.train_file or args.dataset_name}: {own_task.shortened(names)}; {scheme or 'no entities'}\n"
+        f"Task        {args.train_file or args.dataset_name}: {listed(names, 20)}; {scheme or 'no entities'}\n"
         f"Rows        {rows} sentences\n"
         f"Features    {'; '.join(f'{name}: {count:,}' for name, count in counts.items() if count) or 'none cut'}\n"
         f"Duplicates  {overlap:,} of {len(windows['validation'].sentences):,} validation sentences are in training"
@@ -177,8 +177,8 @@ def unknown_tags(where: str, sentences: list[ner.Sentence], names: tuple[str, ..
     tags = [tag for sentence in sentences for tag in sentence.tags]
     unknown = [tag for tag in tags if tag not in names]
     if unknown and {*tags} <= {"O", *unknown}:
-        lacking, known = map(own_task.shortened, (tuple(sorted({*unknown})), names))
-        raise InputError(f"{where} has the tags {lacking}, and training has {known}: use the same names")
+        lacking = listed(sorted({*unknown}), 20)
+        raise InputError(f"{where} has the tags {lacking}, and training has {listed(names, 20)}: use the same names")
     return len(unknown)
 
 

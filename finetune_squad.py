@@ -26,7 +26,7 @@ from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding,
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import counted, logger, set_up_logging
+from roberta_recipe.log import counted, listed, logger, set_up_logging
 from roberta_recipe.model import masked_lm
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
@@ -178,9 +178,7 @@ def drop_misplaced(
     """(first `max_train_samples` questions, ids of dropped ones with a misplaced answer). Raises `InputError`."""
     misplaced = [question.id for question in questions if question.misplaced]
     if len(misplaced) == sum(bool(question.answers) for question in questions):
-        raise InputError(
-            f"no answer is at its answer_start ({squad_files.listed(misplaced)}), which must count characters"
-        )
+        raise InputError(f"no answer is at its answer_start ({listed(misplaced)}), which must count characters")
     return [question for question in questions if not question.misplaced][: args.max_train_samples], misplaced
 
 
@@ -214,7 +212,7 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     if misplaced:
         logger.warning(
             f"Left out    {len(misplaced):,} training questions with an answer that is not at its answer_start: "
-            f"{squad_files.listed(misplaced)}"
+            f"{listed(misplaced)}"
         )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}

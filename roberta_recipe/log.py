@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -71,6 +72,12 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 process", "2 processes"."""
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural}"
+
+
+def listed(names: Sequence[str], at_most: int = 5) -> str:
+    """The first names, and the number of the others."""
+    left_out = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {counted(left_out, 'other')}" if left_out > 0 else "")
 
 
 def duration(seconds: float) -> str:

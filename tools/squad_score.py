@@ -18,7 +18,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import listed, logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
 from roberta_recipe.tasks.squad_scores import NO_ANSWER_ABOVE, score_1, score_2
@@ -40,15 +40,13 @@ def read_odds(path: str, names: list[str]) -> dict[str, float]:
     """The odds of no answer for the questions `names`, in file order. Raises `InputError`."""
     odds, missing, _ = squad_files.read_answers(Path(path), names, "odds", (int, float))
     if missing:
-        raise InputError(
-            f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({squad_files.listed(missing)})"
-        )
+        raise InputError(f"{path} has no odds for {len(missing):,} of {len(names):,} questions ({listed(missing)})")
     if undefined := [name for name in names if math.isnan(odds[name])]:
-        raise InputError(f"{path}: the odds of {squad_files.listed(undefined)} are NaN; give a number")
+        raise InputError(f"{path}: the odds of {listed(undefined)} are NaN; give a number")
     if above := [name for name in names if odds[name] > NO_ANSWER_ABOVE]:
         logger.warning(
             f"{path}: the odds of {len(above):,} of {len(names):,} questions are above {NO_ANSWER_ABOVE:g} "
-            f"({squad_files.listed(above)}); as in the official script, they are unanswered in all but the best scores"
+            f"({listed(above)}); as in the official script, they are unanswered in all but the best scores"
         )
     return odds
 
@@ -61,9 +59,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     names = [question.id for question in questions]
     texts, missing, others = squad_files.read_answers(Path(args.predictions), names, "prediction", str)
     if others:
-        logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {squad_files.listed(others)}")
+        logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {listed(others)}")
     if missing:
-        lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({squad_files.listed(missing)})"
+        lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({listed(missing)})"
         if args.version_2_with_negative:
             raise InputError(f"{args.predictions} has {lacks}; the official script of 2.0 scores no such file")
         logger.warning(f"{args.predictions} has {lacks}; they count as wrong")

@@ -13,7 +13,7 @@ from roberta_recipe import durable
 from roberta_recipe.data.tokenization import FILES
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.input_files import path_or_hub_id, resolve_path
-from roberta_recipe.log import counted
+from roberta_recipe.log import listed
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
@@ -134,7 +134,7 @@ def load(
         transformers_logging.set_verbosity(verbosity)
     _check_names(model, info, where, fresh_head, advice)
     if bad := [key for key, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]:
-        raise InputError(f"{where}: {_listed(bad)} not finite: the file is damaged, or its training diverged")
+        raise InputError(f"{where}: {listed(sorted(bad), 1)} not finite: the file is damaged, or its training diverged")
     return model, info
 
 
@@ -154,21 +154,15 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh
         resized = {key for key in resized if key.startswith(body)}
         missing = {key for key in missing if key.partition(".")[0] in loaded and not _is_pooler(key, body)}
     if missing:
-        raise InputError(f"{where} has no weights for {_listed(missing)}{advice and f': {advice}'}")
+        raise InputError(f"{where} has no weights for {listed(sorted(missing), 1)}{advice and f': {advice}'}")
     if resized:
-        raise InputError(f"{where}: weights have other sizes than in its config.json, {_listed(resized)}")
+        raise InputError(f"{where}: weights have other sizes than in its config.json, {listed(sorted(resized), 1)}")
     if left := [key for key in info["unexpected_keys"] if key.startswith(body) and not _is_pooler(key, body)]:
-        raise InputError(f"{where}: its config.json has no place for the weights {_listed(left)}")
+        raise InputError(f"{where}: its config.json has no place for the weights {listed(sorted(left), 1)}")
 
 
 def _is_pooler(key: str, body: str) -> bool:
     return key.startswith(body) and "pooler" in key
-
-
-def _listed(keys: Any) -> str:
-    """The first name and the number of others."""
-    first, *others = sorted(keys)
-    return f"{first} and {counted(len(others), 'other')}" if others else first
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, parse_json, parsing, read_text
-from roberta_recipe.log import logger
+from roberta_recipe.log import listed, logger
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks.glue import Examples, Task
 from roberta_recipe.training.arguments import FinetuneArguments
@@ -274,15 +274,10 @@ def _encode_labels(
         labels = [numbers.get(str(value)) if names else _number(value) for value in values]
     for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
         if label is None or not np.isfinite(label).all():
-            wanted = f"none of the training labels {shortened(names)}" if names else "no number"
+            wanted = f"none of the training labels {listed(names, 20)}" if names else "no number"
             wanted += "; a test set has labels in all rows or in none" * (split == "test" and not value)
             raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
     return labels
-
-
-def shortened(names: tuple[str, ...]) -> str:
-    """The first class names, and their number where there are more."""
-    return ", ".join(names[:20]) + f", ... ({len(names):,})" * (len(names) > 20)
 
 
 def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:

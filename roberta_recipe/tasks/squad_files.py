@@ -10,6 +10,7 @@ from typing import Any
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, parse_json, parsing, read_input_json, read_text
+from roberta_recipe.log import listed
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,6 @@ def check_questions(questions: list[SquadExample], where: str, version_2: bool |
             "--version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
         )
     return questions
-
-
-def listed(names: list[str], at_most: int = 5) -> str:
-    """The first names, and the number of the others."""
-    more = len(names) - at_most
-    return ", ".join(names[:at_most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def read_answers(path: Path, wanted: list[str], what: str, kind: Any) -> tuple[dict[str, Any], list[str], list[str]]:
