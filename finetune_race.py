@@ -114,16 +114,13 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
     protocol.check_arguments(args, training_args, "accuracy", classifies=True)
 
 
-def levels_of(args: RaceArguments) -> tuple[str, ...]:
-    return race.LEVELS if args.level == "all" else (args.level,)
-
-
 def read_split(args: RaceArguments, split: str, left_out: list[str] | None = None) -> list[race.RaceExample]:
     """The questions of "train", "validation" or "test"; passages without questions are added to `left_out`."""
+    levels = race.LEVELS if args.level == "all" else (args.level,)
     if args.data_dir:
-        questions = race.read_folder(Path(args.data_dir), split, levels_of(args), left_out)
+        questions = race.read_folder(Path(args.data_dir), split, levels, left_out)
     else:
-        questions = race.read_hub(split, levels_of(args))
+        questions = race.read_hub(split, levels)
     count = args.max_train_samples
     if split == "train" and count is not None and count < len(questions):
         questions = [questions[number * len(questions) // count] for number in range(count)]
