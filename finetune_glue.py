@@ -149,7 +149,7 @@ def default_preset(argv: list[str]) -> str:
 
 def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:
     """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
-    own_task.check_sources(args)
+    own_task.check_sources(args, do_predict)
     if args.table:
         if args.task_name in TASKS:
             raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
@@ -165,10 +165,6 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
     glue.check_metrics(args.task_name, task)
     if task.multi_label and {*task.labels} <= {"0", "1", "0.0", "1.0"}:
         raise InputError(f'{task.label_column} has lists of 0 and 1: name the labels of a row, ["joy", "fear"]')
-    if args.test_file and not training_args.do_predict:
-        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
-    if training_args.do_predict and not task.splits_of("test"):
-        raise InputError(f"do_predict: {args.table} comes without a test set; name a test_file")
     if args.predict_with == "ensemble" and not training_args.do_predict:
         raise InputError("predict_with=ensemble has no effect without --do_predict")
     if args.task_name == "wnli" and not args.wsc_dir:

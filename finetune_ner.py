@@ -105,14 +105,12 @@ def check_arguments(args: NerArguments, training_args: protocol.FinetuneTraining
     """Raise `InputError` for missing data, and for flags without effect."""
     if not (args.train_file or args.dataset_name):
         raise InputError("no data: name a CoNLL file, JSON lines or Parquet with --train_file, or a --dataset_name")
-    own_task.check_sources(args)
+    own_task.check_sources(args, training_args.do_predict)
     files = [file for file in (args.train_file, args.validation_file, args.test_file) if file]
     for name in ("text_column", "label_column"):
         is_set = getattr(args, name) != getattr(NerArguments, name)
         if is_set and files and not any(Path(file).suffix.lower() in ner.TABLES for file in files):
             raise InputError(f"{name}={getattr(args, name)} has no effect on CoNLL files: tags are in the last column")
-    if args.test_file and not training_args.do_predict:
-        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
 
 
@@ -120,10 +118,6 @@ def read_data(args: NerArguments, do_predict: bool) -> tuple[dict[str, list[ner.
     """(sentences by split, note for the model card); without a validation set, a tenth of training is held out."""
     read_file = functools.partial(ner.read_file, text_column=args.text_column, label_column=args.label_column)
     tables, note = own_task.read_tables(args, read_file, do_predict), ""
-    if do_predict and "test" not in tables:
-        raise InputError(
-            f"do_predict: {args.train_file or args.dataset_name} comes without a test set; name a test_file"
-        )
     data = {split: read_split(args, split, *table) for split, table in tables.items()}
     if "validation" not in data:
         note = "a tenth of it held out for validation"

@@ -95,22 +95,29 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
     )
 
 
-def check_sources(args: OwnFileArguments) -> None:
-    """Raise `InputError` for a flag that has no effect without another one (`GOES_WITH`)."""
+def check_sources(args: OwnFileArguments, do_predict: bool) -> None:
+    """Raise `InputError` for a flag without effect: the flag of its source, or `do_predict`, is missing."""
     for name in [name for name in GOES_WITH if hasattr(args, name)]:
         value, sources = getattr(args, name), GOES_WITH[name]
         if value not in (None, getattr(type(args), name)) and not any(getattr(args, source) for source in sources):
             raise InputError(f"{name}={value} has no effect without {' or '.join(sources)}")
+    if args.test_file and not do_predict:
+        raise InputError(f"test_file={args.test_file} has no effect without --do_predict")
 
 
 def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict: bool) -> dict[str, tuple[str, Rows]]:
-    """(name, rows) of each split, from files by `read` or the Hub (class names); test only with `do_predict`."""
+    """(name, rows) of each split, from files by `read` or the Hub (class names); test only with `do_predict`. Raises
+    `InputError` if it is missing, or a split is empty."""
     splits = ("train", "validation", "test") if do_predict else ("train", "validation")
     if args.train_file:
         files = {split: getattr(args, f"{split}_file") for split in splits}
         tables = {split: (file, read(file)) for split, file in files.items() if file}
     else:
         tables = _of_hub(args, splits)
+    if do_predict and "test" not in tables:
+        raise InputError(
+            f"do_predict: {args.train_file or args.dataset_name} comes without a test set; name a test_file"
+        )
     if empty := [where for where, rows in tables.values() if not rows]:
         raise InputError(f"{empty[0]} has no rows")
     return tables
