@@ -1,7 +1,7 @@
 """Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,9 @@ class FinetuneTrainer(DurableTrainer):
         best_metric: str,
         layer_decay: float,
         resumed: dict[str, Any] | None,
-        callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks, columns = [Epochs(self), *callbacks], {"task": "labels"}
-        super().__init__(label_columns=columns, resumed=resumed, callbacks=callbacks, **kwargs)
+        super().__init__(label_columns={"task": "labels"}, resumed=resumed, callbacks=[Epochs(self)], **kwargs)
         resumed = resumed or {}
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
