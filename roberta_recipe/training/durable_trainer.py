@@ -138,7 +138,8 @@ class DurableTrainer(Trainer):
     def record(self) -> dict[str, Any]:
         """The trainer's fields of the run record; called on all ranks."""
         hashes = checkpoint.state_hashes(self, self.model_folder)
-        return {"fingerprint": self.fingerprint, "skipped_steps": self.skipped_steps, "state_digests": hashes}
+        measured = {"matrix_rate": self.throughput.matrix_rate, "skipped_steps": self.skipped_steps}
+        return {"fingerprint": self.fingerprint, **measured, "state_digests": hashes}
 
     @property
     def model_folder(self) -> Path:
@@ -216,10 +217,8 @@ class DurableTrainer(Trainer):
         return optimizer
 
     @property
-    def loss_scale(self) -> float | None:
-        """The loss scale of fp16; None in another precision."""
-        if not self.args.fp16:
-            return None
+    def loss_scale(self) -> float:
+        """The loss scale of fp16."""
         return self.optimizer.optimizer.loss_scale if self.is_deepspeed_enabled else self.accelerator.scaler.get_scale()
 
     @property

@@ -226,8 +226,7 @@ class FinetuneTrainer(DurableTrainer):
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
         best = {"best_step": self.best_step, "score_at_steps": scores}
-        measured = {"computed_tokens": self.computed_tokens, "matrix_rate": self.throughput.matrix_rate}
-        return {**super().record(), **measured, **best}
+        return {**super().record(), "computed_tokens": self.computed_tokens, **best}
 
     @property
     def model_folder(self):

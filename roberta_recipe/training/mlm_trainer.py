@@ -201,7 +201,6 @@ class MlmTrainer(DurableTrainer):
             **super().record(),
             **self.log_extras(),
             "global_batch_size": self.fingerprint["global_batch_size"],
-            "matrix_rate": self.throughput.matrix_rate,
             "stopped_by": self.stopping.stopped_by or "max_steps",
             "skipped_blocks": self.skipped_blocks,
             "datasets": hub_ids(self.train_dataset.reader.corpus),
