@@ -186,7 +186,7 @@ def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, mo
     first = fingerprint()
     assert fingerprint() == first == young and len(hashed) == 3 and kept.exists()
     assert fingerprint("another") == first and len(hashed) == 4  # of another run
-    output_folder.check_content(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
+    output_folder._prepare(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
     assert token_cache.claim(tmp_path / "another", {})  # and so does a token cache
     kept.write_bytes(kept.read_bytes().replace(b"sum", b"sun"))
     assert fingerprint() == first and len(hashed) == 5

@@ -28,21 +28,14 @@ _BEFORE_CHECKPOINT |= {TOKENIZER_NAME, "runs"}
 
 def prepare(args: TrainingArguments, extend: bool) -> None:
     """Create and lock the output folder, on rank 0. Raises `InputError`, on all ranks, if another process uses it, or
-    if it holds anything but a run to resume, so that nothing is overwritten. `extend`: also resume a finished run that
-    has fewer than `max_steps` steps."""
+    if it holds anything but a run to resume, so that nothing is overwritten: files without a checkpoint, or a finished
+    run, unless the time limit ended it. `extend`: also resume a finished run that has fewer than `max_steps` steps."""
     on_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0))
 
 
 def _prepare(path: Path, max_steps: int) -> None:
     durable.make_folder(path)
     durable.lock(path)
-    check_content(path, max_steps)
-    durable.remove_stale(path)
-
-
-def check_content(path: Path, max_steps: int) -> None:
-    """Raise `InputError` for a finished run, unless the time limit ended it or it has fewer than `max_steps` steps, and
-    for files without a checkpoint."""
     if (path / RECORD_NAME).exists():
         record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
         if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:
@@ -56,3 +49,4 @@ def check_content(path: Path, max_steps: int) -> None:
             f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "
             "this one away"
         )
+    durable.remove_stale(path)
