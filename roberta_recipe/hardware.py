@@ -18,7 +18,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _HEAP_BYTES = 1 << 30  # glibc serves smaller allocations from the heap
 _PROBE_S = 2.0  # upper limit
 _PROBE_REPEATS = 12
-_PROBE_SIZES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
 
 
 class Machine(TypedDict):
@@ -95,7 +94,7 @@ def has_bf16(use_cpu: bool = False) -> bool:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of two large square matrices with this process's threads: the fastest of several, so that
     other processes do not distort the measurement. Takes at most two seconds."""
-    size = _PROBE_SIZES.get(device.type, 1024)
+    size = 8192 if device.type == "cuda" else 1024
     # drawn on the device, as the CPU would take more than a second
     a, b = torch.randn(2, size, size, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
     out, seconds, begun_s = torch.empty_like(a), [], time.perf_counter()
