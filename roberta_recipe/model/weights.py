@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,7 +170,7 @@ def _reason(error: Exception) -> str:
 
 def content_hash(name: str) -> str:
     """Hash of a checkpoint: of its config and weight files or, for a Hub id, the commit."""
-    folder = Path(resolve_path(name))
+    folder = resolve_path(name)
     if not folder.is_dir():
         return str(getattr(read_config(name), "_commit_hash", None))
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])

@@ -1,6 +1,7 @@
 """Fine-tuning scores over seeds (paper, section 5.1): median and spread, majority baseline, validation predictions,
 stored test-set scores, and the printed table."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -48,9 +49,7 @@ def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir
     """A run for every learning rate, batch size and seed, each in a folder below `output_dir`."""
     return [
         Run(rate, size, seed, Path(output_dir, f"lr{rate:g}-batch{size}-seed{seed}"))
-        for rate in rates
-        for size in batches
-        for seed in seeds
+        for rate, size, seed in itertools.product(rates, batches, seeds)
     ]
 
 
