@@ -12,7 +12,7 @@ from transformers import RobertaForSequenceClassification
 
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import MaskedLmMixin, RobertaForMaskedLM
 from roberta_recipe.tasks import wsc
 
 TEXT = "The cat follows a small dog near the sea , but it leaves at night."
@@ -182,8 +182,7 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
     stock.load_state_dict(model.state_dict())
     batch = wsc.WscCollator(tokenizer)(features)
     tensors = batch["input_ids"], batch["attention_mask"], batch["targets"]
-    ours, theirs = wsc.phrase_log_probs(model, *tensors), wsc.phrase_log_probs(stock, *tensors)
-    by_hand = []
+    ours, by_hand = wsc.phrase_log_probs(model, *tensors), []
     for example in features:
         for ids, targets in zip(example["input_ids"], example["targets"], strict=True):
             logits = stock(torch.tensor([ids])).logits[0].double()  # a batch of 1, so nothing is padded
@@ -192,7 +191,6 @@ def test_score_is_the_mean_log_probability(tokenizer, features, model, config):
             by_hand.append(sum(chosen) / len(chosen))
     assert len({len([t for t in row if t != IGNORED]) for row in features[0]["targets"]}) > 1  # a mean is no sum
     assert ours.tolist() == pytest.approx(by_hand, abs=1e-5)
-    assert theirs.tolist() == pytest.approx(by_hand, abs=1e-5)
 
 
 def test_losses_by_hand():
@@ -244,7 +242,7 @@ def test_training_gets_the_schemas_right(tokenizer, features, model, form):
 def test_a_checkpoint_needs_its_head(model, config, tmp_path):
     model.save_pretrained(tmp_path / "mlm")  # the file has no decoder weight, which is tied to the embedding
     loaded = wsc.load_masked_lm(str(tmp_path / "mlm"))
-    assert type(loaded) is RobertaForMaskedLM
+    assert isinstance(loaded, MaskedLmMixin) and isinstance(loaded, transformers.RobertaForMaskedLM)
     assert torch.equal(loaded.lm_head.dense.weight, model.lm_head.dense.weight)
     RobertaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     with pytest.raises(InputError, match=r"classifier' has no weights for lm_head\..* masked-LM head; name a checkp"):

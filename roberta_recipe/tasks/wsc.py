@@ -14,15 +14,14 @@ from types import NoneType
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
-from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import parse_json, parsing, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, masked_lm_class
 
 # No space before these words, and none after these brackets.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
@@ -119,10 +118,10 @@ def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
 
 
 def load_masked_lm(model_name_or_path: str, random_weights: bool = False) -> PreTrainedModel:
-    """A checkpoint with its masked-LM head, or its architecture with random weights; a RoBERTa as this repository's
-    class, which runs the head at masks only. Raises `InputError` if the head's weights are missing."""
+    """A checkpoint with its masked-LM head, or its architecture with random weights, as in pretraining: its head runs
+    at masks only. Raises `InputError` if the head's weights are missing."""
     config = weights.read_config(model_name_or_path)
-    cls = RobertaForMaskedLM if config.model_type == "roberta" else AutoModelForMaskedLM
+    cls = masked_lm_class(config, model_name_or_path)
     if random_weights:
         weights.check(model_name_or_path)
         logger.info("Weights     random")
@@ -216,10 +215,7 @@ def phrase_log_probs(
 ) -> torch.Tensor:
     """(rows,) mean log-probability of each row's masked tokens, in nats."""
     predicted = targets != IGNORED
-    output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets)
-    losses = getattr(output, "losses", None)
-    if losses is None:  # a stock model
-        losses = functional.cross_entropy(output.logits[predicted].float(), targets[predicted], reduction="none")
+    losses = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets).losses
     return losses.new_zeros(targets.shape).masked_scatter(predicted, -losses).sum(dim=1) / predicted.sum(dim=1)
 
 
