@@ -232,11 +232,11 @@ def _no_answer_logits(windows: Windows, scores: np.ndarray, best: list[Spans]) -
     if scores.shape[-1] == 3:
         answerable = np.full(len(best), -np.inf)
         np.maximum.at(answerable, windows.question_index, scores[:, 0, 2].astype(float))
-        return np.nan_to_num(-answerable, nan=np.inf)  # NaN logits: no answer
+        return -answerable
     null = np.full(len(best), np.inf)
     np.minimum.at(null, windows.question_index, scores[:, 0, 0].astype(float) + scores[:, 0, 1])
     best_scores = np.array([spans.score[0] if spans.texts else -np.inf for spans in best])
-    return np.nan_to_num(null - best_scores, nan=np.inf)
+    return null - best_scores
 
 
 def _question_spans(
@@ -256,9 +256,7 @@ def _question_spans(
         return sliding_window_view(np.append(values, np.full(longer, padding, values.dtype)), max_answer_length)
 
     last, same_window = following(ends, 0), following(window, -1) == window[:, None]
-    with np.errstate(invalid="ignore"):  # inf - inf of a diverged model
-        total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
-    total[~np.isfinite(total)] = -np.inf
+    total = np.where(same_window, logits[:, :1] + following(logits[:, 1], -np.inf), -np.inf)
     picked = []
     while len(picked) < n_best_size and total.size:
         first, more = divmod(int(total.argmax()), max_answer_length)
