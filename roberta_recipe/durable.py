@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +99,22 @@ def write_json(path: str | Path, values: Any) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Atomic write of a text file: temporary file, fsync, rename, fsync of the folder."""
-    path = Path(path)
+    """Atomic write of a text file."""
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A temporary file to write; then fsync, rename to `path`, fsync of the folder. Removed on an exception."""
     temporary = temporary_path(path)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         sync(temporary)
         temporary.replace(path)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def read_json(path: str | Path) -> Any:

@@ -45,12 +45,8 @@ def docstring_file() -> Path:
         files += sorted(Path(str(file.locate())) for file in distribution.files or [] if file.suffix == ".py")
     documents = _collect(files)
     documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
-    temporary = durable.temporary_path(path)
-    try:
+    with durable.atomic_write(path) as temporary:
         pq.write_table(pa.table({"text": documents}), temporary, row_group_size=4096)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

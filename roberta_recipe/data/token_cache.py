@@ -257,19 +257,13 @@ def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], 
     """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns their tokens."""
     path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
-    temporary = durable.temporary_path(path)
     metadata: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}
-    try:
-        with open(temporary, "wb") as stream:
-            for chunk, blocks in reader.pack_rows(rows, file):
-                metadata["columns"] = metadata["columns"] or (_columns(blocks[0]) if blocks else {})
-                content = _content(blocks, metadata["columns"])
-                metadata["chunks"].append([chunk, metadata["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
-                metadata["bytes"] += stream.write(content)
-        durable.sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with durable.atomic_write(path) as temporary, open(temporary, "wb") as stream:
+        for chunk, blocks in reader.pack_rows(rows, file):
+            metadata["columns"] = metadata["columns"] or (_columns(blocks[0]) if blocks else {})
+            content = _content(blocks, metadata["columns"])
+            metadata["chunks"].append([chunk, metadata["bytes"], len(content), xxhash.xxh3_128_hexdigest(content)])
+            metadata["bytes"] += stream.write(content)
     durable.write_sealed(path.with_suffix(".json"), {**_origin(reader.corpus, file, made_from), **metadata})
     return sum_counts(chunk for chunk, *_ in metadata["chunks"])["tokens"]
 
