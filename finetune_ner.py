@@ -136,13 +136,8 @@ def read_split(args: NerArguments, split: str, where: str, rows: own_task.Rows) 
 
 def build_model(args: NerArguments, names: tuple[str, ...]) -> torch.nn.Module:
     """The checkpoint with a head that scores the tags of each token."""
-    return load_with_head(
-        AutoModelForTokenClassification,
-        args.model_name_or_path,
-        args.head_dropout,
-        args.random_weights,
-        names,
-    )
+    cls = AutoModelForTokenClassification
+    return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, names)
 
 
 def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme: str | None, overlap: int) -> dict:

@@ -95,9 +95,7 @@ def plain(value: Any) -> Any:
     """A flag's value as JSON can hold it."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def names_in(argv: list[str]) -> set[str]:
@@ -331,10 +329,7 @@ def check_mapping(
             checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
             wanted = " or ".join(each["msg"].removeprefix("Input should be ") for each in error.errors())
-            quote = (
-                "; put it in quotes, or YAML takes it for something else"
-                if "string" in wanted and value is not None
-                else ""
-            )
+            is_unquoted = "string" in wanted and value is not None
+            quote = "; put it in quotes, or YAML takes it for something else" if is_unquoted else ""
             raise InputError(f"{where}: {key} is {value!r}, and must be {wanted}{quote}") from None
     return checked
