@@ -228,15 +228,14 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
     if has_lists and any(values):
         return tuple(sorted({str(name) for value in values for name in value})), (0.0, 1.0)
     numbers = [_number(value) for value in values]
-    if None in numbers and all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
-        row = numbers.index(None)
-        raise InputError(f"{where}, row {row + 1}: {column} is {values[row]!r}, a decimal comma: write a point")
     score = next((value for value, number in zip(values, numbers, strict=True) if isinstance(number, float)), None)
-    if score is not None and None in numbers:
+    if None in numbers:
         row = numbers.index(None)
-        raise InputError(
-            f"{where}, row {row + 1}: {column} is {values[row]!r}, no number, and other rows have {score!r}"
-        )
+        word = f"{where}, row {row + 1}: {column} is {values[row]!r}"
+        if all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
+            raise InputError(f"{word}, a decimal comma: write a point")
+        if score is not None:
+            raise InputError(f"{word}, no number, and other rows have {score!r}")
     if len(set(map(str, values))) < 2:
         raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
     if score is not None:
