@@ -23,9 +23,8 @@ def check(name: str) -> None:
     """Raise `InputError` if a checkpoint's files differ from its manifest. Tokenizer files are checked by
     `load_tokenizer`, as another tokenizer may be used."""
     folder = resolve_path(name)
-    if (folder / durable.MANIFEST).is_file() and (
-        damage := durable.damage(folder, only=lambda file: file not in FILES)
-    ):
+    has_manifest = (folder / durable.MANIFEST).is_file()
+    if has_manifest and (damage := durable.damage(folder, only=lambda file: file not in FILES)):
         raise InputError(
             f"{MODEL_ARGUMENT}={name!r} is damaged: {damage}. Copy or train it again; if you changed it on purpose, "
             f"delete {folder / durable.MANIFEST}"
