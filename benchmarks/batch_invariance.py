@@ -31,7 +31,7 @@ from benchmarks.memory import launch
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenizer_training import train_tokenizer
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import masked_lm_class
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -114,7 +114,7 @@ def one_step(folder: Path, stock: bool, micro_batch: int) -> tuple[float, float,
         )
     else:
         of_ours = {"flops_per_token": 1.0, "fingerprint": {"global_batch_size": GLOBAL_BATCH_SIZE}, "resumed": None}
-        model = RobertaForMaskedLM(config)
+        model = masked_lm_class(config)(config)
         trainer = MlmTrainer(model=model, data_collator=collator, **of_ours, **shared)
     trainer.remove_callback(PrinterCallback)
     trainer.train()

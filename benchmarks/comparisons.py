@@ -99,7 +99,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
         model = transformers.RobertaForMaskedLM(config)
         batch["attention_mask"] = torch.ones_like(ids)  # as the stock collator makes it
     else:
-        model = prepared(masked_lm.RobertaForMaskedLM(config), precision == "bf16")
+        model = prepared(masked_lm.masked_lm_class(config)(config), precision == "bf16")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = model.train().to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

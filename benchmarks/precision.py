@@ -26,7 +26,7 @@ from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenizer_training import train_tokenizer
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM, build_model
+from roberta_recipe.model.masked_lm import build_model, masked_lm_class
 
 WAYS = [("stock", "sdpa", "fp32"), ("ours", "eager", "fp32")]
 WAYS += [(name, attention, "bf16") for attention in ("sdpa", "eager") for name in ("stock", "ours")]
@@ -69,7 +69,7 @@ def main() -> None:
     def model(way: str, attention: str) -> torch.nn.Module:
         config, state = weights()
         config._attn_implementation = attention
-        found = (transformers.RobertaForMaskedLM if way == "stock" else RobertaForMaskedLM)(config)
+        found = (transformers.RobertaForMaskedLM if way == "stock" else masked_lm_class(config))(config)
         found.load_state_dict(state)
         return found
 

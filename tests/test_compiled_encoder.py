@@ -29,7 +29,7 @@ def batches(tokenizer, **shape):
 
 
 def test_every_batch_has_one_graph_without_a_break(config, tokenizer):
-    model, counter = masked_lm.RobertaForMaskedLM(config).train(), CompileCounter()
+    model, counter = masked_lm.masked_lm_class(config)(config).train(), CompileCounter()
     expected = [model(**batch).loss_sums["mlm"].item() for batch in batches(tokenizer, pad_to_multiple_of=8)]
     padded = batches(tokenizer, pad_to_multiple_of=64, predicted_multiple=16)
     assert len({len(batch["predicted"]) for batch in padded}) > 1

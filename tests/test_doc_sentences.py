@@ -11,7 +11,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.model import cpu_kernels, varlen
 from roberta_recipe.model.attention import register
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import masked_lm_class
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, b
     register()
     torch.manual_seed(0)
     config.initializer_range = 0.5
-    model = RobertaForMaskedLM(config)
+    model = masked_lm_class(config)(config)
     model.set_attn_implementation(attention)
     together = MlmCollator(tokenizer, mlm_probability=0.4)(blocks)
     given = {name: together[name] for name in ("input_ids", "labels", "attention_mask", "sequence")}

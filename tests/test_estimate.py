@@ -15,7 +15,7 @@ from transformers import AlbertConfig, RobertaConfig
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model import objectives
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM, flops_per_token, masked_lm_class
+from roberta_recipe.model.masked_lm import flops_per_token, masked_lm_class
 from roberta_recipe.model.objectives import named
 from roberta_recipe.model.weights import read_config
 from roberta_recipe.training import optimizers
@@ -97,7 +97,7 @@ def test_measured_runs():
 def test_activations_are_what_autograd_keeps(shape, kind):
     *dims, batch, seq_len = shape
     config = make_config(*dims, seq_len, dropout=0.1)
-    model = RobertaForMaskedLM(config).train()
+    model = masked_lm_class(config)(config).train()
     if kind == "half":
         model.to(torch.bfloat16)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -204,7 +204,7 @@ def test_states_are_what_an_optimizer_keeps(tmp_path, optim):
     args = MlmTrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, optim=optim)
     config = make_config(2, 64, 4, 256, 1000, 32, dropout=0.0)
     trainer = MlmTrainer(
-        model=RobertaForMaskedLM(config),
+        model=masked_lm_class(config)(config),
         args=args,
         flops_per_token=1.0,
         fingerprint={"global_batch_size": 1},

@@ -14,7 +14,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import attention, cross_entropy
-from roberta_recipe.model.masked_lm import RobertaForMaskedLM, build_model, flops_per_token
+from roberta_recipe.model.masked_lm import build_model, flops_per_token, masked_lm_class
 from roberta_recipe.model.weights import read_config
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -105,7 +105,7 @@ def by_definition(config, batch):
 
 @pytest.mark.parametrize("micro_batch", [16, 8, 4, 1])
 def test_gradient_of_the_batch_in_any_layout(config, tokenizer, collator, dense, tmp_path, micro_batch):
-    model = seeded(RobertaForMaskedLM, config)
+    model = seeded(masked_lm_class(config), config)
     trainer, gradients = one_step(model, collator, make_blocks(tokenizer), micro_batch, tmp_path)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(dense[0], rel=1e-6)
     assert gradients.keys() == dense[1].keys()
@@ -115,7 +115,7 @@ def test_gradient_of_the_batch_in_any_layout(config, tokenizer, collator, dense,
 def test_the_stock_collator_in_place_of_ours(config, tokenizer, tmp_path):
     blocks = make_blocks(tokenizer)
     collator, again = (DataCollatorForLanguageModeling(tokenizer, seed=0) for _ in range(2))
-    trainer, gradients = one_step(seeded(RobertaForMaskedLM, config), collator, blocks, 16, tmp_path)
+    trainer, gradients = one_step(seeded(masked_lm_class(config), config), collator, blocks, 16, tmp_path)
     expected, reference = by_definition(config, again(sorted(blocks, key=lambda block: -len(block["input_ids"]))))
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)
     assert difference(gradients, reference) < 1e-6
@@ -135,7 +135,7 @@ def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer,
 
 
 def test_a_micro_batch_with_nothing_predicted(config, tokenizer):
-    model = RobertaForMaskedLM(config)
+    model = masked_lm_class(config)(config)
     ids = torch.full((2, 10), 300)
     loss = model(ids, labels=torch.full_like(ids, IGNORED)).loss
     assert loss.item() == 0.0
@@ -149,7 +149,7 @@ def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
     """Fake tensors have no values, so operations that synchronize raise."""
     batch = MlmCollator(tokenizer, seed=0)(make_blocks(tokenizer, 4))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model = RobertaForMaskedLM(config)
+        model = masked_lm_class(config)(config)
         model.set_attn_implementation(attention)
         names = ("input_ids", "attention_mask", "labels", "predicted")
         columns = {name: fake.from_tensor(batch[name]) for name in names}
@@ -180,7 +180,7 @@ def test_losses_and_gradients_of_many_rows_are_torchs(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "left_out"), [((9, 0), True), ((8, 0), False)])
 def test_cudnns_attention_is_left_out_on_hopper(config, monkeypatch, caplog, capability, left_out):
-    model, allowed = RobertaForMaskedLM(config), []
+    model, allowed = masked_lm_class(config)(config), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", allowed.append)
     args = SimpleNamespace(device=torch.device("cuda"), attn_implementation="sdpa", bf16=True, fp16=False)
@@ -198,7 +198,7 @@ def test_sizes_are_the_papers(name, parameters, flops):
     """Parameters of FacebookAI/roberta-base and -large with their MLM head (the paper rounds to 125M and 355M)."""
     config = read_config(f"presets/model/{name}.json")
     with torch.device("meta"):
-        model = RobertaForMaskedLM(config)
+        model = masked_lm_class(config)(config)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert (config.max_position_embeddings, config.type_vocab_size, config.layer_norm_eps) == (514, 1, 1e-5)
     assert (config.vocab_size, config.initializer_range) == (50265, 0.02)
@@ -238,7 +238,7 @@ def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, toke
 def test_a_checkpoint_is_the_stock_classs(config, tokenizer, tmp_path):
     """Saved here, loaded by a process that cannot import this repository: same logits."""
     torch.manual_seed(0)
-    model = RobertaForMaskedLM(config).eval()
+    model = masked_lm_class(config)(config).eval()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     ids = torch.arange(300, 320)[None]

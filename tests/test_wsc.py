@@ -12,7 +12,7 @@ from transformers import RobertaForSequenceClassification
 
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.model.masked_lm import MaskedLmMixin, RobertaForMaskedLM
+from roberta_recipe.model.masked_lm import MaskedLmMixin, masked_lm_class
 from roberta_recipe.tasks import wsc
 
 TEXT = "The cat follows a small dog near the sea , but it leaves at night."
@@ -52,7 +52,7 @@ def features(tokenizer):
 @pytest.fixture
 def model(config):
     torch.manual_seed(0)
-    return RobertaForMaskedLM(config).eval()
+    return masked_lm_class(config)(config).eval()
 
 
 @pytest.mark.parametrize(

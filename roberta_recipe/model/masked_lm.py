@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MaskedLMOutput
 
@@ -139,10 +138,6 @@ class MaskedLmMixin:
         mean = total / (targets != IGNORED).sum().clamp(min=1)
         loss_sums = {name: objective.loss(self, hidden, other_targets[name]) for name, objective in others.items()}
         return ObjectivesOutput(loss=mean, loss_sums={"mlm": total, **loss_sums}, losses=losses)
-
-
-class RobertaForMaskedLM(MaskedLmMixin, transformers.RobertaForMaskedLM):
-    """RoBERTa with the masked-LM objective only."""
 
 
 def masked_lm_class(
