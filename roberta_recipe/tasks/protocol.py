@@ -49,7 +49,6 @@ from roberta_recipe.training import (
 )
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
-from roberta_recipe.training.progress import Progress
 
 Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
@@ -277,9 +276,8 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         fingerprint=fingerprint,
         resumed=resumed,
         run_name=f"{training_args.run_name or run.output_dir.parent.name}/{run.output_dir.name}",
+        steps_after=sum(steps[1:]),
     )
-    trainer.remove_callback(Progress)
-    trainer.add_callback(Progress(sum(steps[1:])))
     if not record:
         trainer.train(resume_from_checkpoint=resumed_from)
         trainer.stopping.end_if_stopped()

@@ -71,7 +71,7 @@ class DurableTrainer(Trainer):
     its targets (-100: no target). A step's loss is the sum over objectives of (sum of losses) / (number of targets) in
     the effective batch; `num_items_in_batch` has one denominator per objective, over all micro-batches and processes.
     `stopping` ends training early. `on_save` of `callbacks` is called after a checkpoint is sealed and older ones are
-    rotated; `Trainer` itself neither pushes nor rotates.
+    rotated; `Trainer` itself neither pushes nor rotates. `steps_after`: as in `Progress`.
 
     If fp16 gradients overflow, the step is skipped: weights and learning rate stay, the loss scale is lowered. The step
     counts toward `max_steps` and in `skipped_steps`, and its batch is consumed.
@@ -90,12 +90,13 @@ class DurableTrainer(Trainer):
         stopping: Stopping | None = None,
         run_name: str | None = None,
         callbacks: Iterable[TrainerCallback] = (),
+        steps_after: int = 0,
         **kwargs,
     ):
         self._layout = checkpoint.layout(args)  # before Trainer fills in a DeepSpeed configuration
         self.stopping, self.throughput = stopping or Stopping(), Throughput(args)
         # in this order: Stopping asks for a checkpoint, LogFile logs its step, Progress prints last
-        own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress()]
+        own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress(steps_after)]
         trainer_args = copy.copy(args)  # `self.args`
         name = run_name or args.run_name or Path(args.output_dir).name  # in trackers
         vars(trainer_args).update(save_total_limit=None, run_name=name)  # Trainer would rotate before the seal
