@@ -425,7 +425,7 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenize
         features=form.features,
         validation=validation,
         tests=names,
-        labelled_tests=[split for split in names if data[split].labels],
+        labelled_tests={name: len(data[name].labels) for name in names if data[name].labels},
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),

@@ -195,7 +195,7 @@ def job_of(
         features={split: made.features for split, made in windows.items()},
         validation=["validation"],
         tests=tests,
-        labelled_tests=[split for split in tests if windows[split].sentences[0].tags],
+        labelled_tests={name: len(windows[name].sentences) for name in tests if windows[name].sentences[0].tags},
         collator=DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=tag_loss,
         measure=lambda split, scores, _: measure(windows[split], scores, scheme),

@@ -173,7 +173,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         features={split: of_split.rows for split, of_split in features.items()},
         validation=["validation"],
         tests=[split for split in data if split == "test"],
-        labelled_tests=[split for split in data if split == "test"],
+        labelled_tests={split: len(of_split) for split, of_split in data.items() if split == "test"},
         collator=race.RaceCollator(tokenizer, args.max_seq_length),
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),

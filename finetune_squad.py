@@ -122,7 +122,8 @@ def read_arguments(argv: list[str]) -> tuple[tuple[SquadArguments, protocol.Fine
 
 def default_preset(argv: list[str]) -> str:
     """The preset of a command line without `--config`: by the version."""
-    return VERSION_2 if str(value_of(argv, "version_2_with_negative")).lower() == "true" else DEFAULT
+    given = str(value_of(argv, "version_2_with_negative")).lower()
+    return VERSION_2 if given in ("true", "t", "yes", "y", "1") else DEFAULT  # as transformers' `string_to_bool`
 
 
 def version(args: SquadArguments) -> str:
@@ -235,7 +236,7 @@ def job_of(
         features={split: made.features for split, made in windows.items()},
         validation=["validation"],
         tests=[],
-        labelled_tests=[],
+        labelled_tests={},
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=joint_loss if uses_classifier(args) else span_loss,
         measure=lambda _split, scores, _: measure(args, predicted(scores), questions),

@@ -12,6 +12,7 @@ from glue_runs import data_dir  # noqa: F401
 import finetune_glue
 import finetune_race
 import finetune_squad
+from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import glue, glue_scores, race, squad, summaries
 from roberta_recipe.tasks.squad_scores import score_2
 
@@ -27,6 +28,8 @@ def test_the_first_split_says_which_answer_is_the_most_frequent():
     wanted = {"validation": [1, 0, 0, 1]}
     assert summaries.majority_answer(wanted, "AB", accuracy(wanted))["answer"] == "A"  # of equals, the first
     assert summaries.majority_answer({"validation": [2.5, 0.0]}, (), None) is None  # scores, not classes
+    with pytest.raises(InputError, match="validation_mismatched has no examples"):
+        summaries.majority_answer({**wanted, "validation_mismatched": []}, "AB", accuracy(wanted))
 
 
 def glue_job(name, labels, model_dir, tokenizer):

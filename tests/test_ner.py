@@ -206,6 +206,8 @@ CONLL = [  # file, words and tags
     ("a\tB-X\nb O\n", "a/B-X b/O"),
     ("# 7 dogs\na\tB-X\n", "a/B-X"),
     ("a B-X\nb I-X\nc L-X\nd U-Y\ne O", "a/B-X b/I-X c/E-X d/S-Y e/O"),
+    ("a B-X\rb O\r\rc O\r", "a/B-X b/O c/O"),  # line ends of old Macs
+    ("a B-X\r\r\nb I-X\r\r\n", "a/B-X b/I-X"),  # text mode, twice
 ]
 
 
@@ -225,7 +227,9 @@ def test_other_tags_and_words_with_blanks(argv, tmp_path, capfd):
     (tmp_path / "v.jsonl").write_text(
         json.dumps({"tokens": ["New York", "is", "Mary"], "ner_tags": ["LOC", "O", "PER"]})
     )
-    finetune_ner.main(argv(train_file=tmp_path / "t.jsonl", validation_file=tmp_path / "v.jsonl"))
+    files = {f"{split}_file": tmp_path / f"{split[0]}.jsonl" for split in ("train", "validation")}
+    files |= {"test_file": files["validation_file"], "max_seq_length": 8}  # several windows
+    assert finetune_ner.main(argv("--do_predict", **files))["tests"]["test"]["examples"] == 1
     said = capfd.readouterr().err
     assert "tags are not entity tags (B-, I-, O): scored by accuracy" in said
     assert "words with tags that training lacks in validation: 1" in said

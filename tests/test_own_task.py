@@ -194,6 +194,7 @@ BAD = {
     "blank": ("t.csv", "text,label\na,x\nb,x \n", [], "t.csv, row 2: label is 'x ', with blanks around it; remove"),
     "list as text": ("t.csv", "text,label\na,x\nb,['x']\n", [], "row 2: label is .*, and lists of labels need JSON"),
     "decimal comma": ("t.tsv", "text\tlabel\na\t1\nb\t1,5\n", [], "t.tsv, row 2: label is '1,5', a decimal comma"),
+    "one number": ("t.csv", "text,label\na,1\nb,1.0\n", [], "label is '1' in all 2 rows"),
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
     "list and word": (
         "t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [],

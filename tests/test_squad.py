@@ -17,6 +17,7 @@ from transformers import (
     Qwen2Config,
     RobertaConfig,
 )
+from transformers.hf_argparser import string_to_bool
 
 import finetune_squad
 from roberta_recipe import durable
@@ -406,6 +407,12 @@ def test_presets_are_the_papers(root):
         assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.01, 0.06, "linear")
         assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
         assert training.max_grad_norm == 0 and args.max_seq_length == 512 and args.layer_decay == 1
+
+
+def test_the_preset_follows_the_version():
+    for word in ("true", "t", "yes", "Y", "1", "false", "no", "0"):
+        preset = finetune_squad.default_preset(["--version_2_with_negative", word])
+        assert (preset == finetune_squad.VERSION_2) == string_to_bool(word), word
 
 
 def test_models_and_tokenizers_whose_first_token_cannot_stand_for_no_answer(tokenizer):

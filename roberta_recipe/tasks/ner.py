@@ -44,7 +44,8 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
         raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     if Path(path).suffix.lower() in TABLES:
         return own_task.read_table(path)
-    text, comment = re.sub("(?m)^-DOCSTART-.*$", "", read_text(path).replace("\r", "")), re.compile("#[ \t]")
+    text, comment = re.sub("\r+\n|\r", "\n", read_text(path)), re.compile("#[ \t]")
+    text = re.sub("(?m)^-DOCSTART-.*$", "", text)
     lines, sentences = [line.strip(" \t") for line in text.split("\n")], [[]]
     rows = [line for line in lines if line and not comment.match(line)] or [""]
     split = re.compile(" *\t *" if all("\t" in line for line in rows) else "[ \t]+").split

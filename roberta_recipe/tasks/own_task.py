@@ -236,7 +236,7 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
             raise InputError(f"{word}, a decimal comma: write a point")
         if score is not None:
             raise InputError(f"{word}, no number, and other rows have {score!r}")
-    if len(set(map(str, values))) < 2:
+    if len({*map(str, values)} if score is None else {*numbers}) < 2:
         raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
     if score is not None:
         return (), (float(min(numbers)), float(max(numbers)))

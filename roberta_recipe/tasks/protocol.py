@@ -66,7 +66,7 @@ class Job:
     features: dict[str, list[dict]]  # by split: "train", those of `validation` and `tests`
     validation: list[str]  # validation splits; the first selects the best epoch
     tests: list[str]  # test splits; their scores are stored (`summaries.TEST_SCORES`)
-    labelled_tests: list[str]  # test splits with labels; their metrics are in the summary
+    labelled_tests: dict[str, int]  # examples of test splits with labels; their metrics are in the summary
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # metrics of (split, scores, validation scores)
@@ -354,8 +354,9 @@ def finish(
     if training_args.process_index == 0:
         if training_args.do_predict and job.labelled_tests:
             chosen = summaries.of_setting(runs, picked)
-            splits = {split: len(job.features[split]) for split in job.labelled_tests}
-            summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, splits, job.measure, job.metric)
+            summary["tests"] = summaries.summarise_tests(
+                chosen, job.test_hash, job.labelled_tests, job.measure, job.metric
+            )
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
         if durable.damage(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
