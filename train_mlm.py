@@ -37,6 +37,7 @@ from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
+from roberta_recipe.hardware import local_processes
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
@@ -190,8 +191,12 @@ def train_missing_tokenizer(
         f"{args.tokenizer_name} (another size: --config_overrides vocab_size=N; another one: --tokenizer_name NAME)"
     )
     tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not is_size_given)
-    with weights.model_max_length_for(tokenizer, config):
-        tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
+    try:
+        with weights.model_max_length_for(tokenizer, config):
+            tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
+    except InputError:
+        if training_args.world_size == local_processes():  # else another machine saved the same, in a shared folder
+            raise
 
 
 def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> None:

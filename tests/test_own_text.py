@@ -1,6 +1,7 @@
 """Own text, own checkpoint, stock command lines: which preset, tokenizer and number of steps apply, and that the screen
 states them."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from conftest import make_documents, write_text
 from transformers import AutoTokenizer
 
 import train_mlm
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import InputError
+from roberta_recipe.training import pretraining
 from roberta_recipe.training.pretraining import CONTINUE, DEMONSTRATION, preset_of
 from tools import evaluate
 
@@ -128,6 +131,27 @@ def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_pa
     argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
     train_mlm.main([*argv, "--max_steps", "1", "--warmup_steps", "0", "--config_overrides", "vocab_size=300"])
     assert entries_of(tmp_path / "run" / "tokenizer") == 300
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_machines_that_train_the_tokenizer_of_a_shared_folder_at_once(texts, tmp_path, monkeypatch, machines):
+    """The slower one finds it there. On one machine, that is another run's."""
+    argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
+    argv += ["--config_overrides", "vocab_size=300"]
+    (args, training_args), _ = train_mlm.read_arguments(argv)
+    train = tokenizer_training.train_tokenizer
+
+    def train_beside_another(*words, **options):
+        tokenizer = train(*words, **options)
+        tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
+        return tokenizer
+
+    monkeypatch.setattr(tokenizer_training, "train_tokenizer", train_beside_another)
+    monkeypatch.setattr(train_mlm, "local_processes", lambda: training_args.world_size / machines)
+    refused = pytest.raises(InputError, match="holds other files")
+    with refused if machines == 1 else contextlib.nullcontext():
+        train_mlm.train_missing_tokenizer(argv, args, training_args, corpora.resolve(pretraining.read_corpus(args)))
+    assert entries_of(args.tokenizer_name) == 300
 
 
 @pytest.mark.parametrize("cached", [False, True])
