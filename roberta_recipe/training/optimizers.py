@@ -52,8 +52,9 @@ class MuonInFp32(torch.optim.Muon):
         for group in self.param_groups:
             momentum, lr, decay = (group[key] for key in ("momentum", "lr", "weight_decay"))
             for weight in (weight for weight in group["params"] if weight.grad is not None):
-                buffer = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-                buffer.lerp_(weight.grad, 1 - momentum)
+                if "momentum_buffer" not in self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+                buffer = self.state[weight]["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
                 nesterov = weight.grad.lerp(buffer, momentum)
                 update = zero_power_via_newton_schulz_5(nesterov, group["ns_steps"], dtype=torch.float32)
                 rows, columns = weight.shape
