@@ -48,7 +48,13 @@ def main() -> None:
             curves["stock run_mlm.py path"] = curve(stock)[:EVALUATIONS]  # it evaluates its last step twice more
         else:
             for seed in args.seeds:
-                points = curves[f"seed {seed}"] = curve([*recipe, "--seed", str(seed)])
+                own = [
+                    "--seed",
+                    str(seed),
+                    "--output_dir",
+                    f"{folder}/seed-{seed}",
+                ]  # the last of a repeated flag counts
+                points = curves[f"seed {seed}"] = curve([*recipe, *own])
                 reached = next(
                     (f"{minutes} minutes ({loss})" for minutes, loss in points if loss <= args.until), "never"
                 )

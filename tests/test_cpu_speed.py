@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_mlm
-from benchmarks import comparisons, speed
+from benchmarks import comparisons, loss_over_time, speed
 from roberta_recipe import hardware
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import attention, cpu_kernels
+from roberta_recipe.settings import value_of
 from roberta_recipe.training.arguments import RecipeTrainingArguments
 
 
@@ -219,6 +220,19 @@ def test_the_stock_path_tokenizes_in_every_repeat(root, tmp_path, tokenizer_dir,
     monkeypatch.setattr(sys, "argv", ["stock_mlm.py", *map(str, words)])
     runpy.run_path(str(root / "benchmarks" / "stock_mlm.py"), run_name="__main__")
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "shared").exists()
+
+
+def test_each_seed_of_a_speedrun_has_a_folder(tmp_path, monkeypatch, capsys):
+    """The second seed was refused: the folder had a finished run."""
+    ran, command = [], ["train_mlm.py", "--output_dir", "ours"]
+    monkeypatch.setattr(loss_over_time, "commands", lambda folder, config: (command, []))
+    monkeypatch.setattr(loss_over_time, "curve", lambda argv: ran.append(argv) or [[1.5, 2.9], [2.5, 2.6]])
+    words = ["--until", "2.7", "--seeds", "1", "2", "--output", tmp_path / "curves.json"]
+    monkeypatch.setattr(sys, "argv", ["loss_over_time.py", *map(str, words)])
+    loss_over_time.main()
+    assert [value_of(argv, "seed") for argv in ran] == ["1", "2"]
+    assert len({value_of(argv, "output_dir") for argv in ran} - {"ours"}) == 2
+    assert "seed 2: 2.5 minutes (2.6); ends at 2.6 after 2.5" in capsys.readouterr().out
 
 
 def test_the_speed_comparison_measures_both_sides(monkeypatch, config_file):
