@@ -48,12 +48,8 @@ def main() -> None:
             curves["stock run_mlm.py path"] = curve(stock)[:EVALUATIONS]  # it evaluates its last step twice more
         else:
             for seed in args.seeds:
-                own = [
-                    "--seed",
-                    str(seed),
-                    "--output_dir",
-                    f"{folder}/seed-{seed}",
-                ]  # the last of a repeated flag counts
+                # replaces the folder of `recipe`: the last of a repeated flag counts
+                own = ["--seed", str(seed), "--output_dir", f"{folder}/seed-{seed}"]
                 points = curves[f"seed {seed}"] = curve([*recipe, *own])
                 reached = next(
                     (f"{minutes} minutes ({loss})" for minutes, loss in points if loss <= args.until), "never"
